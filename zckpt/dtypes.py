@@ -1,0 +1,91 @@
+"""Element types: their torch names, sizes, and names in other formats.
+
+A dtype is everywhere in zckpt the string that torch prints after `torch.`: "float32", "bfloat16".
+This table needs neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zckpt.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeInfo:
+    """What is known about one element type.
+
+    Parameters
+    ----------
+    name : str
+        Name in torch, without `torch.`.
+    itemsize : int, bytes
+    safetensors : str or None
+        Code in a safetensors header; None where that format has none.
+    storage : str or None
+        Name of torch's typed storage class, `FloatStorage`; None for dtypes newer than those classes.
+    floating : bool
+        Whether values are real floating-point numbers.
+    """
+
+    name: str
+    itemsize: int
+    safetensors: str | None
+    storage: str | None
+    floating: bool = False
+
+
+DTYPES: dict[str, DTypeInfo] = {
+    info.name: info
+    for info in (
+        DTypeInfo("float64", 8, "F64", "DoubleStorage", floating=True),
+        DTypeInfo("float32", 4, "F32", "FloatStorage", floating=True),
+        DTypeInfo("float16", 2, "F16", "HalfStorage", floating=True),
+        DTypeInfo("bfloat16", 2, "BF16", "BFloat16Storage", floating=True),
+        DTypeInfo("float8_e4m3fn", 1, "F8_E4M3", None, floating=True),
+        DTypeInfo("float8_e5m2", 1, "F8_E5M2", None, floating=True),
+        DTypeInfo("float8_e4m3fnuz", 1, None, None, floating=True),
+        DTypeInfo("float8_e5m2fnuz", 1, None, None, floating=True),
+        DTypeInfo("float8_e8m0fnu", 1, "F8_E8M0", None, floating=True),
+        DTypeInfo("complex32", 4, None, None),
+        DTypeInfo("complex64", 8, "C64", "ComplexFloatStorage"),
+        DTypeInfo("complex128", 16, None, "ComplexDoubleStorage"),
+        DTypeInfo("int64", 8, "I64", "LongStorage"),
+        DTypeInfo("int32", 4, "I32", "IntStorage"),
+        DTypeInfo("int16", 2, "I16", "ShortStorage"),
+        DTypeInfo("int8", 1, "I8", "CharStorage"),
+        DTypeInfo("uint8", 1, "U8", "ByteStorage"),
+        DTypeInfo("uint16", 2, "U16", None),
+        DTypeInfo("uint32", 4, "U32", None),
+        DTypeInfo("uint64", 8, "U64", None),
+        DTypeInfo("bool", 1, "BOOL", "BoolStorage"),
+        DTypeInfo("quint8", 1, None, "QUInt8Storage"),
+        DTypeInfo("qint8", 1, None, "QInt8Storage"),
+        DTypeInfo("qint32", 4, None, "QInt32Storage"),
+        DTypeInfo("quint4x2", 1, None, "QUInt4x2Storage"),
+        DTypeInfo("quint2x4", 1, None, "QUInt2x4Storage"),
+    )
+}
+
+FROM_STORAGE = {info.storage: info.name for info in DTYPES.values() if info.storage}
+FROM_SAFETENSORS = {info.safetensors: info.name for info in DTYPES.values() if info.safetensors}
+
+
+def itemsize(dtype: str) -> int:
+    """Return the size of one element in bytes.
+
+    Raises
+    ------
+    UnsupportedError
+        The dtype is not one torch has.
+    """
+    info = DTYPES.get(dtype)
+    if info is None:
+        raise UnsupportedError(f"unknown element type {dtype!r}")
+    return info.itemsize
+
+
+def is_floating(dtype: str) -> bool:
+    """Tell whether values of `dtype` are real floating-point numbers."""
+    info = DTYPES.get(dtype)
+    return info is not None and info.floating

@@ -1,0 +1,116 @@
+"""Every error a user can cause.
+
+    ZckptError
+    |-- UsageError              unusable arguments                      exit status 2
+    |-- SourceError             the source cannot be used               exit status 3
+    |   |-- UnknownFormatError      no adapter recognises it
+    |   |-- DamagedFileError        truncated, malformed, inconsistent
+    |   |   `-- PickleError             a pickle that is malformed or hostile
+    |   |-- UnsupportedError        understood, but not something zckpt can do correctly
+    |   |-- ShardError              a rank's file is missing, there twice, or from another step
+    |   |-- LayoutError             two accounts of where elements lie disagree
+    |   `-- WeightMismatchError     a master does not round to the weight beside it
+    `-- TargetError             the target cannot be written            exit status 4
+        `-- TargetExistsError       it is there already
+
+An error carries its data (`path`, `expected`, `found`, `advice`) and formats it only in `__str__`,
+as one line: file, what was expected, what was found, what to do.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class ZckptError(Exception):
+    """Base of every error that zckpt raises on purpose.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong, in one clause.
+    path : path-like, optional
+        The file or directory concerned.
+    expected, found : object, optional
+        What should have been there, and what was.
+    advice : str, optional
+        What the user can do about it.
+    """
+
+    exit_status = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        expected: object = None,
+        found: object = None,
+        advice: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.expected = expected
+        self.found = found
+        self.advice = advice
+
+    def __str__(self) -> str:
+        text = self.message if self.path is None else f"{self.path}: {self.message}"
+        if self.expected is not None:
+            text += f": expected {self.expected}"
+        if self.found is not None:
+            text += f"{',' if self.expected is not None else ':'} found {self.found}"
+        if self.advice is not None:
+            text += f"; {self.advice}"
+        return " ".join(text.split())
+
+
+class UsageError(ZckptError, ValueError):
+    """An argument or option that cannot be used."""
+
+    exit_status = 2
+
+
+class SourceError(ZckptError, ValueError):
+    """The source cannot be read, is damaged or is unsafe."""
+
+    exit_status = 3
+
+
+class UnknownFormatError(SourceError):
+    """No adapter recognises the source."""
+
+
+class DamagedFileError(SourceError):
+    """A file is truncated, malformed, or its sizes disagree."""
+
+
+class PickleError(DamagedFileError):
+    """A pickle is malformed, or built to exhaust the machine that reads it."""
+
+
+class UnsupportedError(SourceError):
+    """The source is understood, but zckpt cannot do what was asked with it correctly."""
+
+
+class ShardError(SourceError):
+    """A rank's file is missing, there twice, or from another step."""
+
+
+class LayoutError(SourceError):
+    """Two accounts of where a parameter's elements lie disagree."""
+
+
+class WeightMismatchError(SourceError):
+    """A parameter's master does not round to the model weight stored beside it."""
+
+
+class TargetError(ZckptError, OSError):
+    """The target cannot be written."""
+
+    exit_status = 4
+
+
+class TargetExistsError(TargetError, FileExistsError):
+    """The target is there already."""
