@@ -1,0 +1,159 @@
+"""How tensors are cut: the only place that knows how a layout partitions and pads. Pure functions of integers.
+
+Flat (ZeRO-1/2): the parameters of a group lie end to end in one buffer, cut in equal partitions.
+
+    | a a a a a | b b b | c c c c c c c c | . . |      . padding
+    |   rank 0   |   rank 1   |   rank 2     |
+
+Per parameter (ZeRO-3): every parameter is cut in equal shards of its own.
+
+    a: | a a | a a | a . |    b: | b | b | b |    rank 0 holds the first shard of each, one after the other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import UsageError
+
+FLAT_ALIGNMENT = 2
+"""Partitions of a flat group start on a multiple of two elements: 4 bytes for 16-bit types, which NCCL wants."""
+
+PARAMETER_ALIGNMENT_NBYTES = 16
+"""Bytes of the model dtype on which each parameter of an aligned flat group starts (DeepSpeed 0.19)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A run of one parameter's elements inside one rank's partition.
+
+    Parameters
+    ----------
+    index : int
+        Which parameter of the group, in the order of the buffer.
+    start : int, elements
+        First element within the flattened parameter.
+    position : int, elements
+        Where it lies within the rank's partition.
+    numel : int, elements
+    """
+
+    index: int
+    start: int
+    position: int
+    numel: int
+
+
+def check_world_size(world_size: int) -> None:
+    """Raise UsageError unless `world_size` is a positive number of ranks."""
+    if world_size < 1:
+        raise UsageError("unusable world size", expected="at least 1", found=world_size)
+
+
+def flat_partition_numel(total: int, world_size: int) -> int:
+    """Return the number of elements of each rank's partition of a flat group, padding included.
+
+    Parameters
+    ----------
+    total : int, elements
+        All parameters of the group and their alignment pads.
+    world_size : int, ranks
+
+    Notes
+    -----
+    Source: pad each group to a multiple of 2 x dp elements (DeepSpeed 0.4 to 0.19, ZeRO-1/2 and BF16_Optimizer).
+    """
+    check_world_size(world_size)
+    return FLAT_ALIGNMENT * math.ceil(total / (FLAT_ALIGNMENT * world_size))
+
+
+def flat_padding(total: int, partition: int, rank: int) -> int:
+    """Return how many elements at the end of a rank's partition belong to no parameter.
+
+    Padding may reach over several trailing ranks when a group is small.
+
+    Parameters
+    ----------
+    total, partition : int, elements
+    rank : int
+    """
+    return min(max((rank + 1) * partition - total, 0), partition)
+
+
+def alignment_padding(numels: Sequence[int], multiple: int) -> list[int]:
+    """Return the pad after each parameter that lets the next one start on a multiple of `multiple` elements.
+
+    Parameters
+    ----------
+    numels : sequence of int, elements
+    multiple : int, elements
+        `PARAMETER_ALIGNMENT_NBYTES` divided by the size of the model's element type.
+
+    Notes
+    -----
+    Source: `parameter_alignment` of DeepSpeed 0.19; the last parameter is padded too.
+    """
+    return [-n % multiple for n in numels]
+
+
+def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> list[int]:
+    """Return where each parameter starts in the flat buffer, and as a last item where the buffer ends, in elements."""
+    starts = [0]
+    for i, n in enumerate(numels):
+        starts.append(starts[-1] + n + (pads[i] if pads else 0))
+    return starts
+
+
+def flat_fragments(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[Fragment]:
+    """Yield the non-empty runs of parameters in one rank's partition, in order.
+
+    Parameters
+    ----------
+    numels : sequence of int, elements
+        The parameters of the group, in the order of the buffer.
+    starts : sequence of int, elements
+        From `flat_starts`.
+    partition : int, elements
+        From `flat_partition_numel`.
+    rank : int
+        Position among the ranks that share the group.
+    """
+    low, high = rank * partition, (rank + 1) * partition
+    for index, n in enumerate(numels):
+        begin, end = max(starts[index], low), min(starts[index] + n, high)
+        if begin < end:
+            yield Fragment(index, begin - starts[index], begin - low, end - begin)
+
+
+def round_robin_order(count: int, world_size: int) -> list[int]:
+    """Return the order in which a group's parameters enter its flat buffer under `round_robin_gradients`.
+
+    Item i is the index, in the optimizer's order, of the parameter that comes i-th: parameters 0, ws, 2 ws, ...
+    first, then 1, ws + 1, ...
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14 to 0.19, ZeRO-1/2.
+    """
+    check_world_size(world_size)
+    return [i for first in range(min(world_size, count)) for i in range(first, count, world_size)]
+
+
+def shard_numel(numel: int, world_size: int) -> int:
+    """Return the number of elements every rank holds of one parameter, padding included.
+
+    Notes
+    -----
+    Source: ceil(n / ws) for each parameter by itself (DeepSpeed 0.14 to 0.19, ZeRO-3).
+    """
+    check_world_size(world_size)
+    return -(-numel // world_size)
+
+
+def shard_fragment(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return (start, numel) of the elements of one parameter that one rank holds, without padding."""
+    per_rank = shard_numel(numel, world_size)
+    start = min(rank * per_rank, numel)
+    return start, min(per_rank, numel - start)

@@ -1,0 +1,375 @@
+"""What is to be written, and the copies that write it. Pure: no I/O, no format.
+
+    TargetFile = literals (headers, pickles, JSON) + holes (an extent of a slot, with the dtype wanted)
+    plan       = for each hole, the copies that fill it, every element exactly once
+
+A copy moves an n-dimensional box of elements between two strided byte layouts; adjacent dimensions are
+merged wherever both sides allow, so that what is contiguous on both sides is one long run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from zckpt.dtypes import itemsize
+from zckpt.errors import LayoutError
+from zckpt.state import Extent, Slot, Span
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box of a tensor, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes known before any tensor is read, at byte `offset` of a target file."""
+
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """A place in a target file for an extent of a slot.
+
+    Parameters
+    ----------
+    offset : int, bytes
+    label : str
+        What is to be written here, `exp_avg/wte.weight`, for messages.
+    slot : Slot
+    extent : Extent
+    dtype : str
+        Element type wanted.
+    """
+
+    offset: int
+    label: str
+    slot: Slot
+    extent: Extent
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the hole in bytes."""
+        return self.extent.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """A CRC-32 of bytes [start, end) that is to be written, little-endian, at each of `offsets` once they are there."""
+
+    start: int
+    end: int
+    offsets: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TargetFile:
+    """A file that is to be written: its name within the target, its size, and what fills it."""
+
+    name: str
+    nbytes: int
+    literals: list[Literal] = field(default_factory=list)
+    holes: list[Hole] = field(default_factory=list)
+    checksums: list[Checksum] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Where a box of elements lies in a file: byte offset of its first one, bytes to the next one by dimension."""
+
+    path: str
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Move a box of `shape` elements from `sources` to byte `offset` of a target file.
+
+    Parameters
+    ----------
+    shape : tuple of int, elements
+    sources : tuple of Strided
+        One; or several whose values are averaged.
+    source_dtype, target_dtype : str
+    byteorder : {"little", "big"}
+        Of the source. Targets are little-endian.
+    offset : int, bytes
+    strides : tuple of int, bytes
+        In the target.
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[Strided, ...]
+    source_dtype: str
+    target_dtype: str
+    byteorder: str
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes written."""
+        return self.numel * itemsize(self.target_dtype)
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether both sides are one contiguous run of the same bytes."""
+        size = itemsize(self.source_dtype)
+        return (
+            len(self.sources) == 1
+            and self.source_dtype == self.target_dtype
+            and (self.byteorder == "little" or size == 1)
+            and self.strides == self.sources[0].strides == (size,)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A target file and the copies that fill its holes."""
+
+    file: TargetFile
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All copies of an operation, complete and without overlap."""
+
+    files: tuple[FilePlan, ...]
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of tensors that will be read."""
+        return sum(c.numel * itemsize(c.source_dtype) * len(c.sources) for f in self.files for c in f.copies)
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of tensors that will be written."""
+        return sum(c.nbytes for f in self.files for c in f.copies)
+
+    @property
+    def write_nbytes(self) -> int:
+        """Bytes of all target files."""
+        return sum(f.file.nbytes for f in self.files)
+
+
+def plan(files: Iterable[TargetFile]) -> Plan:
+    """Meet every hole with the spans that cover it.
+
+    Raises
+    ------
+    LayoutError
+        Some element of a hole is covered by no span, or by more than one.
+    """
+    return Plan(tuple(FilePlan(file, tuple(_copies_of(file))) for file in files))
+
+
+def _copies_of(file: TargetFile) -> Iterator[Copy]:
+    for hole in file.holes:
+        yield from fill(hole)
+
+
+def fill(hole: Hole) -> list[Copy]:
+    """Return the copies that fill one hole, each element exactly once.
+
+    Raises
+    ------
+    LayoutError
+        Some element is covered by no span, or by more than one.
+    """
+    copies = _fill_from(hole, hole.slot.spans)
+    if not hole.slot.replicas:
+        return copies
+    sets = [copies] + [_fill_from(hole, spans) for spans in hole.slot.replicas]
+    cut = [[(c.offset, c.shape, c.strides, c.source_dtype) for c in one] for one in sets]
+    if any(one != cut[0] for one in cut):
+        raise LayoutError(f"{hole.label}: the copies to be averaged are cut differently")
+    return [
+        Copy(
+            first.shape,
+            tuple(c.sources[0] for c in same),
+            first.source_dtype,
+            first.target_dtype,
+            first.byteorder,
+            first.offset,
+            first.strides,
+        )
+        for same in zip(*sets, strict=True)
+        for first in same[:1]
+    ]
+
+
+def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
+    copies: list[Copy] = []
+    boxes: list[Box] = []
+    ranges: list[tuple[int, int]] = []
+    want = hole.extent
+    for span in spans:
+        if span.extent.numel == 0:
+            continue
+        have = span.extent
+        if span.strides is None and have.offsets == want.offsets and have.sizes == want.sizes:
+            low, high = max(have.start, want.start), min(have.start + have.numel, want.start + want.numel)
+            if low < high:
+                ranges.append((low, high))
+                copies.append(_flat_copy(hole, span, low, high))
+            continue
+        for box in _intersections(span.extent, want):
+            boxes.append(box)
+            copies.append(_box_copy(hole, span, box))
+    _check_coverage(hole, copies, ranges, boxes)
+    return copies
+
+
+def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
+    source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
+    source = Strided(span.path, span.offset + (low - span.extent.start) * source_size, (source_size,))
+    offset = hole.offset + (low - hole.extent.start) * target_size
+    return Copy((high - low,), (source,), span.dtype, hole.dtype, span.byteorder, offset, (target_size,))
+
+
+def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
+    shape = box[1]
+    source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
+    first, strides = _locate(span.extent, box, span.strides)
+    target_first, target_strides = _locate(hole.extent, box, None)
+    if shape:
+        source_steps = tuple(s * source_size for s in strides)
+        target_steps = tuple(s * target_size for s in target_strides)
+        shape, source_steps, target_steps = _merge(shape, source_steps, target_steps)
+    else:
+        shape, source_steps, target_steps = (1,), (source_size,), (target_size,)
+    source = Strided(span.path, span.offset + first * source_size, source_steps)
+    offset = hole.offset + target_first * target_size
+    return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor of `shape` that is stored in row-major order."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def _locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
+    """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
+    steps = row_major(extent.sizes) if strides is None else strides
+    first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))
+    return first - (extent.start if strides is None else 0), steps
+
+
+def _merge(
+    shape: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Drop dimensions of size one and join neighbours that are contiguous on both sides."""
+    dims: list[tuple[int, int, int]] = []
+    for size, s, t in zip(shape, source, target, strict=True):
+        if size == 1 and len(shape) > 1:
+            continue
+        if dims and dims[-1][1] == s * size and dims[-1][2] == t * size:
+            dims[-1] = (dims[-1][0] * size, s, t)
+        else:
+            dims.append((size, s, t))
+    if not dims:
+        dims = [(1, source[-1], target[-1])]
+    sizes, sources, targets = zip(*dims, strict=True)
+    return tuple(sizes), tuple(sources), tuple(targets)
+
+
+def boxes_of(extent: Extent) -> list[Box]:
+    """Cut an extent into boxes of the tensor: a flattened range is at most 2 x dimensions - 1 of them."""
+    if extent.numel == 0:
+        return []
+    return [
+        (tuple(o + e for o, e in zip(offsets, extent.offsets, strict=True)), sizes)
+        for offsets, sizes in _range_boxes(extent.sizes, extent.start, extent.start + extent.numel)
+    ]
+
+
+def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
+    """Cut elements [low, high) of a row-major box of `sizes` into boxes."""
+    if not sizes:
+        return [((), ())]
+    if len(sizes) == 1:
+        return [((low,), (high - low,))]
+    row = math.prod(sizes[1:])
+    first, last = -(-low // row), high // row
+    found: list[Box] = []
+    if first > last:  # within one row
+        return [((low // row, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, low % row + high - low)]
+    if low < first * row:
+        found += [((first - 1, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, row)]
+    if first < last:
+        found.append(((first,) + (0,) * (len(sizes) - 1), (last - first, *sizes[1:])))
+    if last * row < high:
+        found += [((last, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], 0, high % row)]
+    return found
+
+
+def _intersections(a: Extent, b: Extent) -> Iterator[Box]:
+    for offsets_a, sizes_a in boxes_of(a):
+        for offsets_b, sizes_b in boxes_of(b):
+            low = tuple(map(max, offsets_a, offsets_b))
+            sizes = tuple(
+                min(oa + sa, ob + sb) - o
+                for oa, sa, ob, sb, o in zip(offsets_a, sizes_a, offsets_b, sizes_b, low, strict=True)
+            )
+            if all(size > 0 for size in sizes):
+                yield low, sizes
+
+
+def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]], boxes: list[Box]) -> None:
+    """Raise unless the copies cover the hole exactly once: their elements add up, and no two overlap."""
+    if boxes:
+        flat = [b for low, high in ranges for b in boxes_of(_part(hole.extent, low, high))]
+        overlap = _boxes_overlap(flat + boxes)
+    else:
+        ranges = sorted(ranges)
+        overlap = any(a[1] > b[0] for a, b in pairwise(ranges))
+    covered = sum(copy.numel for copy in copies)
+    if overlap:
+        raise LayoutError(
+            f"{hole.label}: some elements are there more than once",
+            found=f"{covered} elements",
+            expected=f"{hole.extent.numel} elements, each once",
+        )
+    if covered != hole.extent.numel:
+        raise LayoutError(
+            f"{hole.label}: not every element is there",
+            expected=f"{hole.extent.numel} elements",
+            found=covered,
+            advice="a rank's file is missing or belongs to another run",
+        )
+
+
+def _boxes_overlap(boxes: list[Box]) -> bool:
+    """Tell whether any two boxes share an element, by a sweep along the first dimension."""
+    if boxes and not boxes[0][0]:
+        return len(boxes) > 1
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [a for a in active if a[0][0] + a[1][0] > box[0][0]]
+        if any(_meet(a, box) for a in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return all(oa < ob + sb and ob < oa + sa for oa, sa, ob, sb in zip(a[0], a[1], b[0], b[1], strict=True))
+
+
+def _part(extent: Extent, low: int, high: int) -> Extent:
+    return Extent(extent.offsets, extent.sizes, low, high - low)

@@ -1,0 +1,303 @@
+"""The logical state of a checkpoint and where its elements lie. Data only, no I/O.
+
+    Checkpoint
+    |-- parameters: name -> Parameter          trainable, frozen and tied ones
+    |-- buffers:    name -> Parameter          model tensors that no optimizer owns
+    |   `-- slots:  name -> Slot               weight, master, and the optimizer's own keys
+    |       `-- spans: Span, ...               which elements lie in which bytes of which file
+    |-- param_groups: ParamGroup, ...          hyperparameters, ordered names, state that is one value per group
+    `-- files: SourceFile, ...                 what was read, and every rank's share of it
+
+A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole
+tensor is a box with the full range; a ZeRO slice is the whole box with a part of the range; a
+tensor-parallel slice is a smaller box; a ZeRO slice of a tensor-parallel slice is both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zckpt.dtypes import itemsize
+
+WEIGHT = "weight"
+MASTER = "master"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A box of a tensor, and a flattened range within that box.
+
+    Parameters
+    ----------
+    offsets, sizes : tuple of int, elements
+        The box: its first index and its size along each dimension. Both empty for a 0-d tensor.
+    start, numel : int, elements
+        The range of the box's row-major flattening, [start, start + numel).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    numel: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Extent:
+        """Return the extent of all elements of a tensor of `shape`."""
+        return cls((0,) * len(shape), shape, 0, math.prod(shape))
+
+    @classmethod
+    def flat(cls, shape: tuple[int, ...], start: int, numel: int) -> Extent:
+        """Return elements [start, start + numel) of the flattened tensor of `shape`."""
+        return cls((0,) * len(shape), shape, start, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An extent and where its bytes are.
+
+    Parameters
+    ----------
+    extent : Extent
+    path : str
+        The file.
+    offset : int, bytes
+        Where the first element of the extent is.
+    dtype : str
+        Element type as stored.
+    strides : tuple of int, elements, or None
+        Distance between neighbours along each dimension of the box, for a tensor that is not stored in
+        row-major order; the range is then the whole box. None: the range is one contiguous run.
+    byteorder : {"little", "big"}
+    """
+
+    extent: Extent
+    path: str
+    offset: int
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    byteorder: str = "little"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A single number that a file holds as a 0-d tensor, such as AdamW's `step`."""
+
+    value: float | int | bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
+
+    Parameters
+    ----------
+    name : str
+        `weight`, `master`, or the optimizer's own key.
+    dtype : str
+    shape : tuple of int
+        The parameter's shape, except for state that is not per element (a factored second moment).
+    spans : tuple of Span
+        Cover every element exactly once.
+    replicas : tuple of tuple of Span
+        Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values
+        drift apart and are averaged by rule); empty almost always.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spans: tuple[Span, ...]
+    replicas: tuple[tuple[Span, ...], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the elements."""
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(slots=True)
+class Parameter:
+    """A named tensor of the model and all its slots.
+
+    Parameters
+    ----------
+    name : str
+    shape : tuple of int
+    dtype : str
+        Type of the model weight.
+    slots : dict of str to Slot
+        Empty for an alias of a tied parameter: its owner has them.
+    group : int or None
+        Index of its param group; None when no optimizer owns it.
+    frozen : bool
+        A parameter that is not trained.
+    tied_to : str or None
+        Name of the parameter that this one is another name of.
+    state : dict
+        The optimizer's per-parameter state that is no tensor, by key.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    slots: dict[str, Slot] = field(default_factory=dict)
+    group: int | None = None
+    frozen: bool = False
+    tied_to: str | None = None
+    state: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(slots=True)
+class ParamGroup:
+    """Hyperparameters and the ordered names of the parameters they apply to.
+
+    Parameters
+    ----------
+    hyperparameters : dict
+        The optimizer's group without `params`; values as the file has them.
+    parameters : list of str
+        In the optimizer's order, not the order of a flat buffer.
+    state : dict
+        Optimizer state that is one value for the group: number, bool or Scalar, by key (`step`).
+    """
+
+    hyperparameters: dict[str, object]
+    parameters: list[str]
+    state: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Data-, tensor-, pipeline- and expert-parallel degrees."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements of one rank's partition of one param group that belong to no parameter."""
+
+    rank: int
+    group: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class SourceFile:
+    """A file of the checkpoint and what of it is used.
+
+    Parameters
+    ----------
+    path : str
+    nbytes : int
+        Size of the file.
+    role : str
+        `model`, `optimizer`, `expert`, ...
+    dp_rank, mp_rank : int or None
+        Which rank wrote it, where its name says so.
+    tensor_nbytes : int
+        Bytes of storages that some tensor uses.
+    unreferenced_nbytes : int
+        Bytes of storages that no tensor uses.
+    globals : dict of str to tuple of str
+        For each pickle in the file, the globals it mentions.
+    """
+
+    path: str
+    nbytes: int
+    role: str
+    dp_rank: int | None = None
+    mp_rank: int | None = None
+    tensor_nbytes: int = 0
+    unreferenced_nbytes: int = 0
+    globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """The logical state of a checkpoint, with the place of every element; made by an adapter.
+
+    Parameters
+    ----------
+    source : str
+        What was opened.
+    format : str
+        Name of the adapter: `deepspeed`, `torch`.
+    format_version : str or None
+        Version of the program that wrote it, where known.
+    parameters, buffers : dict of str to Parameter
+        In the model's order.
+    unnamed : dict of str to Parameter
+        Optimizer state of parameters that the file knows by number only and whose name cannot be told, by number.
+    param_groups : list of ParamGroup
+    zero_stage : int or None
+    topology : Topology
+    world_size : int
+    step : int or None
+        Optimizer steps taken by the run.
+    loss_scale : float or None
+    details : dict
+        Facts of the format worth showing (rigid or elastic, round robin, ...), JSON-able.
+    metadata : dict
+        Everything else the files hold, by key: client state, scheduler, random states; inert.
+    padding : list of Padding
+    files : list of SourceFile
+    warnings : list of str
+    """
+
+    source: str
+    format: str
+    format_version: str | None = None
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    buffers: dict[str, Parameter] = field(default_factory=dict)
+    unnamed: dict[str, Parameter] = field(default_factory=dict)
+    param_groups: list[ParamGroup] = field(default_factory=list)
+    zero_stage: int | None = None
+    topology: Topology = Topology()
+    world_size: int = 1
+    step: int | None = None
+    loss_scale: float | None = None
+    details: dict[str, object] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
+    padding: list[Padding] = field(default_factory=list)
+    files: list[SourceFile] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def owner(self, name: str) -> Parameter:
+        """Return the parameter or buffer called `name`; for a tied one, the parameter that has its slots.
+
+        Raises
+        ------
+        KeyError
+            There is none.
+        """
+        parameter = self.parameters[name] if name in self.parameters else self.buffers[name]
+        return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
+
+    def tensors(self) -> Iterator[Parameter]:
+        """Iterate over parameters, then buffers."""
+        yield from self.parameters.values()
+        yield from self.buffers.values()
+
+    def slot_names(self) -> list[str]:
+        """Return the names of all slots, `weight` and `master` first, each once."""
+        names = dict.fromkeys(name for p in [*self.tensors(), *self.unnamed.values()] for name in p.slots)
+        first = [name for name in (WEIGHT, MASTER) if name in names]
+        return first + [name for name in names if name not in (WEIGHT, MASTER)]
