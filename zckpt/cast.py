@@ -1,0 +1,84 @@
+"""Changes of element type on the way from source to target, bit-equal to torch's; without torch.
+
+What NaN a NaN becomes is not defined: torch itself gives different ones on different processors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from zckpt.dtypes import itemsize
+from zckpt.errors import UnsupportedError
+
+Array = npt.NDArray[Any]
+
+_COMPLEX = {"complex32", "complex64", "complex128"}
+_EXTENDED = {
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+}
+_OPAQUE = {"complex32", "quint8", "qint8", "qint32", "quint4x2", "quint2x4"}
+
+
+def numpy_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the numpy element type of a torch one; untyped bytes of the same size where numpy has none."""
+    if dtype in _OPAQUE:
+        return np.dtype(f"V{itemsize(dtype)}")
+    if dtype in _EXTENDED:
+        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype))
+        return extended
+    return np.dtype(dtype)
+
+
+def swapped(array: Array, dtype: str) -> Array:
+    """Return the elements with their bytes in the other order; a complex number is two numbers."""
+    size = itemsize(dtype)
+    part = size // 2 if dtype in _COMPLEX else size
+    if part == 1:
+        return array
+    parts: Array = np.ascontiguousarray(array).view(f"u{part}").byteswap()
+    return parts.view(array.dtype).reshape(array.shape)
+
+
+def cast(array: Array, target: str) -> Array:
+    """Return `array` as `target`, rounded to nearest, ties to even, as torch rounds.
+
+    float64 goes to the 16-bit types by way of float32, because torch converts it so.
+
+    Raises
+    ------
+    UnsupportedError
+        One of the types is not a real floating-point number.
+    """
+    wanted = numpy_dtype(target)
+    if array.dtype == wanted:
+        return array
+    kinds = {array.dtype.kind, wanted.kind} - {"f"}
+    extended = {np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
+    if kinds and not {d for d in (array.dtype, wanted) if d.kind != "f"} <= extended:
+        raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        if array.dtype == np.float32 or wanted == np.float64:
+            return array.astype(wanted)
+        return array.astype(np.float32).astype(wanted)
+
+
+def mean(arrays: list[Array], dtype: str) -> Array:
+    """Return the element-wise mean of several arrays, summed in float32 in their order and rounded to `dtype`.
+
+    Notes
+    -----
+    Source: averaged tensor-parallel parameters, `sum(slices) / len(slices)` (DeepSpeed 0.19, universal checkpoint).
+    """
+    total = cast(arrays[0], "float32").copy()
+    for array in arrays[1:]:
+        total += cast(array, "float32")
+    return cast(total / np.float32(len(arrays)), dtype)

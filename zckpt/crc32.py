@@ -1,0 +1,48 @@
+"""CRC-32 of a file from the CRC-32s of its pieces, so that pieces can be written in parallel and in any order.
+
+A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
+bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+_X8 = 1 << 23
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=256)
+def _shift(nbytes: int) -> int:
+    """Return x^(8 nbytes) modulo P."""
+    result, factor = _ONE, _X8
+    while nbytes:
+        if nbytes & 1:
+            result = _multiply(result, factor)
+        factor = _multiply(factor, factor)
+        nbytes >>= 1
+    return result
+
+
+def combine(first: int, second: int, second_nbytes: int) -> int:
+    """Return the CRC-32 of two pieces put end to end.
+
+    Parameters
+    ----------
+    first, second : int
+        CRC-32 of each piece, as `zlib.crc32` gives it.
+    second_nbytes : int, bytes
+        Length of the second piece.
+    """
+    return _multiply(first, _shift(second_nbytes)) ^ second

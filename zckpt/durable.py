@@ -1,0 +1,149 @@
+"""Targets that appear whole or not at all.
+
+A target is written under a temporary name beside its own, `.NAME.zckpt-partial`, synced to disk and renamed.
+A run that is killed leaves that name behind, never the target's; the next run to the same target takes it over.
+The partial name is locked while a run writes, so that two runs to one target do not write over each other.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from zckpt.errors import TargetError, TargetExistsError
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks; two runs to one target are then the user's to avoid
+    fcntl = None  # type: ignore[assignment]
+
+
+def partial_name(target: Path) -> Path:
+    """Return the temporary name beside `target`."""
+    return target.with_name(f".{target.name}.zckpt-partial")
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Raise unless `target` may be written.
+
+    Raises
+    ------
+    TargetExistsError
+        It is there, and `overwrite` is false.
+    TargetError
+        Its parent is not a directory that exists.
+    """
+    if not target.parent.is_dir():
+        raise TargetError(
+            "cannot be written",
+            path=target,
+            expected=f"a directory {target.parent}",
+            found="none",
+            advice="create it first",
+        )
+    if not overwrite and os.path.lexists(target):
+        raise TargetExistsError("exists already", path=target, advice="choose another name or give --overwrite")
+
+
+def check_space(directory: Path, nbytes: int) -> None:
+    """Raise TargetError unless the file system of `directory` has room for `nbytes` bytes."""
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise TargetError(
+            "not enough space",
+            path=directory,
+            expected=f"{nbytes} bytes free",
+            found=free,
+            advice="free some or write elsewhere",
+        )
+
+
+@contextmanager
+def written_files(targets: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield temporary names for files; on success sync and rename them in order, the last one last.
+
+    On any failure, interrupts included, the temporary files are removed and no target has changed unless its
+    rename had already happened.
+    """
+    with ExitStack() as stack:
+        partials = [partial_name(target) for target in targets]
+        for partial in partials:
+            stack.enter_context(_locked(partial, directory=False))
+        try:
+            yield partials
+            for partial in partials:
+                _sync(partial)
+            for partial, target in zip(partials, targets, strict=True):
+                partial.replace(target)
+        except BaseException:
+            for partial in partials:
+                partial.unlink(missing_ok=True)
+            raise
+        for parent in {target.parent for target in targets}:
+            _sync(parent)
+
+
+@contextmanager
+def written_directory(target: Path) -> Iterator[Path]:
+    """Yield a temporary, empty directory; on success sync all in it and give it the target's name.
+
+    An existing target is moved aside for the moment of the rename and removed afterwards.
+    """
+    partial = partial_name(target)
+    with _locked(partial, directory=True):
+        try:
+            yield partial
+            for path in [*sorted(partial.rglob("*")), partial]:
+                _sync(path)
+            old = target.with_name(f".{target.name}.zckpt-old")
+            if os.path.lexists(target):
+                target.replace(old)
+            partial.replace(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        _sync(target.parent)
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(partial: Path, *, directory: bool) -> Iterator[None]:
+    """Create `partial` empty, or take over what a killed run left, and hold a lock on it."""
+    try:
+        if directory:
+            partial.mkdir(exist_ok=True)
+            descriptor = os.open(partial, os.O_RDONLY)
+        else:
+            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise TargetError("cannot be created", path=partial, found=error.strerror) from error
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise TargetError("another run is writing this target", path=partial) from error
+        if directory:
+            for child in partial.iterdir():
+                shutil.rmtree(child) if child.is_dir() else child.unlink()
+        else:
+            os.truncate(descriptor, 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,346 @@
+"""Run a plan: copy byte ranges into files in parallel and in bounded memory. Knows no format.
+
+Each target file is made at its full size, its literals written, its copies cut into pieces of bounded size and
+the pieces run in batches on a pool. A piece that changes no byte and needs no checksum is copied by the
+kernel (`copy_file_range`) and never enters this process; the rest goes through one buffer per worker.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
+
+from zckpt.crc32 import combine
+from zckpt.dtypes import itemsize
+from zckpt.durable import check_space, check_target, written_directory, written_files
+from zckpt.errors import TargetError
+from zckpt.pieces import cut, elements
+from zckpt.plan import Copy, FilePlan, Plan
+from zckpt.storage import Sources, read_into
+
+DEFAULT_MEMORY_NBYTES = 64 * 10**6
+"""Bytes that all copy buffers together may take."""
+
+KERNEL_PIECE_NBYTES = 32 << 20
+"""A piece that the kernel copies takes no memory; this size keeps all workers busy and progress moving."""
+
+MINIMUM_PIECE_NBYTES = 1 << 12
+"""Below a page per read, a smaller memory budget would cost much and save nothing."""
+
+MAXIMUM_THREADS = 8
+"""One disk is kept busy by few threads; more only split its attention."""
+
+QUEUED_BATCHES = 64
+"""Enough to keep every worker busy; a plan of a million batches is not queued at once."""
+
+BUFFERS_PER_WORKER = 4
+"""What a piece may need at once: the bytes read, the elements gathered, cast, and a float32 intermediate."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Refusals that writing through a buffer would meet too; any other one is a file system that cannot copy ranges."""
+
+
+class Reporter(Protocol):
+    """Told of progress by `execute`, in the thread that called it: `begin` once, `advance` often, `end` once."""
+
+    def begin(self, nbytes: int) -> None:
+        """Start; `nbytes` bytes will be written."""
+
+    def advance(self, nbytes: int) -> None:
+        """Note that `nbytes` more bytes have been written."""
+
+    def end(self) -> None:
+        """Finish, successfully or not."""
+
+
+class SilentReporter:
+    """A reporter that does nothing."""
+
+    def begin(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of one target file that one worker runs in order."""
+
+    path: str
+    copies: tuple[Copy, ...]
+    checksummed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A contiguous run of a target file that has been written: byte offset, length, CRC-32 where it was computed."""
+
+    offset: int
+    nbytes: int
+    crc32: int | None
+
+
+def execute(
+    plan: Plan,
+    targets: Sequence[str | os.PathLike[str]],
+    *,
+    overwrite: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    executor: Executor | None = None,
+) -> None:
+    """Write the files of a plan, each under its target's name, whole or not at all.
+
+    Parameters
+    ----------
+    plan : Plan
+    targets : sequence of path-like
+        One for each file of the plan, in its order; renamed into place in that order when all are written.
+    overwrite : bool
+        Replace targets that exist.
+    memory : int, bytes
+        Upper bound of what copy buffers take together.
+    reporter : Reporter, optional
+    executor : concurrent.futures.Executor, optional
+        Runs the batches; by default threads of this process.
+
+    Raises
+    ------
+    TargetError
+        A target exists, or cannot be written.
+    DamagedFileError
+        A source file ends before the bytes that the plan reads.
+    """
+    paths = [Path(target) for target in targets]
+    for path in paths:
+        check_target(path, overwrite=overwrite)
+    check_space(paths[0].parent, plan.write_nbytes)
+    with _write_errors(paths[-1]), written_files(paths) as partials:
+        _write(plan, partials, memory, reporter or SilentReporter(), executor)
+
+
+def execute_directory(
+    plan: Plan,
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    executor: Executor | None = None,
+) -> None:
+    """Write the files of a plan, by their names, into a new directory that appears whole or not at all.
+
+    Parameters and errors are those of `execute`.
+    """
+    path = Path(target)
+    check_target(path, overwrite=overwrite)
+    check_space(path.parent, plan.write_nbytes)
+    with _write_errors(path), written_directory(path) as partial:
+        names = [partial / one.file.name for one in plan.files]
+        for name in names:
+            name.parent.mkdir(parents=True, exist_ok=True)
+        _write(plan, names, memory, reporter or SilentReporter(), executor)
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusal to write into a TargetError."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except OSError as error:
+        raise TargetError(
+            "cannot be written",
+            path=path,
+            found=error.strerror or str(error),
+            advice="nothing was left behind",
+        ) from error
+
+
+def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, executor: Executor | None) -> None:
+    reporter.begin(plan.copy_nbytes)
+    threads = min(MAXIMUM_THREADS, (os.cpu_count() or 1) * 2)
+    limit = max(memory // threads // BUFFERS_PER_WORKER, MINIMUM_PIECE_NBYTES)
+    pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-copy")
+    try:
+        batches = (batch for path, one in zip(paths, plan.files, strict=True) for batch in _batches(path, one, limit))
+        for path, one in zip(paths, plan.files, strict=True):
+            _write_literals(path, one)
+        written = _run(pool, batches, reporter)
+        for path, one in zip(paths, plan.files, strict=True):
+            if one.file.checksums:
+                _patch_checksums(path, one, written.get(str(path), []))
+    finally:
+        reporter.end()
+        if executor is None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[str, list[Written]]:
+    """Run batches; the first failure stops the rest. Return what was written, by file."""
+    written: dict[str, list[Written]] = {}
+    waiting = iter(batches)
+    pending: dict[Future[list[Written]], Batch] = {}
+    try:
+        while True:
+            for batch in islice(waiting, QUEUED_BATCHES - len(pending)):
+                pending[pool.submit(run_batch, batch)] = batch
+            if not pending:
+                break
+            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            for future in done:
+                batch = pending.pop(future)
+                runs = future.result()
+                written.setdefault(batch.path, []).extend(runs)
+                reporter.advance(sum(run.nbytes for run in runs))
+    except BaseException:
+        for future in pending:
+            future.cancel()
+        raise
+    return written
+
+
+def _batches(path: Path, one: FilePlan, limit: int) -> Iterator[Batch]:
+    checksummed = bool(one.file.checksums)
+    batch: list[Copy] = []
+    nbytes = 0
+    for copy in one.copies:
+        most = KERNEL_PIECE_NBYTES if copy.is_bytewise and not checksummed else limit
+        for piece in cut(copy, most):
+            batch.append(piece)
+            nbytes += piece.nbytes
+            if nbytes >= KERNEL_PIECE_NBYTES:
+                yield Batch(str(path), tuple(batch), checksummed)
+                batch, nbytes = [], 0
+    if batch:
+        yield Batch(str(path), tuple(batch), checksummed)
+
+
+def _write_literals(path: Path, one: FilePlan) -> None:
+    with path.open("wb") as file:
+        file.truncate(one.file.nbytes)
+        for literal in one.file.literals:
+            file.seek(literal.offset)
+            file.write(literal.data)
+
+
+def run_batch(batch: Batch) -> list[Written]:
+    """Run the pieces of a batch in order and return the runs written; may run in another process."""
+    sources = Sources()
+    target = os.open(batch.path, os.O_WRONLY)
+    try:
+        return [run for copy in batch.copies for run in _run_piece(copy, target, sources, batch.checksummed)]
+    finally:
+        os.close(target)
+        sources.close()
+
+
+def _run_piece(copy: Copy, target: int, sources: Sources, checksummed: bool) -> Iterator[Written]:
+    if copy.is_bytewise and not checksummed:
+        source = copy.sources[0]
+        done = _copy_in_kernel(sources.descriptor(source.path), source.offset, target, copy)
+        if done < copy.nbytes:
+            size = itemsize(copy.source_dtype)
+            rest = replace(
+                copy,
+                shape=((copy.nbytes - done) // size,),
+                offset=copy.offset + done,
+                sources=(replace(source, offset=source.offset + done),),
+            )
+            for piece in cut(rest, 1 << 20):
+                _copy_by_buffer(piece, target, sources)
+        yield Written(copy.offset, copy.nbytes, None)
+    elif copy.is_bytewise:
+        data = _copy_by_buffer(copy, target, sources)
+        yield Written(copy.offset, copy.nbytes, zlib.crc32(data))
+    else:
+        for offset, run in elements(copy, sources.descriptor):
+            _write_all(target, run, offset)
+            yield Written(offset, len(run), zlib.crc32(run) if checksummed else None)
+
+
+def _copy_in_kernel(source: int, source_offset: int, target: int, copy: Copy) -> int:
+    """Copy bytes between files without reading them into this process; return how many were copied."""
+    copy_file_range = getattr(os, "copy_file_range", None)
+    done = 0
+    while copy_file_range is not None and done < copy.nbytes:
+        try:
+            count = copy_file_range(source, target, copy.nbytes - done, source_offset + done, copy.offset + done)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise
+            break
+        if count == 0:
+            break
+        done += count
+    return done - done % itemsize(copy.source_dtype)
+
+
+def _copy_by_buffer(copy: Copy, target: int, sources: Sources) -> bytearray:
+    data = bytearray(copy.nbytes)
+    source = copy.sources[0]
+    read_into(sources.descriptor(source.path), source.offset, memoryview(data), path=source.path)
+    _write_all(target, memoryview(data), copy.offset)
+    return data
+
+
+def _write_all(target: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(target, data[done:], offset + done)
+
+
+def _patch_checksums(path: Path, one: FilePlan, written: list[Written]) -> None:
+    """Compute each checksum from those of the runs that were written and put it where it belongs."""
+    runs = sorted(
+        [*written, *(Written(x.offset, len(x.data), zlib.crc32(x.data)) for x in one.file.literals)],
+        key=lambda run: run.offset,
+    )
+    starts = [run.offset for run in runs]
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        for checksum in one.file.checksums:
+            crc = _combined(runs, starts, checksum.start, checksum.end)
+            if crc is None:
+                crc = _reread(descriptor, checksum.start, checksum.end, str(path))
+            for offset in checksum.offsets:
+                os.pwrite(descriptor, crc.to_bytes(4, "little"), offset)
+    finally:
+        os.close(descriptor)
+
+
+def _combined(runs: list[Written], starts: list[int], start: int, end: int) -> int | None:
+    """Return the CRC-32 of bytes [start, end), or None where the runs do not tile them."""
+    crc, at = 0, start
+    index = bisect_left(starts, start)
+    while at < end:
+        if index == len(runs) or runs[index].offset != at or runs[index].crc32 is None:
+            return None
+        crc = combine(crc, runs[index].crc32 or 0, runs[index].nbytes)
+        at += runs[index].nbytes
+        index += 1
+    return crc if at == end else None
+
+
+def _reread(descriptor: int, start: int, end: int, path: str) -> int:
+    crc = 0
+    buffer = bytearray(min(end - start, 1 << 20))
+    for at in range(start, end, len(buffer) or 1):
+        view = memoryview(buffer)[: min(len(buffer), end - at)]
+        read_into(descriptor, at, view, path=path)
+        crc = zlib.crc32(view, crc)
+    return crc
