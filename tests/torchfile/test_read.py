@@ -1,0 +1,559 @@
+"""What torch.save writes is read back: every tensor's bytes, every object's parts."""
+
+import argparse
+import collections
+import enum
+import io
+import json
+import struct
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from zckpt.errors import DamagedFileError, PickleError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.torchfile import (
+    DefaultMapping,
+    Device,
+    DeviceTensor,
+    DType,
+    Global,
+    Layout,
+    MetaTensor,
+    Namespace,
+    NestedTensor,
+    NumpyArray,
+    NumpyScalar,
+    Object,
+    OrderedMapping,
+    QuantizedTensor,
+    Size,
+    SparseTensor,
+    Storage,
+    Tensor,
+    plain,
+    read_pickle,
+    read_torchbytes,
+    read_torchfile,
+    walk_tensors,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+FORMATS = [
+    pytest.param({"pickle_protocol": 2}, id="zip-2"),
+    pytest.param({"pickle_protocol": 3}, id="zip-3"),
+    pytest.param({"pickle_protocol": 4}, id="zip-4"),
+    pytest.param({"pickle_protocol": 5}, id="zip-5"),
+    pytest.param({"_use_new_zipfile_serialization": False}, id="legacy-2"),
+    pytest.param({"_use_new_zipfile_serialization": False, "pickle_protocol": 5}, id="legacy-5"),
+]
+
+DTYPES = [
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool", "uint16", "uint32",
+    "uint64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+
+
+class Stage(enum.IntEnum):
+    TWO = 2
+
+
+class Custom:
+    def __init__(self):
+        self.rate = 0.5
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def elements(path, tensor):
+    """The bytes of a tensor's elements in row-major order, by its byte range alone."""
+    raw = np.fromfile(path, "u1")[tensor.storage.offset : tensor.storage.offset + tensor.storage.nbytes]
+    strides = [stride * tensor.itemsize for stride in tensor.strides]
+    start = tensor.storage_offset * tensor.itemsize
+    view = np.ndarray(
+        (*tensor.shape, tensor.itemsize), "u1", raw.tobytes() + b"\0", start, (*strides, 1)
+    )  # a spare byte: numpy wants a buffer even where there are no elements
+    return view.tobytes()
+
+
+def bits(tensor):
+    """The bytes of a torch tensor's elements in row-major order."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def check(path, node, tensor):
+    assert isinstance(node, Tensor)
+    assert (node.shape, node.strides) == (tuple(tensor.shape), tensor.stride())
+    assert f"torch.{node.dtype}" == str(tensor.dtype)
+    assert node.storage_offset == tensor.storage_offset()
+    assert node.numel == tensor.numel()
+    assert node.nbytes == tensor.numel() * tensor.element_size()
+    assert node.is_contiguous == tensor.is_contiguous()
+    assert node.offset == node.storage.offset + tensor.storage_offset() * tensor.element_size()
+    assert node.requires_grad == tensor.requires_grad
+    assert elements(path, node) == bits(tensor)
+
+
+def save(path, value, **options):
+    torch.save(value, path, **options)
+    return read_torchfile(path)
+
+
+def sample(dtype):
+    size = getattr(torch, dtype).itemsize
+    data = torch.arange(24 * size).remainder(2 if dtype == "bool" else 97).to(torch.uint8)
+    return data.view(getattr(torch, dtype)).reshape(2, 3, 4)
+
+
+@pytest.mark.parametrize("options", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_in_every_container(tmp_path, dtype, options):
+    tensor = sample(dtype)
+    file = save(tmp_path / "x.pt", {"w": tensor, "row": tensor[1], "column": tensor[:, 1]}, **options)
+    check(tmp_path / "x.pt", file.root["w"], tensor)
+    check(tmp_path / "x.pt", file.root["row"], tensor[1])
+    check(tmp_path / "x.pt", file.root["column"], tensor[:, 1])
+    assert file.root["w"].storage is file.root["row"].storage
+    assert len(file.storages) == 1
+    assert file.container == ("legacy" if "_use_new_zipfile_serialization" in options else "zip")
+    assert file.protocol == options.get("pickle_protocol", 2)
+    assert file.nbytes == (tmp_path / "x.pt").stat().st_size
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_views_of_every_shape(tmp_path, options):
+    base = torch.arange(60.0).reshape(3, 4, 5)
+    value = [base, base.T, base[1:, ::2], base[:, :, 3], base[0, 0, 0], base[:0], torch.ones(1).expand(4, 3),
+             base[:, None], torch.empty(0), torch.tensor(7)]  # fmt: skip
+    file = save(tmp_path / "x.pt", value, **options)
+    for node, tensor in zip(file.root, value, strict=True):
+        check(tmp_path / "x.pt", node, tensor)
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_model_and_optimizer(tmp_path, options):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    file = save(tmp_path / "x.pt", state, **options)
+    assert isinstance(file.root["model"], OrderedMapping)
+    assert file.root["model"].state["_metadata"]["0"] == {"version": 1}
+    for name, tensor in state["model"].items():
+        check(tmp_path / "x.pt", file.root["model"][name], tensor)
+    check(tmp_path / "x.pt", file.root["optimizer"]["state"][2]["exp_avg"], state["optimizer"]["state"][2]["exp_avg"])
+    assert file.root["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    found = dict(walk_tensors(file.root))
+    assert found["model", "0.weight"] is file.root["model"]["0.weight"]
+    assert len(found) == 7 + 4 * 3
+    (mentioned,) = file.globals.values()
+    assert "collections.OrderedDict" in mentioned
+    assert list(mentioned) == sorted(mentioned)
+
+
+def test_whole_model_stays_inert(tmp_path):
+    file = save(tmp_path / "x.pt", torch.nn.Linear(2, 3))
+    assert isinstance(file.root, Object)
+    assert file.root.cls == Global("torch.nn.modules.linear", "Linear")
+    weight = file.root.get("_parameters")["weight"]
+    assert weight.is_parameter
+    assert weight.requires_grad
+    assert weight.shape == (3, 2)
+    assert [path[-1] for path, _ in walk_tensors(file.root)] == ["weight", "bias"]
+
+
+def test_parameters_subclasses_and_attributes(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    tagged_parameter = torch.nn.Parameter(torch.ones(3))
+    tagged_parameter.ds_id = 4
+    tensor = torch.ones(4)
+    tensor.ds_id = 5
+    subclass = torch.ones(5).as_subclass(Tagged)
+    subclass.note = "kept"
+    conjugate = torch.ones(2, dtype=torch.complex64).conj()
+    file = save(tmp_path / "x.pt", [parameter, tagged_parameter, tensor, subclass, conjugate])
+    plain_parameter, with_state, attributed, tagged, lazy = file.root
+    assert (plain_parameter.is_parameter, plain_parameter.requires_grad) == (True, False)
+    assert (with_state.is_parameter, with_state.attributes) == (True, {"ds_id": 4})
+    assert (attributed.subclass, attributed.attributes) == (None, {"ds_id": 5})
+    assert tagged.subclass.name == "Tagged"
+    assert tagged.attributes == {"note": "kept"}
+    assert lazy.metadata == {"conj": True}
+
+
+def test_other_kinds_of_tensor(tmp_path):
+    dense = torch.eye(3)
+    value = [
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        torch.quantize_per_tensor(dense, 0.1, 3, torch.qint8),
+        torch.quantize_per_channel(dense, torch.ones(3), torch.zeros(3), 0, torch.quint8),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.empty(3, 4, device="meta"),
+    ]
+    coo, csr, quantized, channels, nested, meta = save(tmp_path / "x.pt", value).root
+    assert isinstance(coo, SparseTensor)
+    assert (coo.layout, coo.shape) == (Layout("torch.sparse_coo"), (3, 3))
+    check(tmp_path / "x.pt", coo.parts[1], torch.ones(3))
+    assert (csr.layout, len(csr.parts)) == (Layout("torch.sparse_csr"), 3)
+    assert isinstance(quantized, QuantizedTensor)
+    assert quantized.tensor.dtype == "qint8"
+    assert quantized.quantizer == (Global("torch", "per_tensor_affine"), 0.1, 3)
+    check(tmp_path / "x.pt", channels.quantizer[1], torch.ones(3))
+    assert isinstance(nested, NestedTensor)
+    check(tmp_path / "x.pt", nested.buffer, torch.ones(5))
+    assert isinstance(meta, MetaTensor)
+    assert (meta.shape, meta.strides, meta.dtype, meta.device) == ((3, 4), (4, 1), "float32", Device("meta"))
+
+
+class OnDevice:
+    def __reduce__(self):
+        return (
+            torch._utils._rebuild_device_tensor_from_cpu_tensor,
+            (torch.ones(2), torch.bfloat16, "xla:0", False),
+        )
+
+
+def test_tensor_of_a_device_without_storages(tmp_path):
+    node = save(tmp_path / "x.pt", OnDevice()).root
+    assert isinstance(node, DeviceTensor)
+    assert (node.data.dtype, node.dtype, node.device) == ("float32", DType("bfloat16"), "xla:0")
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_plain_data_comes_back_equal(tmp_path, options):
+    value = {
+        "numbers": [0, 1, -1, 255, 256, 65536, -(2**31), 2**31, 2**100, -(2**100), 0.1, -0.0, 1e308, True, None],
+        "text": ["", "ascii", "ünïcode \U0001f600", "x" * 300],
+        "bytes": [b"", b"abc\xff", bytearray(b"xyz"), b"y" * 300],
+        ("tuple", 1, (2,)): ((), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
+        3: {1, 2, "three"},
+        frozenset([1]): frozenset(["a", (1, 2)]),
+        "others": [1j, slice(1, 2), range(0, 9, 2), [[]], {}],
+    }
+    value["again"] = value["text"]
+    file = save(tmp_path / "x.pt", value, **options)
+    assert file.root == value
+    assert file.root["again"] is file.root["text"]
+
+
+@pytest.mark.parametrize("protocol", [0, 1])
+def test_text_protocols(tmp_path, protocol):
+    import pickle
+
+    value = {"a": [1, 2**70, -5, 1.5, True, False, None, "q'\"\\\n\u1234", (1, 2)], "b": {"c": b"\x00\xff"}}
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps(value, protocol))
+    assert read_pickle(tmp_path / "x.pkl").root == value
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_known_classes(tmp_path, options):
+    counts = collections.defaultdict(list, {1: [2]})
+    value = [counts, argparse.Namespace(lr=0.1, name="x"), torch.Size([2, 3]), torch.float16, torch.device("cuda:1"),
+             torch.device("cpu"), torch.sparse_coo, collections.OrderedDict(a=1)]  # fmt: skip
+    default, namespace, size, dtype, cuda, cpu, layout, ordered = save(tmp_path / "x.pt", value, **options).root
+    assert isinstance(default, DefaultMapping)
+    assert default == {1: [2]}
+    assert default.factory.name == "list"
+    assert isinstance(namespace, Namespace)
+    assert namespace == {"lr": 0.1, "name": "x"}
+    assert isinstance(size, Size)
+    assert size == (2, 3)
+    assert dtype == DType("float16")
+    assert (cuda, cpu) == (Device("cuda", 1), Device("cpu"))
+    assert layout == Layout("torch.sparse_coo")
+    assert list(ordered.items()) == [("a", 1)]
+
+
+@pytest.mark.parametrize("options", FORMATS)
+def test_numpy_arrays_and_scalars(tmp_path, options):
+    arrays = [np.arange(6, dtype="<i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3))), np.array("text"),
+              np.zeros((0, 2)), np.array([1 + 2j]), np.array(5, ">u2"), np.array([True, False])]  # fmt: skip
+    scalars = [
+        np.float32(1.5),
+        np.float16(2),
+        np.int64(-3),
+        np.bool_(True),
+        np.complex64(1j),
+        np.str_("é"),
+        np.uint8(7),
+    ]
+    objects = np.array([None, "x", 3], dtype=object)
+    structured = np.array([(1, 2.0)], dtype="i4,f8")
+    value = [arrays, scalars, objects, structured, np.dtype("f4"), np.datetime64("2020-01-01")]
+    file = save(tmp_path / "x.pt", value, **options)
+    for node, array in zip(file.root[0], arrays, strict=True):
+        assert isinstance(node, NumpyArray)
+        order = "F" if node.fortran_order else "C"
+        np.testing.assert_array_equal(np.frombuffer(node.data, node.dtype).reshape(node.shape, order=order), array)
+    for node, scalar in zip(file.root[1], scalars, strict=True):
+        assert isinstance(node, NumpyScalar)
+        assert node.value == scalar.item()
+    assert file.root[2].items == [None, "x", 3]
+    assert file.root[3].data == structured.tobytes()
+    assert file.root[4].text == "<f4"
+    json.dumps(plain(file.root))
+
+
+def test_unknown_classes_are_kept_and_shown(tmp_path):
+    value = {
+        "stage": Stage.TWO,
+        "custom": Custom(),
+        "queue": collections.deque([1, 2], 3),
+        "count": collections.Counter("aab"),
+    }
+    file = save(tmp_path / "x.pt", value)
+    custom = file.root["custom"]
+    assert isinstance(custom, Object)
+    assert (custom.how, custom.args, custom.state) == ("newobj", (), {"rate": 0.5})
+    shown = plain(file.root)
+    assert shown["stage"] == 2
+    assert shown["custom"]["class"].endswith(".Custom")
+    assert shown["custom"]["state"] == {"rate": 0.5}
+    assert shown["queue"] == [1, 2]
+    assert shown["count"] == {"a": 2, "b": 1}
+
+
+def test_plain_is_json_whatever_is_in_the_tree(tmp_path):
+    value = {"nan": float("nan"), "t": torch.ones(2, 3), "s": {3, 1, 2}, 1: "int key", "1": "string key",
+             "b": b"\xff", "d": torch.int8, "m": torch.empty(2, device="meta")}  # fmt: skip
+    value["loop"] = [value]
+    shown = plain(save(tmp_path / "x.pt", value).root)
+    text = json.dumps(shown, allow_nan=False)
+    pairs = dict(map(tuple, [pair for pair in shown["pairs"] if pair[0] != "1"]))
+    assert pairs["nan"] == "nan"
+    assert pairs["t"] == {"tensor": "float32", "shape": [2, 3]}
+    assert pairs["s"] == [1, 2, 3]
+    assert pairs["loop"] == ["<cycle>"]
+    assert "int key" in text
+    assert "string key" in text
+
+
+def test_walk_visits_shared_and_cyclic_objects_once(tmp_path):
+    tensor = torch.ones(2)
+    value = {"a": [tensor], "b": tensor, "tuple": (torch.zeros(1),)}
+    value["self"] = value
+    found = list(walk_tensors(save(tmp_path / "x.pt", value).root))
+    assert [path for path, _ in found] == [("a", 0), ("tuple", 0)]
+    alone = save(tmp_path / "y.pt", tensor).root
+    assert list(walk_tensors(alone)) == [((), alone)]
+
+
+def test_storages_saved_alone_and_never_mentioned(tmp_path):
+    path = tmp_path / "x.pt"
+    file = save(path, [torch.arange(4.0).untyped_storage()])
+    assert file.root == [Storage("0", "uint8", 16, "cpu", file.storages["0"].offset)]
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{file.archive}/data/7", b"unused")
+    storage = read_torchfile(path).storages["7"]
+    assert path.read_bytes()[storage.offset : storage.offset + storage.nbytes] == b"unused"
+
+
+def rewrite(path, change):
+    """Write the archive anew with Python's zipfile; `change` maps name and data to records to write."""
+    with zipfile.ZipFile(path) as archive:
+        records = [(name, archive.read(name)) for name in archive.namelist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records:
+            for new_name, new_data in change(name, data):
+                archive.writestr(new_name, new_data)
+
+
+def test_big_endian_archive(tmp_path):
+    path = tmp_path / "x.pt"
+    tensor = torch.arange(5, dtype=torch.int32)
+    torch.save([tensor], path)
+
+    def swap(name, data):
+        if name.endswith("byteorder"):
+            data = b"big"
+        elif "/data/" in name:
+            data = np.frombuffer(data, "<i4").astype(">i4").tobytes()
+        return [(name, data)]
+
+    rewrite(path, swap)
+    file = read_torchfile(path)
+    (node,) = file.root
+    assert (file.byteorder, node.byteorder) == ("big", "big")
+    assert np.frombuffer(elements(path, node), ">i4").tolist() == torch.load(path)[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_archive_without_byteorder_is_little_endian(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(2)], path)
+    rewrite(path, lambda name, data: [] if name.endswith("byteorder") else [(name, data)])
+    file = read_torchfile(path)
+    assert file.byteorder == "little"
+    check(path, file.root[0], torch.ones(2))
+
+
+def test_zip64_directory_is_followed(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.arange(3.0)], path)
+    data = path.read_bytes()
+    end = data.rindex(b"PK\5\6")
+    count, size, offset = struct.unpack_from("<H2L", data, end + 10)
+    entries, at = b"", offset
+    while at < offset + size:  # every size and offset moves to a zip64 field
+        fields = list(struct.unpack_from("<4s6H3L5H2L", data, at))
+        name_size, extra_size = fields[10], fields[11]
+        name = data[at + 46 : at + 46 + name_size]
+        at += 46 + name_size + extra_size + fields[12]
+        extra = struct.pack("<2H3Q", 1, 24, fields[9], fields[8], fields[16])
+        fields[8] = fields[9] = fields[16] = 0xFFFFFFFF
+        fields[11], fields[12] = len(extra), 0
+        entries += struct.pack("<4s6H3L5H2L", *fields) + name + extra
+    zip64 = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(entries), offset)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, offset + len(entries), 1)
+    closing = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    path.write_bytes(data[:offset] + entries + zip64 + locator + closing)
+    assert torch.load(path)[0].tolist() == [0, 1, 2]
+    check(path, read_torchfile(path).root[0], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_file_within_another_file(tmp_path, legacy):
+    buffer = io.BytesIO()
+    tensor = torch.arange(6.0)[2:]
+    torch.save({"t": tensor}, buffer, _use_new_zipfile_serialization=not legacy)
+    path = tmp_path / "items.distcp"
+    path.write_bytes(b"x" * 1000 + buffer.getvalue() + b"y" * 77)
+    nbytes = len(buffer.getvalue())
+    check(path, read_torchfile(path, offset=1000, nbytes=nbytes).root["t"], tensor)
+    check(path, read_torchbytes(buffer.getvalue(), path=path, base_offset=1000).root["t"], tensor)
+    with pytest.raises(DamagedFileError):
+        read_torchfile(path, offset=1000, nbytes=nbytes + 78)
+
+
+def test_records_are_reported_as_they_lie(tmp_path):
+    path = tmp_path / "name.of.file.pt"
+    file = save(path, [torch.ones(3)])
+    with zipfile.ZipFile(path) as archive:
+        expected = {info.filename: (info.file_size, info.CRC, archive.read(info)) for info in archive.infolist()}
+    raw = path.read_bytes()
+    found = {r.name: (r.nbytes, r.crc32, raw[r.offset : r.offset + r.nbytes]) for r in file.records}
+    assert found == expected
+    assert file.archive == "name.of.file"
+
+
+def test_legacy_file_with_pickles_longer_than_the_first_read(tmp_path):
+    value = {"text": ["x" * 1000 + str(i) for i in range(2000)], "t": torch.arange(3)}
+    file = save(tmp_path / "x.pt", value, _use_new_zipfile_serialization=False)
+    assert file.root["text"] == value["text"]
+    check(tmp_path / "x.pt", file.root["t"], value["t"])
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "found"),
+    [
+        (b"", DamagedFileError, "is empty"),
+        (b"hello world\n", UnknownFormatError, "text"),
+        (struct.pack("<Q", 2) + b"{}", UnknownFormatError, "safetensors"),
+        (b"\x80\x04N.", UnknownFormatError, "pickle"),
+        (bytes(4096), DamagedFileError, "zeros"),
+        (b"x" * 257 + b"ustar\0" + b"y" * 300, UnsupportedError, "tar"),
+        (b"\xfe\xba\xff\xfe" * 9, UnknownFormatError, "not a torch file"),
+        (b"PK\3\4" + bytes(100), DamagedFileError, "cut off"),
+    ],
+)
+def test_other_files_are_refused_by_what_they_are(tmp_path, content, error, found):
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(error, match=found) as caught:
+        read_torchfile(path)
+    assert type(caught.value) is error
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_missing_file_directory_and_pipe(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "none", tmp_path, tmp_path / "pipe"):
+        with pytest.raises(SourceError, match=str(path)):
+            read_torchfile(path)
+
+
+def test_torchscript_is_named(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), path)
+    with pytest.raises(UnsupportedError, match="TorchScript"):
+        read_torchfile(path)
+
+
+def test_zip_without_pickle_and_compressed_zip(tmp_path):
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/b.txt", b"text")
+    with pytest.raises(UnknownFormatError):
+        read_torchfile(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02N.")
+    with pytest.raises(UnsupportedError, match="compressed"):
+        read_torchfile(path)
+
+
+def duplicate(name, data):
+    return [(name, data), (name, data)] if name.endswith("data/0") else [(name, data)]
+
+
+def shorten(name, data):
+    return [(name, data[:-1] if name.endswith("data/0") else data)]
+
+
+def remove(name, data):
+    return [] if name.endswith("data/0") else [(name, data)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"), [(duplicate, DamagedFileError), (shorten, PickleError), (remove, PickleError)]
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_storage_records_must_be_as_the_pickle_says(tmp_path, change, error):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(3)], path)
+    rewrite(path, change)
+    with pytest.raises(error, match=r"data/0|storage '0'"):
+        read_torchfile(path)
+
+
+def test_overlapping_records_are_refused(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save([torch.ones(3), torch.zeros(3)], path)
+    data = bytearray(path.read_bytes())
+    first, second = (data.rindex(f"x/data/{key}".encode()) - 46 for key in (0, 1))
+    data[second + 42 : second + 46] = data[first + 42 : first + 46]
+    path.write_bytes(data)
+    with pytest.raises(DamagedFileError, match="overlaps"):
+        read_torchfile(path)
+
+
+def test_truncation_anywhere_is_noticed(tmp_path):
+    for legacy in (False, True):
+        path = tmp_path / f"{legacy}.pt"
+        torch.save([torch.ones(3)], path, _use_new_zipfile_serialization=not legacy)
+        data = path.read_bytes()
+        for size in range(0, len(data), 7):
+            path.write_bytes(data[:size])
+            with pytest.raises(SourceError):
+                read_torchfile(path)
+
+
+def test_neither_torch_nor_numpy_is_imported(tmp_path):
+    torch.save({"t": torch.ones(2), "a": np.ones(2)}, tmp_path / "x.pt")
+    code = (
+        "import sys; from zckpt.torchfile import read_torchfile, plain; "
+        "plain(read_torchfile(sys.argv[1]).root); "
+        "print([name for name in ('torch', 'numpy', 'pickle', 'zipfile') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code, tmp_path / "x.pt"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

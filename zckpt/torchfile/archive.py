@@ -1,0 +1,256 @@
+"""Zip archives as torch writes them: stored entries, found through the central directory.
+
+    local header | padding | data | descriptor     one per record; data is aligned to 64 bytes
+    ...
+    central directory                              name, size, header offset of every record
+    zip64 end record, zip64 locator                only where 32 bits are not enough
+    end record                                     size and offset of the central directory
+
+Only the length of a record's local header is unknown to the central directory, so every local header
+is read; neighbouring small records share one read. Source: PKWARE APPNOTE 6.3.10, sections 4.3 and 4.5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from struct import Struct
+
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.torchfile.source import ByteSource
+
+END = Struct("<4s4H2LH")
+ZIP64_LOCATOR = Struct("<4sLQL")
+ZIP64_END = Struct("<4sQ2H2L4Q")
+CENTRAL = Struct("<4s6H3L5H2L")
+LOCAL = Struct("<4s5H3L2H")
+
+MAX_COMMENT = 0xFFFF
+UNKNOWN_16 = 0xFFFF
+UNKNOWN_32 = 0xFFFFFFFF
+"""A field with this value is in the zip64 extra field or end record."""
+
+ENCRYPTED = 1
+"""Bit of an entry's flags."""
+
+MAX_DIRECTORY = 1 << 28
+"""Bytes of a central directory: two million records."""
+
+WINDOW = 1 << 16
+"""Bytes read at once where local headers are close to each other."""
+
+CLOSE = 1 << 13
+"""Bytes between local headers below which one read of a window is cheaper than several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An entry of the archive.
+
+    Parameters
+    ----------
+    name : str
+        With the archive's root folder.
+    offset : int, bytes
+        Of its data, from the start of the file.
+    nbytes : int, bytes
+    crc32 : int
+        As the archive states it; nobody has checked it.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+class Entry:
+    """What the central directory says of a record.
+
+    Parameters
+    ----------
+    raw_name, name : bytes, str
+    header : int, bytes
+        Offset of its local header.
+    nbytes : int, bytes
+    crc32 : int
+    stored : bool
+        Whether the data is neither compressed nor encrypted.
+    """
+
+    __slots__ = ("crc32", "header", "name", "nbytes", "raw_name", "stored")
+
+    def __init__(self, raw_name: bytes, name: str, header: int, nbytes: int, crc32: int, *, stored: bool) -> None:
+        self.stored = stored
+        self.raw_name = raw_name
+        self.name = name
+        self.header = header
+        self.nbytes = nbytes
+        self.crc32 = crc32
+
+
+def read_archive(source: ByteSource) -> dict[str, Record]:
+    """Return the records of a zip archive by name, in the order of its central directory.
+
+    Raises
+    ------
+    DamagedFileError
+        It is truncated, inconsistent, or its records overlap.
+    UnsupportedError
+        It is TorchScript, or a record is compressed or encrypted.
+    """
+    count, directory, size = find_directory(source)
+    if size > MAX_DIRECTORY:
+        raise UnsupportedError("its directory is too large", path=source.path, found=f"{size} bytes")
+    entries = read_directory(source, source.read(directory, size), count)
+    check_entries(source, entries)
+    offsets = locate(source, entries, directory)
+    return {
+        entry.name: Record(entry.name, source.base + offset, entry.nbytes, entry.crc32)
+        for entry, offset in zip(entries, offsets, strict=True)
+    }
+
+
+def check_entries(source: ByteSource, entries: list[Entry]) -> None:
+    """Refuse an archive whose records have other forms than those of torch.save."""
+    root = entries[0].name.partition("/")[0] if entries else ""
+    if any(entry.name == f"{root}/constants.pkl" for entry in entries):
+        raise UnsupportedError(
+            "is a TorchScript archive",
+            path=source.path,
+            expected="a file that torch.save wrote",
+            advice="load it with torch.jit.load and save its state_dict() with torch.save",
+        )
+    for entry in entries:
+        if not entry.stored:
+            raise UnsupportedError(
+                f"record {entry.name!r} is compressed or encrypted",
+                path=source.path,
+                expected="records stored as they are",
+                advice="load it with torch and save it again with torch.save",
+            )
+
+
+def damaged(source: ByteSource, message: str, **details: object) -> DamagedFileError:
+    """Return an error about the archive as a whole."""
+    error = DamagedFileError(message, path=source.path, **details)  # type: ignore[arg-type]
+    error.advice = error.advice or "copy it again from where it came from"
+    return error
+
+
+def find_directory(source: ByteSource) -> tuple[int, int, int]:
+    """Return number of records, offset and size of the central directory."""
+    tail_size = min(source.nbytes, END.size + MAX_COMMENT)
+    tail_start = source.nbytes - tail_size
+    tail = source.read(tail_start, tail_size)
+    at = tail.rfind(b"PK\5\6")
+    while at >= 0:
+        if at + END.size <= tail_size:
+            _, disk, first, here, count, size, offset, comment = END.unpack_from(tail, at)
+            if at + END.size + comment == tail_size:
+                break
+        at = tail.rfind(b"PK\5\6", 0, at)
+    else:
+        raise damaged(source, "is a zip archive cut off before its end", found=f"{source.nbytes} bytes")
+    if disk != first or here != count:
+        raise UnsupportedError("is one part of a split archive", path=source.path)
+    end = tail_start + at
+    locator = end - ZIP64_LOCATOR.size
+    if locator >= 0:
+        magic, _, zip64_end, _ = ZIP64_LOCATOR.unpack(source.read(locator, ZIP64_LOCATOR.size))
+        if magic == b"PK\6\7":
+            fields = ZIP64_END.unpack(source.read(zip64_end, ZIP64_END.size))
+            if fields[0] != b"PK\6\6" or zip64_end + fields[1] + 12 != locator:
+                raise damaged(source, "its zip64 end record is malformed")
+            count, size, offset = fields[7:10]
+            end = zip64_end
+    if offset + size != end:
+        raise damaged(source, "its central directory is not where it should be", expected=end - size, found=offset)
+    return count, offset, size
+
+
+def read_directory(source: ByteSource, data: bytes, count: int) -> list[Entry]:
+    """Return what the central directory says of every record."""
+    entries: list[Entry] = []
+    names: set[bytes] = set()
+    at = 0
+    while at < len(data):
+        if at + CENTRAL.size > len(data):
+            raise damaged(source, "its central directory is malformed")
+        magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment, *_, header = (
+            CENTRAL.unpack_from(data, at)
+        )
+        start = at + CENTRAL.size
+        at = start + name_size + extra_size + comment
+        if magic != b"PK\1\2" or at > len(data):
+            raise damaged(source, "its central directory is malformed")
+        raw = data[start : start + name_size]
+        name = raw.decode("utf-8", "surrogateescape")
+        if UNKNOWN_32 in (nbytes, packed, header):
+            extra = data[start + name_size : start + name_size + extra_size]
+            nbytes, packed, header = zip64_sizes(source, name, extra, (nbytes, packed, header))
+        if raw in names:
+            raise damaged(source, f"record {name!r} is there twice")
+        stored = not flags & ENCRYPTED and method == 0 and packed == nbytes
+        names.add(raw)
+        entries.append(Entry(raw, name, header, nbytes, crc, stored=stored))
+    if len(entries) != count:
+        raise damaged(source, "its central directory", expected=f"{count} records", found=len(entries))
+    return entries
+
+
+def zip64_sizes(source: ByteSource, name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return size, packed size and header offset with the 64-bit values of the zip64 extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind = int.from_bytes(extra[at : at + 2], "little")
+        size = int.from_bytes(extra[at + 2 : at + 4], "little")
+        body = extra[at + 4 : at + 4 + size]
+        at += 4 + size
+        if kind == 1:
+            values = []
+            for value in fields:
+                if value == UNKNOWN_32:
+                    if len(body) < 8:
+                        raise damaged(source, f"record {name!r}: its zip64 sizes are cut off")
+                    values.append(int.from_bytes(body[:8], "little"))
+                    body = body[8:]
+                else:
+                    values.append(value)
+            return values[0], values[1], values[2]
+    return fields
+
+
+def locate(source: ByteSource, entries: list[Entry], directory: int) -> list[int]:
+    """Return where each record's data begins, from the start of the range.
+
+    Raises
+    ------
+    DamagedFileError
+        A local header disagrees with the central directory, or two records overlap.
+    """
+    order = sorted(range(len(entries)), key=lambda index: entries[index].header)
+    offsets = [0] * len(entries)
+    window, window_start = b"", 0
+    for place, index in enumerate(order):
+        entry = entries[index]
+        limit = entries[order[place + 1]].header if place + 1 < len(order) else directory
+        needed = LOCAL.size + len(entry.raw_name)
+        if entry.header + needed > limit:
+            raise damaged(source, f"record {entry.name!r} overlaps what follows it")
+        if entry.header + needed > window_start + len(window):
+            wanted = needed if limit - entry.header > CLOSE else min(WINDOW, directory - entry.header)
+            window, window_start = source.read(entry.header, wanted), entry.header
+        at = entry.header - window_start
+        magic, _, flags, method, *_, name_size, extra_size = LOCAL.unpack_from(window, at)
+        name = window[at + LOCAL.size : at + LOCAL.size + name_size]
+        if magic != b"PK\3\4" or name != entry.raw_name or method != 0 or flags & ENCRYPTED:
+            raise damaged(source, f"record {entry.name!r}: its two headers disagree")
+        offsets[index] = start = entry.header + LOCAL.size + name_size + extra_size
+        if start + entry.nbytes > limit:
+            raise damaged(
+                source,
+                f"record {entry.name!r} overlaps what follows it",
+                expected=f"at most {max(limit - start, 0)} bytes",
+                found=entry.nbytes,
+            )
+    return offsets

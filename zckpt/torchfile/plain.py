@@ -1,0 +1,223 @@
+"""Turns an object tree into what JSON can hold: dicts with string keys, lists, strings and numbers.
+
+An object that occurs twice is shown twice; a limit on the number of values bounds the result, however
+often a hostile file refers to its parts.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.objects import Device, DType, Global, Layout, MemoryFormat, Object
+from zckpt.torchfile.tensors import (
+    DeviceTensor,
+    MetaTensor,
+    NestedTensor,
+    QuantizedTensor,
+    SparseTensor,
+    Storage,
+    Tensor,
+)
+from zckpt.torchfile.walk import MAX_DEPTH
+
+LIMIT = 100_000
+"""Values in the result, unless the caller says otherwise."""
+
+CUT = "..."
+"""Stands for everything that the limit leaves out."""
+
+CYCLE = "<cycle>"
+
+SHOWN_BYTES = 64
+"""Bytes of a bytes object that are shown."""
+
+SHOWN_ELEMENTS = 64
+"""Elements of a numpy array that are shown."""
+
+SCALARS = (str, int, float, bool, type(None), bytes, complex)
+
+
+def plain(node: object, *, limit: int = LIMIT) -> object:
+    """Return a node and what is below it as JSON-able data.
+
+    Parameters
+    ----------
+    node : object
+        Any part of an object tree.
+    limit : int, values
+        How many values the result may have; `...` stands for the rest.
+
+    Returns
+    -------
+    object
+        An enum member (an unknown class called with one scalar) becomes that scalar, another unknown
+        object {"class", "args", "state", ...}, a tensor {"tensor": dtype, "shape": [...]}.
+    """
+    return Renderer(limit).render(node)
+
+
+class Renderer:
+    """Renders one tree: counts values and knows which containers it is inside of."""
+
+    def __init__(self, limit: int) -> None:
+        self.left = limit
+        self.inside: set[int] = set()
+
+    def render(self, node: object) -> object:
+        """Return one node as JSON-able data."""
+        self.left -= 1
+        if self.left < 0:
+            return CUT
+        if isinstance(node, (list, tuple, set, frozenset, dict, Object, NumpyArray)) or type(node) in PARTS:
+            if id(node) in self.inside:
+                return CYCLE
+            if len(self.inside) > MAX_DEPTH:
+                return CUT
+            self.inside.add(id(node))
+            try:
+                return self.render_container(node)
+            finally:
+                self.inside.discard(id(node))
+        return render_scalar(node)
+
+    def render_container(self, node: object) -> object:
+        """Return a container or a node with parts as JSON-able data."""
+        if isinstance(node, dict):
+            return self.render_dict(node)
+        if isinstance(node, (set, frozenset)):
+            return sorted(self.render_list(node), key=lambda value: (type(value).__name__, str(value)))
+        if isinstance(node, (list, tuple)):
+            return self.render_list(node)
+        return self.render_node(node)
+
+    def render_node(self, node: object) -> object:
+        """Return a node with parts as JSON-able data."""
+        if isinstance(node, Object):
+            return self.render_object(node)
+        if isinstance(node, NumpyArray):
+            return self.render_array(node)
+        if isinstance(node, Tensor):
+            return self.render_tensor(node)
+        name, fields = PARTS[type(node)]
+        return {name: self.render_dict({field: getattr(node, field) for field in fields})}
+
+    def render_list(self, nodes: list[object] | tuple[object, ...] | set[object] | frozenset[object]) -> list[object]:
+        """Return elements as a list, cut where the limit is reached."""
+        result: list[object] = []
+        for node in nodes:
+            result.append(self.render(node))
+            if self.left < 0:
+                break
+        return result
+
+    def render_dict(self, mapping: dict[object, object]) -> object:
+        """Return a dict with string keys, or its pairs where two keys would become one string."""
+        result: dict[str, object] = {}
+        pairs: list[object] = []
+        for key, value in mapping.items():
+            shown = self.render(value)
+            text = key if isinstance(key, str) else self.key_text(key)
+            result[text] = shown
+            pairs.append([text, shown])
+            if self.left < 0:
+                break
+        return result if len(result) == len(pairs) else {"pairs": pairs}
+
+    def key_text(self, key: object) -> str:
+        """Return a key that is no string as one."""
+        shown = self.render(key)
+        return shown if isinstance(shown, str) else str(shown)
+
+    def render_object(self, node: Object) -> object:
+        """Return an object of an unknown class."""
+        if is_enum_like(node):
+            return self.render(node.args[0])
+        name = node.qualified
+        if name == "collections.Counter" and len(node.args) == 1 and isinstance(node.args[0], dict):
+            return self.render(node.args[0])
+        if name == "collections.deque" and not node.has_state:
+            return self.render_list(node.items or first_list(node))
+        result: dict[str, object] = {"class": name}
+        if isinstance(node.cls, Object):
+            result["callable"] = self.render(node.cls)
+        for field in ("args", "kwargs", "state", "items"):
+            value = getattr(node, field)
+            if value or (field == "state" and node.has_state and value is not None):
+                result[field] = self.render(value)
+        if node.entries:
+            result["entries"] = [[self.render(key), self.render(value)] for key, value in node.entries]
+        return result
+
+    def render_array(self, node: NumpyArray) -> object:
+        """Return a numpy array: its elements where they are few, nested no deeper than one list."""
+        result: dict[str, object] = {"array": node.dtype, "shape": list(node.shape)}
+        if len(node.items or ()) <= SHOWN_ELEMENTS and len(node.data) <= SHOWN_ELEMENTS * 8:
+            result["values"] = self.render_list(node.values())
+        return result
+
+    def render_tensor(self, node: Tensor) -> object:
+        """Return a dense tensor: dtype, shape, and what is unusual about it."""
+        result: dict[str, object] = {"tensor": node.dtype, "shape": list(node.shape)}
+        if node.subclass is not None:
+            result["class"] = node.subclass.qualified
+        for field in ("attributes", "state", "metadata"):
+            value = getattr(node, field)
+            if value is not None:
+                result[field] = self.render(value)
+        return result
+
+
+PARTS: dict[type, tuple[str, tuple[str, ...]]] = {
+    Tensor: ("tensor", ()),
+    MetaTensor: ("tensor without data", ("dtype", "shape", "subclass", "attributes", "state")),
+    SparseTensor: ("sparse tensor", ("layout", "shape", "parts")),
+    QuantizedTensor: ("quantized tensor", ("tensor", "quantizer")),
+    NestedTensor: ("nested tensor", ("buffer", "sizes", "strides", "offsets")),
+    DeviceTensor: ("device tensor", ("data", "dtype", "device")),
+}
+"""How nodes with parts are shown: a name, and the fields shown under it."""
+
+
+def is_enum_like(node: Object) -> bool:
+    """Tell whether an object is a class called with one scalar and nothing else: an enum member."""
+    return (
+        len(node.args) == 1
+        and isinstance(node.args[0], SCALARS)
+        and isinstance(node.cls, Global)
+        and not (node.has_state or node.kwargs or node.items or node.entries)
+    )
+
+
+def first_list(node: Object) -> list[object]:
+    """Return the first argument of a call if it is a list or tuple, as a list."""
+    first = node.args[0] if node.args else ()
+    return list(first) if isinstance(first, (list, tuple)) else []
+
+
+def render_scalar(node: object) -> object:
+    """Return a value that has nothing below it as JSON-able data."""
+    if isinstance(node, NumpyScalar):
+        node = node.value
+    if node is None or isinstance(node, (str, bool, int)):
+        return node
+    if isinstance(node, float):
+        return node if isfinite(node) else str(node)
+    if isinstance(node, (bytes, bytearray)):
+        return {"bytes": len(node), "hex": bytes(node[:SHOWN_BYTES]).hex()}
+    if isinstance(node, Storage):
+        return {"storage": node.key, "dtype": node.dtype, "nbytes": node.nbytes}
+    return scalar_text(node)
+
+
+def scalar_text(node: object) -> str:
+    """Return the text that stands for a value JSON has no type for."""
+    if isinstance(node, NumpyDType):
+        return node.text
+    if isinstance(node, (DType, MemoryFormat)):
+        return f"torch.{node.name}"
+    if isinstance(node, Layout):
+        return node.name
+    if isinstance(node, (Global, Device, complex, range, slice)):
+        return str(node)
+    return f"<{type(node).__name__}>"

@@ -1,0 +1,223 @@
+"""Reads the structure of a torch file: which kind it is, its object tree, and where its storages are.
+
+    zip      ROOT/data.pkl        the object tree, a pickle
+             ROOT/data/<key>      one storage each
+             ROOT/byteorder       `little` or `big`; absent: little
+    legacy   see `legacy`
+
+No byte of tensor data is read, and no class of the file is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError
+from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noqa: F401  # they register their opcodes
+from zckpt.torchfile.archive import Record, read_archive
+from zckpt.torchfile.legacy import is_legacy, read_legacy
+from zckpt.torchfile.pickle_machine import Machine
+from zckpt.torchfile.source import Buffer, ByteSource, open_range
+from zckpt.torchfile.storage_table import StorageTable
+from zckpt.torchfile.tensors import Storage
+from zckpt.torchfile.torch_file import PickleFile, TorchFile
+from zckpt.torchfile.walk import check_tree
+
+MAX_PICKLE = 1 << 30
+"""Bytes of a pickle: it is read into memory, and real ones have a few MB."""
+
+RESAVE = "load it with torch and save it again with torch.save"
+
+
+def read_torchfile(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None) -> TorchFile:
+    """Read the structure of a torch file, or of one that lies within another file.
+
+    Parameters
+    ----------
+    path : path-like
+    offset : int, bytes
+        Where the torch file begins.
+    nbytes : int or None, bytes
+        Its length; None: up to the end of the file.
+
+    Returns
+    -------
+    TorchFile
+        All offsets in it count from the start of `path`.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be opened, or is no regular file.
+    UnknownFormatError
+        torch.save did not write it.
+    DamagedFileError
+        It is truncated or inconsistent.
+    PickleError
+        A pickle in it is malformed or hostile.
+    UnsupportedError
+        It is TorchScript, compressed, from before 2016, or has an unknown dtype.
+    """
+    with open_range(path, offset, nbytes) as source:
+        return read_source(source)
+
+
+def read_torchbytes(
+    data: bytes | bytearray | memoryview, *, path: str | os.PathLike[str], base_offset: int = 0
+) -> TorchFile:
+    """Read the structure of a torch file whose bytes are in memory.
+
+    Parameters
+    ----------
+    data : bytes-like
+    path : path-like
+        The file that the bytes are from; it is named in errors and not opened.
+    base_offset : int, bytes
+        Where in that file they begin.
+
+    Returns
+    -------
+    TorchFile
+        All offsets in it count from the start of `path`.
+
+    Raises
+    ------
+    UnknownFormatError, DamagedFileError, PickleError, UnsupportedError
+        As `read_torchfile`.
+    """
+    return read_source(Buffer(data, os.fspath(path), base_offset))
+
+
+def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
+    """Read a file that is one pickle without tensors, as DCP's `.metadata`.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be opened.
+    PickleError
+        It is no pickle, or a malformed or hostile one.
+    UnsupportedError
+        It is larger than 1 GiB.
+    """
+    with open_range(path, 0, None) as source:
+        if source.nbytes == 0:
+            raise DamagedFileError("is empty", path=source.path, expected="a pickle")
+        machine, root = run_pickle(source, 0, source.nbytes, "pickle")
+        return PickleFile(source.path, root, machine.names, machine.protocol)
+
+
+def read_source(source: ByteSource) -> TorchFile:
+    """Read a torch file from any range of bytes, by what it begins with."""
+    head = source.read(0, min(source.nbytes, 512))
+    if head[:4] in (b"PK\3\4", b"PK\5\6"):
+        return read_zip(source)
+    if is_legacy(source):
+        return read_legacy(source)
+    raise what_else(source, head)
+
+
+def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
+    """Return the error for a file that is neither kind, naming what it seems to be."""
+    expected = "a file that torch.save wrote"
+    if not head:
+        return DamagedFileError("is empty", path=source.path, expected=expected)
+    if not head.strip(b"\0"):
+        return DamagedFileError("begins with zeros", path=source.path, expected=expected)
+    if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (
+        b"sys_info",
+        b"storages",
+        b"pickle",
+        b"tensors",
+    ):
+        return UnsupportedError("is a tar file of torch before 2016", path=source.path, advice=RESAVE)
+    found = "something else"
+    if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
+        found = "a safetensors file"
+    elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
+        found = "a pickle that torch.save did not write"
+    elif head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
+        found = "text"
+    return UnknownFormatError("is not a torch file", path=source.path, expected=expected, found=found)
+
+
+def run_pickle(
+    source: ByteSource,
+    offset: int,
+    nbytes: int,
+    record: str,
+    *,
+    byteorder: str = "little",
+    table: StorageTable | None = None,
+) -> tuple[Machine, object]:
+    """Run one pickle that fills a range exactly; return the machine and the object tree."""
+    if nbytes > MAX_PICKLE:
+        raise UnsupportedError(
+            f"{record} is too large", path=source.path, expected=f"at most {MAX_PICKLE} bytes", found=nbytes
+        )
+    data = source.read(offset, nbytes)
+    machine = Machine(data, path=source.path, record=record, byteorder=byteorder, persistent=table)
+    root = machine.run()
+    if machine.pos != len(data):
+        raise PickleError(
+            f"{record} goes on after STOP", path=source.path, expected=f"{machine.pos} bytes", found=len(data)
+        )
+    check_tree(root, source.path, record)
+    return machine, root
+
+
+def read_zip(source: ByteSource) -> TorchFile:
+    """Read a torch file that is a zip archive."""
+    records = read_archive(source)
+    archive = next(iter(records), "").partition("/")[0]
+    pickle = records.get(f"{archive}/data.pkl")
+    if pickle is None:
+        raise UnknownFormatError(
+            "is a zip archive that torch.save did not write",
+            path=source.path,
+            expected=f"a record {f'{archive}/data.pkl'!r:.120}",
+            found=f"{len(records)} records",
+        )
+    byteorder = read_byteorder(source, records.get(f"{archive}/byteorder"))
+    folder = f"{archive}/data/"
+
+    def find(key: str, nbytes: int) -> int:
+        record = records.get(folder + key)
+        if record is None:
+            raise PickleError(f"storage {key!r}", expected=f"a record {folder + key!r}", found="none")
+        if record.nbytes != nbytes:
+            raise PickleError(f"record {record.name!r}", expected=f"{nbytes} bytes", found=f"{record.nbytes} bytes")
+        return record.offset
+
+    table = StorageTable(find)
+    machine, root = run_pickle(
+        source, pickle.offset - source.base, pickle.nbytes, "data.pkl", byteorder=byteorder, table=table
+    )
+    for name, record in records.items():
+        key = name.removeprefix(folder)
+        if key not in (name, "") and key not in table.storages:
+            table.storages[key] = Storage(key, "uint8", record.nbytes, "cpu", record.offset)
+    return TorchFile(
+        source.path,
+        source.nbytes,
+        "zip",
+        byteorder,
+        root,
+        table.storages,
+        {"data.pkl": machine.names},
+        machine.protocol,
+        tuple(records.values()),
+        archive,
+    )
+
+
+def read_byteorder(source: ByteSource, record: Record | None) -> str:
+    """Return the byte order that the archive states; archives of torch before 2.1 state none."""
+    if record is None:
+        return "little"
+    text = source.read(record.offset - source.base, min(record.nbytes, 16))
+    if text not in (b"little", b"big"):
+        raise DamagedFileError(
+            f"record {record.name!r}", path=source.path, expected="'little' or 'big'", found=f"{text!r}"
+        )
+    return text.decode()

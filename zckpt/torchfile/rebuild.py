@@ -1,0 +1,267 @@
+"""Globals of the standard library and of numpy that become plain data or a node, and how.
+
+A builder takes the arguments that a pickle passes to a function and returns what stands for the result.
+Only functions in a table are known; every other one stays an inert `Object`. The torch table is in
+`rebuild_torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zckpt.errors import PickleError
+from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.guard import Guard
+from zckpt.torchfile.objects import DefaultMapping, Global, Namespace, Object, OrderedMapping
+
+
+class Context:
+    """What builders may know of the file.
+
+    Parameters
+    ----------
+    byteorder : str
+        Of tensor data: `little` or `big`.
+    guard : Guard
+    """
+
+    __slots__ = ("byteorder", "guard")
+
+    def __init__(self, byteorder: str, guard: Guard) -> None:
+        self.byteorder = byteorder
+        self.guard = guard
+
+
+Builder = Callable[[tuple[object, ...], Context], object]
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor or array: numpy and torch stop at 64."""
+
+MAX_ELEMENTS = (1 << 63) - 1
+"""Elements of a tensor: torch counts in int64."""
+
+
+HASHED = 2
+"""Work for a member of a new set or mapping: at least the bytes that it takes in a pickle."""
+
+
+def wrong(function: str, args: tuple[object, ...]) -> PickleError:
+    """Return the error for a known function called with arguments it does not take."""
+    kinds = ", ".join(type(arg).__name__ for arg in args[:12])
+    return PickleError(f"{function} is called with arguments it does not take", found=f"({kinds})")
+
+
+def integers(value: object, what: str) -> tuple[int, ...]:
+    """Return a shape or strides as a tuple of non-negative integers that fit int64."""
+    if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMENSIONS:
+        raise PickleError(f"{what} of a tensor", expected="a tuple of integers", found=type(value).__name__)
+    for number in value:
+        if type(number) is not int or not 0 <= number <= MAX_ELEMENTS:
+            raise PickleError(f"{what} of a tensor", expected="integers from 0 to 2**63-1", found=f"{number!r:.40}")
+    return tuple(value)
+
+
+def ordered_dict(args: tuple[object, ...], context: Context) -> object:
+    """Build `OrderedDict()` or, as Python 2 wrote it, `OrderedDict([[key, value], ...])`."""
+    mapping = OrderedMapping()
+    if not args:
+        return mapping
+    if len(args) != 1 or not isinstance(args[0], (list, tuple)):
+        raise wrong("OrderedDict", args)
+    context.guard.spend(HASHED * len(args[0]))
+    for pair in args[0]:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise wrong("OrderedDict", args)
+        context.guard.check_key(mapping, pair[0])
+        mapping[pair[0]] = pair[1]
+    return mapping
+
+
+def default_dict(args: tuple[object, ...], _: Context) -> object:
+    """Build `defaultdict(factory)`."""
+    if len(args) > 1 or (args and not isinstance(args[0], (Global, Object, type(None)))):
+        raise wrong("defaultdict", args)
+    return DefaultMapping(*args)
+
+
+def members(name: str, args: tuple[object, ...], context: Context) -> set[object]:
+    """Return the elements passed to `set` or `frozenset`."""
+    found: set[object] = set()
+    if len(args) > 1 or (args and not isinstance(args[0], (list, tuple, set, frozenset))):
+        raise wrong(name, args)
+    elements = args[0] if args else ()
+    context.guard.spend(HASHED * len(elements))  # type: ignore[arg-type]  # one of the four
+    for element in elements:  # type: ignore[attr-defined]
+        context.guard.check_key(found, element)
+        found.add(element)
+    return found
+
+
+def make_set(args: tuple[object, ...], context: Context) -> object:
+    """Build a `set`."""
+    return members("set", args, context)
+
+
+def make_frozenset(args: tuple[object, ...], context: Context) -> object:
+    """Build a `frozenset`."""
+    return frozenset(members("frozenset", args, context))
+
+
+def encode(args: tuple[object, ...], context: Context) -> object:
+    """Build bytes from `_codecs.encode(text, "latin1")`, the form bytes have in protocols 0 to 2."""
+    if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
+        raise wrong("_codecs.encode", args)
+    context.guard.spend(len(args[0]))
+    try:
+        return args[0].encode("latin-1")
+    except UnicodeEncodeError:
+        raise PickleError("bytes written as text that is not latin-1") from None
+
+
+def make_bytes(args: tuple[object, ...], context: Context) -> object:
+    """Build `bytes()` or `bytes(data)`; a length is refused, for it could be any."""
+    if not args:
+        return b""
+    if len(args) != 1 or not isinstance(args[0], (bytes, bytearray, list)):
+        raise wrong("bytes", args)
+    context.guard.spend(len(args[0]))
+    return bytes(octets(args[0]) if isinstance(args[0], list) else args[0])
+
+
+def make_bytearray(args: tuple[object, ...], context: Context) -> object:
+    """Build `bytearray()`, `bytearray(data)` or `bytearray(text, "latin-1")`."""
+    if len(args) == 2:
+        return bytearray(encode(args, context))  # type: ignore[call-overload]
+    return bytearray(make_bytes(args, context))  # type: ignore[call-overload]
+
+
+def octets(values: list[object]) -> list[int]:
+    """Return a list of integers that are bytes."""
+    checked = [value for value in values if isinstance(value, int) and 0 <= value <= 255]
+    if len(checked) != len(values):
+        raise PickleError("bytes written as a list", expected="integers from 0 to 255")
+    return checked
+
+
+def make_complex(args: tuple[object, ...], _: Context) -> object:
+    """Build a `complex` from two floats."""
+    match args:
+        case (float(real), float(imaginary)):
+            return complex(real, imaginary)
+    raise wrong("complex", args)
+
+
+def make_slice(args: tuple[object, ...], _: Context) -> object:
+    """Build a `slice` of integers; any other stays an inert object."""
+    if len(args) == 3 and all(arg is None or type(arg) is int for arg in args):
+        return slice(*args)
+    return Object(Global("builtins", "slice"), args)
+
+
+def make_range(args: tuple[object, ...], _: Context) -> object:
+    """Build a `range`."""
+    match args:
+        case (int(start), int(stop), int(step)) if step:
+            return range(start, stop, step)
+    raise wrong("range", args)
+
+
+def reconstructor(args: tuple[object, ...], _: Context) -> object:
+    """Build what `copyreg._reconstructor(cls, base, state)` would: an instance in protocols 0 and 1."""
+    if len(args) != 3 or not isinstance(args[0], (Global, Object)):
+        raise wrong("copyreg._reconstructor", args)
+    if args[0] == NAMESPACE:
+        return Namespace()
+    return Object(args[0], args[1:], how="reconstructor")
+
+
+def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
+    """Build `numpy.dtype(code, align, copy)`."""
+    if not args:
+        raise wrong("numpy.dtype", args)
+    if not isinstance(args[0], str) or not args[0]:
+        return Object(Global("numpy", "dtype"), args)
+    return NumpyDType(args[0], args[1:])
+
+
+def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
+    """Build `numpy.core.multiarray.scalar(dtype, data)`."""
+    if not args or not isinstance(args[0], NumpyDType):
+        return Object(Global("numpy._core.multiarray", "scalar"), args)
+    dtype, data = args[0], raw(args[1], context) if len(args) == 2 else None
+    structured = dtype.state is not None and any(part is not None for part in dtype.state[2:5])
+    if not isinstance(data, bytes) or structured or len(dtype.state or ()) > 8:
+        return Object(Global("numpy._core.multiarray", "scalar"), args)
+    if dtype.itemsize is not None and len(data) != dtype.itemsize:
+        raise PickleError("numpy scalar", expected=f"{dtype.itemsize} bytes", found=len(data))
+    return NumpyScalar(dtype.text, data)
+
+
+def numpy_array(args: tuple[object, ...], _: Context) -> object:
+    """Build the empty array that `numpy.core.multiarray._reconstruct` makes; its state fills it."""
+    if len(args) != 3 or not isinstance(args[0], Global):
+        raise wrong("numpy _reconstruct", args)
+    return NumpyArray(cls=args[0])
+
+
+def numpy_buffer(args: tuple[object, ...], context: Context) -> object:
+    """Build the array of `numpy._core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5."""
+    if len(args) < 4 or not isinstance(args[1], NumpyDType) or args[3] not in ("C", "F") or any(args[4:]):
+        return Object(Global("numpy._core.numeric", "_frombuffer"), args)
+    array = NumpyArray(cls=Global("numpy", "ndarray"))
+    shape = integers((args[2],) if type(args[2]) is int else args[2], "shape")
+    array.fill(shape, args[1], raw(args[0], context), fortran_order=args[3] == "F")
+    return array
+
+
+def raw(data: object, context: Context) -> object:
+    """Return the data of an array or scalar as bytes; a list of objects as it is."""
+    if isinstance(data, (str, bytearray)):
+        context.guard.spend(len(data))
+        # Python 2 strings were read as UTF-8
+        return data.encode("utf-8", "surrogatepass") if isinstance(data, str) else bytes(data)
+    return data
+
+
+def fill_array(array: NumpyArray, state: object, context: Context) -> None:
+    """Set the state of an array: (version, shape, dtype, fortran order, data).
+
+    Raises
+    ------
+    PickleError
+        It is something else.
+    """
+    if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], NumpyDType):
+        raise PickleError("numpy array", expected="its state of five parts", found=type(state).__name__)
+    array.fill(integers(state[1], "shape"), state[2], raw(state[4], context), fortran_order=bool(state[3]))
+
+
+NAMESPACE = Global("argparse", "Namespace")
+
+BUILDERS: dict[tuple[str, str], Builder] = {
+    ("collections", "OrderedDict"): ordered_dict,
+    ("collections", "defaultdict"): default_dict,
+    ("builtins", "set"): make_set,
+    ("builtins", "frozenset"): make_frozenset,
+    ("builtins", "bytes"): make_bytes,
+    ("builtins", "bytearray"): make_bytearray,
+    ("builtins", "complex"): make_complex,
+    ("builtins", "slice"): make_slice,
+    ("builtins", "range"): make_range,
+    ("builtins", "xrange"): make_range,
+    ("_codecs", "encode"): encode,
+    ("copyreg", "_reconstructor"): reconstructor,
+    ("numpy", "dtype"): numpy_dtype,
+    ("numpy._core.multiarray", "scalar"): numpy_scalar,
+    ("numpy._core.multiarray", "_reconstruct"): numpy_array,
+    ("numpy._core.numeric", "_frombuffer"): numpy_buffer,
+}
+
+MODULES = {
+    "__builtin__": "builtins",
+    "copy_reg": "copyreg",
+    "torch.tensor": "torch._tensor",
+    "numpy.core.multiarray": "numpy._core.multiarray",
+    "numpy.core.numeric": "numpy._core.numeric",
+}
+"""Modules that have another name today, by the name older files use."""

@@ -1,0 +1,136 @@
+"""A range of bytes to read a torch file from: a whole file, a part of one, or bytes in memory.
+
+Readers work with offsets from the start of the range; what they report is absolute: `base` + offset.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from stat import S_ISREG
+
+from zckpt.errors import DamagedFileError, SourceError
+from zckpt.storage import opened, read_at
+
+
+class ByteSource:
+    """Where a reader gets its bytes from; `FileRange` and `Buffer` say how.
+
+    Parameters
+    ----------
+    path : str
+        File named in errors.
+    base : int, bytes
+        Absolute offset of the range in that file.
+    nbytes : int, bytes
+        Length of the range.
+    """
+
+    __slots__ = ("base", "nbytes", "path")
+
+    def __init__(self, path: str, base: int, nbytes: int) -> None:
+        self.path = path
+        self.base = base
+        self.nbytes = nbytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return exactly `nbytes` bytes from `offset`, relative to the range.
+
+        Raises
+        ------
+        DamagedFileError
+            They are not all within the range.
+        SourceError
+            The system cannot read them.
+        """
+        raise NotImplementedError
+
+
+class FileRange(ByteSource):
+    """A range of an open file."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int, path: str, base: int, nbytes: int) -> None:
+        super().__init__(path, base, nbytes)
+        self.descriptor = descriptor
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read from the file, at a position of its own."""
+        check_range(self, offset, nbytes)
+        try:
+            return read_at(self.descriptor, self.base + offset, nbytes, path=self.path)
+        except OSError as error:
+            raise SourceError("cannot be read", path=self.path, found=error.strerror) from error
+
+
+class Buffer(ByteSource):
+    """A range of a file whose bytes are in memory already."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, data: bytes | bytearray | memoryview, path: str, base: int) -> None:
+        self.view = memoryview(data).cast("B")
+        super().__init__(path, base, self.view.nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Copy from memory."""
+        check_range(self, offset, nbytes)
+        return bytes(self.view[offset : offset + nbytes])
+
+
+def check_range(source: ByteSource, offset: int, nbytes: int) -> None:
+    """Refuse bytes outside of the range.
+
+    Raises
+    ------
+    DamagedFileError
+        Some of them are.
+    """
+    if offset < 0 or nbytes < 0 or offset + nbytes > source.nbytes:
+        raise DamagedFileError(
+            "it refers to bytes outside of itself",
+            path=source.path,
+            expected=f"at most {source.nbytes} bytes",
+            found=f"bytes {offset} to {offset + nbytes}",
+            advice="copy it again from where it came from",
+        )
+
+
+@contextmanager
+def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) -> Iterator[FileRange]:
+    """Open a file, or a part of it, for reading.
+
+    Parameters
+    ----------
+    path : path-like
+    offset : int, bytes
+    nbytes : int or None, bytes
+        None: up to the end of the file.
+
+    Raises
+    ------
+    SourceError
+        It does not exist, cannot be opened, or is no regular file.
+    DamagedFileError
+        The range is not within the file, or is empty.
+    """
+    name = os.fspath(path)
+    try:
+        status = os.stat(name)  # noqa: PTH116  # pathlib is not needed otherwise, and slow to import
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else str(error)
+        raise SourceError("cannot be opened", path=name, found=found) from error
+    if not S_ISREG(status.st_mode):
+        raise SourceError("is not a regular file", path=name, expected="a file that torch.save wrote")
+    length = status.st_size - offset if nbytes is None else nbytes
+    if offset < 0 or length < 0 or offset + length > status.st_size:
+        raise DamagedFileError(
+            "a torch file is said to lie outside of it",
+            path=name,
+            expected=f"at most {status.st_size} bytes",
+            found=f"bytes {offset} to {offset + length}",
+        )
+    with opened(name) as descriptor:
+        yield FileRange(descriptor, name, offset, length)
