@@ -1,27 +1,25 @@
 """Run a plan: copy byte ranges into files in parallel and in bounded memory. Knows no format.
 
 Each target file is made at its full size, its literals written, its copies cut into pieces of bounded size and
-the pieces run in batches on a pool. A piece that changes no byte and needs no checksum is copied by the
-kernel (`copy_file_range`) and never enters this process; the rest goes through one buffer per worker.
+the pieces run in batches on a pool. As soon as a batch is written, its way to the disk begins, so that the final
+sync finds most of the work done.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from zckpt.crc32 import combine
-from zckpt.dtypes import itemsize
-from zckpt.durable import check_space, check_target, written_directory, written_files
+from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
 from zckpt.errors import TargetError
 from zckpt.pieces import cut, elements
 from zckpt.plan import Copy, FilePlan, Plan
@@ -30,23 +28,23 @@ from zckpt.storage import Sources, read_into
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
 """Bytes that all copy buffers together may take."""
 
-KERNEL_PIECE_NBYTES = 32 << 20
-"""A piece that the kernel copies takes no memory; this size keeps all workers busy and progress moving."""
+BATCH_NBYTES = 8 << 20
+"""Written by one task: large enough to cost nothing, small enough to keep all workers busy and progress moving."""
+
+BUFFER_NBYTES = 1 << 20
+"""What moves bytes as they are reads and writes at once; more gains nothing, the page cache being in between."""
 
 MINIMUM_PIECE_NBYTES = 1 << 12
 """Below a page per read, a smaller memory budget would cost much and save nothing."""
 
-MAXIMUM_THREADS = 8
-"""One disk is kept busy by few threads; more only split its attention."""
+THREADS = range(4, 9)
+"""Fewest and most copy threads: some wait for the disk, and one disk is kept busy by few."""
 
 QUEUED_BATCHES = 64
 """Enough to keep every worker busy; a plan of a million batches is not queued at once."""
 
 BUFFERS_PER_WORKER = 4
 """What a piece may need at once: the bytes read, the elements gathered, cast, and a float32 intermediate."""
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""Refusals that writing through a buffer would meet too; any other one is a file system that cannot copy ranges."""
 
 
 class Reporter(Protocol):
@@ -77,11 +75,12 @@ class SilentReporter:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of one target file that one worker runs in order."""
+    """Pieces of one target file that one worker runs in order, and the size of its buffer."""
 
     path: str
     copies: tuple[Copy, ...]
     checksummed: bool
+    buffer_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ def _write_errors(path: Path) -> Iterator[None]:
 
 def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, executor: Executor | None) -> None:
     reporter.begin(plan.copy_nbytes)
-    threads = min(MAXIMUM_THREADS, (os.cpu_count() or 1) * 2)
+    threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
     limit = max(memory // threads // BUFFERS_PER_WORKER, MINIMUM_PIECE_NBYTES)
     pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-copy")
     try:
@@ -216,18 +215,18 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
 
 def _batches(path: Path, one: FilePlan, limit: int) -> Iterator[Batch]:
     checksummed = bool(one.file.checksums)
+    buffer = min(limit, BUFFER_NBYTES)
     batch: list[Copy] = []
     nbytes = 0
     for copy in one.copies:
-        most = KERNEL_PIECE_NBYTES if copy.is_bytewise and not checksummed else limit
-        for piece in cut(copy, most):
+        for piece in cut(copy, BATCH_NBYTES if copy.is_bytewise else min(limit, BATCH_NBYTES)):
             batch.append(piece)
             nbytes += piece.nbytes
-            if nbytes >= KERNEL_PIECE_NBYTES:
-                yield Batch(str(path), tuple(batch), checksummed)
+            if nbytes >= BATCH_NBYTES:
+                yield Batch(str(path), tuple(batch), checksummed, buffer)
                 batch, nbytes = [], 0
     if batch:
-        yield Batch(str(path), tuple(batch), checksummed)
+        yield Batch(str(path), tuple(batch), checksummed, buffer)
 
 
 def _write_literals(path: Path, one: FilePlan) -> None:
@@ -240,62 +239,40 @@ def _write_literals(path: Path, one: FilePlan) -> None:
 
 def run_batch(batch: Batch) -> list[Written]:
     """Run the pieces of a batch in order and return the runs written; may run in another process."""
-    sources = Sources()
     target = os.open(batch.path, os.O_WRONLY)
+    buffer = bytearray(batch.buffer_nbytes)
     try:
-        return [run for copy in batch.copies for run in _run_piece(copy, target, sources, batch.checksummed)]
+        with Sources() as sources:
+            runs = [run for copy in batch.copies for run in _run_piece(copy, target, sources, batch, buffer)]
+        first = min(run.offset for run in runs)
+        start_writeback(target, first, max(run.offset + run.nbytes for run in runs) - first)
+        return runs
     finally:
         os.close(target)
-        sources.close()
 
 
-def _run_piece(copy: Copy, target: int, sources: Sources, checksummed: bool) -> Iterator[Written]:
-    if copy.is_bytewise and not checksummed:
-        source = copy.sources[0]
-        done = _copy_in_kernel(sources.descriptor(source.path), source.offset, target, copy)
-        if done < copy.nbytes:
-            size = itemsize(copy.source_dtype)
-            rest = replace(
-                copy,
-                shape=((copy.nbytes - done) // size,),
-                offset=copy.offset + done,
-                sources=(replace(source, offset=source.offset + done),),
-            )
-            for piece in cut(rest, 1 << 20):
-                _copy_by_buffer(piece, target, sources)
-        yield Written(copy.offset, copy.nbytes, None)
-    elif copy.is_bytewise:
-        data = _copy_by_buffer(copy, target, sources)
-        yield Written(copy.offset, copy.nbytes, zlib.crc32(data))
-    else:
-        for offset, run in elements(copy, sources.descriptor):
-            _write_all(target, run, offset)
-            yield Written(offset, len(run), zlib.crc32(run) if checksummed else None)
+def _run_piece(copy: Copy, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Iterator[Written]:
+    if copy.is_bytewise:
+        crc = _copy_bytes(copy, target, sources, buffer, checksummed=batch.checksummed)
+        yield Written(copy.offset, copy.nbytes, crc)
+        return
+    for offset, run in elements(copy, sources.descriptor):
+        _write_all(target, run, offset)
+        yield Written(offset, len(run), zlib.crc32(run) if batch.checksummed else None)
 
 
-def _copy_in_kernel(source: int, source_offset: int, target: int, copy: Copy) -> int:
-    """Copy bytes between files without reading them into this process; return how many were copied."""
-    copy_file_range = getattr(os, "copy_file_range", None)
-    done = 0
-    while copy_file_range is not None and done < copy.nbytes:
-        try:
-            count = copy_file_range(source, target, copy.nbytes - done, source_offset + done, copy.offset + done)
-        except OSError as error:
-            if error.errno in NO_ROOM:
-                raise
-            break
-        if count == 0:
-            break
-        done += count
-    return done - done % itemsize(copy.source_dtype)
-
-
-def _copy_by_buffer(copy: Copy, target: int, sources: Sources) -> bytearray:
-    data = bytearray(copy.nbytes)
+def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *, checksummed: bool) -> int | None:
+    """Copy a contiguous run of bytes through a buffer; return its CRC-32 if wanted."""
     source = copy.sources[0]
-    read_into(sources.descriptor(source.path), source.offset, memoryview(data), path=source.path)
-    _write_all(target, memoryview(data), copy.offset)
-    return data
+    descriptor = sources.descriptor(source.path)
+    crc = 0
+    for at in range(0, copy.nbytes, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), copy.nbytes - at)]
+        read_into(descriptor, source.offset + at, view, path=source.path)
+        if checksummed:
+            crc = zlib.crc32(view, crc)
+        _write_all(target, view, copy.offset + at)
+    return crc if checksummed else None
 
 
 def _write_all(target: int, data: memoryview, offset: int) -> None:

@@ -1,0 +1,99 @@
+"""zckpt: open, inspect and consolidate the checkpoints of sharded optimizers, without running their pickles.
+
+    import zckpt
+
+    checkpoint = zckpt.open("run/global_step500")         # any format; reads structure only
+    checkpoint.parameters["wte.weight"].shape
+    checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
+    zckpt.inspect(checkpoint)                              # what is in it, as JSON-able data
+    zckpt.consolidate("run/global_step500", "model.safetensors")
+
+The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zckpt.errors import (
+        DamagedFileError,
+        LayoutError,
+        PickleError,
+        ShardError,
+        SourceError,
+        TargetError,
+        TargetExistsError,
+        UnknownFormatError,
+        UnsupportedError,
+        UsageError,
+        WeightMismatchError,
+        ZckptError,
+    )
+    from zckpt.opened import OpenedCheckpoint, open  # noqa: A004
+    from zckpt.operations.consolidate import Consolidated, consolidate
+    from zckpt.operations.inspect import inspect
+    from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "zckpt.opened": ("OpenedCheckpoint", "open"),
+    "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
+    "zckpt.operations.inspect": ("inspect",),
+    "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
+    "zckpt.errors": (
+        "DamagedFileError",
+        "LayoutError",
+        "PickleError",
+        "ShardError",
+        "SourceError",
+        "TargetError",
+        "TargetExistsError",
+        "UnknownFormatError",
+        "UnsupportedError",
+        "UsageError",
+        "WeightMismatchError",
+        "ZckptError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Checkpoint",
+    "Consolidated",
+    "DamagedFileError",
+    "Extent",
+    "LayoutError",
+    "OpenedCheckpoint",
+    "ParamGroup",
+    "Parameter",
+    "PickleError",
+    "Scalar",
+    "ShardError",
+    "Slot",
+    "SourceError",
+    "Span",
+    "TargetError",
+    "TargetExistsError",
+    "Topology",
+    "UnknownFormatError",
+    "UnsupportedError",
+    "UsageError",
+    "WeightMismatchError",
+    "ZckptError",
+    "__version__",
+    "consolidate",
+    "inspect",
+    "open",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'zckpt' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

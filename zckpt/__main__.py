@@ -1,0 +1,5 @@
+"""`python -m zckpt`."""
+
+from zckpt.cli import main
+
+main()

@@ -1,0 +1,42 @@
+"""`zckpt inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import read_names, source_options
+
+
+@click.command("inspect")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--parameters", is_flag=True, help="List every parameter.")
+@click.option("--files", is_flag=True, help="List every file and rank's share.")
+@click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
+@source_options
+def inspect_command(
+    source: Path,
+    as_json: bool,
+    parameters: bool,
+    files: bool,
+    with_globals: bool,
+    roots: tuple[Path, ...],
+    tag: str | None,
+    names_file: Path | None,
+) -> None:
+    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
+    from zckpt.formats import open_checkpoint
+    from zckpt.operations.inspect import inspect
+
+    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
+    document = inspect(checkpoint, include_globals=with_globals)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        return
+    from zckpt.report.inspection import render
+
+    click.echo(render(document, parameters=parameters, files=files, with_globals=with_globals))

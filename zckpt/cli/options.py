@@ -1,0 +1,86 @@
+"""Options that several verbs share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from zckpt.errors import UsageError
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    _IntegerType = click.ParamType[int]
+else:
+    _IntegerType = click.ParamType  # generic since click 8.2 only
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+
+class ByteSize(_IntegerType):
+    """A number of bytes with an optional unit: 64MB, 5GB, 512MiB, 1000."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
+        if match is None or float(match[1]) <= 0:
+            self.fail(f"{value!r} is no size; write it like 64MB or 5GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def source_options(command: Command) -> Command:
+    """Add the options that say which checkpoint is meant."""
+    for option in (
+        click.option(
+            "--names",
+            "names_file",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+        ),
+        click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names."),
+        click.option(
+            "--root",
+            "roots",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="The same directory on another node, whose files belong in too; may be repeated.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def read_names(path: Path | None) -> list[str] | None:
+    """Return the names in a file, one a line.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read.
+    """
+    if path is None:
+        return None
+    try:
+        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError("cannot be read", path=path, found=str(error)) from error

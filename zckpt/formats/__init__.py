@@ -1,0 +1,80 @@
+"""One adapter for each format on disk, and `open_checkpoint`, which tells them apart.
+
+An adapter detects its format, reads its structure into a Checkpoint, and lays out target files. It never copies
+tensor bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from zckpt.errors import SourceError, UnknownFormatError, UsageError
+from zckpt.formats import deepspeed, safetensors_file, torch_file
+from zckpt.state import Checkpoint
+
+
+def open_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
+
+    Parameters
+    ----------
+    source : path-like
+        A file, or a directory: of a run, of one tag, or of a wrapper that contains one.
+    roots : sequence of path-like
+        The same directory on other nodes, where shards were left on the node that wrote them.
+    tag : str, optional
+        Which checkpoint of a run directory; by default the one that `latest` names.
+    names : sequence of str, optional
+        Names of the optimizer's parameters in its order, for files that only number them.
+
+    Returns
+    -------
+    Checkpoint
+
+    Raises
+    ------
+    SourceError
+        The source cannot be read, is damaged, or no adapter recognises it.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise SourceError("does not exist", path=path)
+    if path.is_dir():
+        directory = deepspeed.find(path, roots=[Path(root) for root in roots], tag=tag)
+        if directory is not None:
+            return deepspeed.read(directory, names=names)
+    if roots or tag is not None:
+        raise UsageError("is no DeepSpeed directory, so --root and --tag do not apply", path=path)
+    if safetensors_file.is_safetensors(path):
+        return safetensors_file.read(path)
+    if path.is_dir():
+        raise UnknownFormatError(
+            "no checkpoint recognised",
+            path=path,
+            expected="a DeepSpeed run or tag directory, or safetensors with an index",
+            found=_content(path),
+            advice=_advice(path),
+        )
+    return torch_file.read(path, names=names)
+
+
+def _content(path: Path) -> str:
+    names = sorted(entry.name for entry in os.scandir(path))
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"
+
+
+def _advice(path: Path) -> str | None:
+    """Name a checkpoint one level down, where a Trainer's output directory has them."""
+    inside = sorted(
+        (e.name for e in os.scandir(path) if e.is_dir() and (Path(e.path) / "latest").is_file()),
+        key=lambda name: (len(name), name),
+    )
+    return f"did you mean {path / inside[-1]}?" if inside else None

@@ -1,0 +1,8 @@
+"""Checkpoints of DeepSpeed: ZeRO-0, 1, 2, 3 and BF16_Optimizer, rigid and elastic, dense, MoE and tensor-parallel."""
+
+from __future__ import annotations
+
+from zckpt.formats.deepspeed.directory import TagDirectory, find
+from zckpt.formats.deepspeed.reader import read
+
+__all__ = ["TagDirectory", "find", "read"]

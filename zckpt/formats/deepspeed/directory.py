@@ -1,0 +1,149 @@
+"""Where the files of a DeepSpeed checkpoint are: run directory, tag directory, wrappers, several roots.
+
+RUN/latest                     names the tag
+RUN/TAG/...                    the files (Trainer: checkpoint-N/global_stepN; Lightning: x.ckpt/checkpoint;
+                               Accelerate: state/pytorch_model)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard, classify
+
+LATEST_NBYTES = 4096
+"""A `latest` file holds one directory name; a longer one is something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagDirectory:
+    """The files of one checkpoint.
+
+    Parameters
+    ----------
+    path : Path
+        The tag directory; with several roots, the first one's.
+    tag : str
+    shards : tuple of Shard
+        Sorted by rank, as numbers.
+    """
+
+    path: Path
+    tag: str
+    shards: tuple[Shard, ...]
+
+    def of(self, role: str) -> list[Shard]:
+        """Return the shards of one role."""
+        return [shard for shard in self.shards if shard.role == role]
+
+
+def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) -> TagDirectory | None:
+    """Find the checkpoint that `source` is or holds; None if it is no DeepSpeed checkpoint.
+
+    Parameters
+    ----------
+    source : Path
+        A run directory, a tag directory, or a wrapper's directory that contains one.
+    roots : sequence of Path
+        The same directory on other nodes; their files are merged.
+    tag : str, optional
+        Which checkpoint of a run directory; by default the one that `latest` names.
+
+    Raises
+    ------
+    ShardError
+        Two roots hold different files for the same rank.
+    UnknownFormatError
+        `latest` names nothing, or several checkpoints are there and nothing says which.
+    """
+    directory = _tag_directory(source, tag)
+    if directory is None:
+        return None
+    shards: dict[object, Shard] = {}
+    for path in [directory, *(_root_directory(root, directory, source) for root in roots)]:
+        for shard in _shards(path):
+            known = shards.setdefault(shard.identity, shard)
+            if known is not shard and not Path(known.path).samefile(shard.path):
+                raise ShardError(
+                    f"{shard.role} file of {_ranks(shard)} is there twice",
+                    path=shard.path,
+                    expected="one file for each rank",
+                    found=known.path,
+                    advice="remove the one that does not belong to this run",
+                )
+    return TagDirectory(directory, directory.name, tuple(sorted(shards.values(), key=lambda s: s.order)))
+
+
+def _ranks(shard: Shard) -> str:
+    parts = {"rank": shard.dp_rank, "mp_rank": shard.mp_rank, "layer": shard.layer, "expert": shard.expert}
+    return ", ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
+
+
+def _shards(directory: Path) -> list[Shard]:
+    try:
+        names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
+    except OSError as error:
+        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+    found = (classify(name, str(directory / name)) for name in sorted(names))
+    return [shard for shard in found if shard is not None]
+
+
+def _is_tag_directory(directory: Path) -> bool:
+    return any(shard.role in (MODEL, OPTIMIZER) for shard in _shards(directory))
+
+
+def _tag_directory(source: Path, tag: str | None) -> Path | None:
+    if not source.is_dir():
+        return None
+    if tag is not None:
+        if (source / tag).is_dir():
+            return source / tag
+        if source.name == tag and _is_tag_directory(source):
+            return source
+        raise UnknownFormatError("no such tag", path=source, expected=f"a directory {tag}", found=_listed(source))
+    if _is_tag_directory(source):
+        return source
+    latest = source / "latest"
+    if latest.is_file():
+        with latest.open("rb") as file:
+            name = file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
+        if name and (source / name).is_dir() and Path(name).name == name:
+            return source / name
+        raise UnknownFormatError(
+            "names no checkpoint",
+            path=latest,
+            expected="the name of a directory beside it",
+            found=repr(name[:80]),
+            advice=f"give --tag: {_listed(source)}",
+        )
+    tags = _tags(source)
+    if len(tags) > 1:
+        raise UnknownFormatError(
+            "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
+        )
+    return source / tags[0] if tags else None
+
+
+def _tags(source: Path) -> list[str]:
+    return sorted(e.name for e in os.scandir(source) if e.is_dir() and _is_tag_directory(Path(e.path)))
+
+
+def _listed(source: Path) -> str:
+    tags = _tags(source)
+    return ", ".join(tags[:8]) + (f" and {len(tags) - 8} more" if len(tags) > 8 else "") or "no checkpoint"
+
+
+def _root_directory(root: Path, directory: Path, source: Path) -> Path:
+    """Return the directory in another root that corresponds to `directory` in `source`."""
+    if not root.is_dir():
+        raise SourceError("is not a directory", path=root, advice="--root takes the same directory of another node")
+    candidate = root if directory == source else root / directory.name
+    if candidate.is_dir() and _shards(candidate):
+        return candidate
+    if _shards(root):
+        return root
+    raise ShardError("holds no file of the checkpoint", path=root, expected=f"files of {directory.name}")

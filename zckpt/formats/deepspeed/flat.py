@@ -1,0 +1,208 @@
+"""ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat, padded buffer for each param group, cut over the ranks.
+
+`param_shapes` gives the order of the buffer. What else a file says of it - paddings, slice mappings, the sizes
+of its tensors - is held against that, and a disagreement is an error, with one exception: under
+`round_robin_gradients` without `parameter_alignment`, DeepSpeed computes the mappings as if nothing had been
+reordered, so that they are wrong there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import LayoutError
+from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
+from zckpt.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
+from zckpt.state import MASTER, Extent, Padding, Slot, Span
+from zckpt.torchfile import Tensor
+
+Slots = dict[str, dict[str, Slot]]
+"""Slots by parameter name, then by slot name."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """A param group as its flat buffer holds it.
+
+    Parameters
+    ----------
+    index : int
+    shapes : dict of str to tuple
+        In the order of the buffer.
+    pads : sequence of int, or None
+        Alignment pad after each parameter, in elements.
+    mappings_hold : bool
+        Whether `param_slice_mappings` follow the order of the buffer.
+    """
+
+    index: int
+    shapes: Shapes
+    pads: Sequence[int] | None
+    mappings_hold: bool
+
+    @property
+    def numels(self) -> list[int]:
+        """Number of elements of each parameter."""
+        return [math.prod(shape) for shape in self.shapes.values()]
+
+
+def element_slots(shards: Sequence[OptimizerShard]) -> set[str]:
+    """Return the optimizer's keys whose tensors have a value for each element of the partition, in every group.
+
+    A tensor of another size (a vector for the whole group) makes its key one that is not per element.
+    """
+    keys = {key for shard in shards for state in shard.tensors for key in state}
+    for shard in shards:
+        for master, state in zip(shard.masters, shard.tensors, strict=True):
+            full = master.storage.nbytes // master.itemsize
+            for key, tensor in state.items():
+                if len(tensor.shape) != 1 or not master.numel <= tensor.numel <= max(full, master.numel):
+                    keys.discard(key)
+    return keys
+
+
+def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]) -> tuple[Slots, list[Padding]]:
+    """Return the slots of a group's parameters, and the padding of each rank.
+
+    Parameters
+    ----------
+    group : FlatGroup
+    members : sequence of OptimizerShard
+        The ranks that share the group, in order.
+    keys : set of str
+        Per-element state, from `element_slots`.
+
+    Raises
+    ------
+    LayoutError
+        Sizes, paddings or mappings disagree with the shapes.
+    """
+    starts = flat_starts(group.numels, group.pads)
+    partition = _partition_numel(group, members, starts[-1])
+    names, shapes = list(group.shapes), list(group.shapes.values())
+    slots: Slots = {name: {} for name in names}
+    spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
+    present = {key for m in members for key in m.tensors[group.index]} & keys
+    paddings = []
+    for position, member in enumerate(members):
+        fragments = list(flat_fragments(group.numels, starts, partition, position))
+        _check_paddings(group, member, position, len(members), partition, starts[-1])
+        _check_mappings(group, member, names, fragments)
+        for key in (MASTER, *sorted(present)):
+            tensor = _tensor(member, group.index, key, needed=bool(fragments))
+            for fragment in fragments:
+                _check_inside(member, tensor, key, fragment, group.index)
+                name, shape = names[fragment.index], shapes[fragment.index]
+                spans[name, key].append(_span(tensor, shape, fragment, member.path))
+        numel = flat_padding(starts[-1], partition, position)
+        paddings.append(Padding(member.rank, group.index, numel, _padding_nbytes(member, group.index, numel, keys)))
+    for name, shape in group.shapes.items():
+        for key in (MASTER, *sorted(present)):
+            slots[name][key] = Slot(key, _dtype(members, group.index, key), shape, tuple(spans[name, key]))
+    return slots, paddings
+
+
+def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
+    """Return the partition's size, checked against the tensors of every rank.
+
+    Versions before 0.4 padded to the world size only; whichever rule fits the tensors is the one.
+    """
+    world = len(members)
+    found = [member.masters[group.index].numel for member in members]
+    for partition in (flat_partition_numel(total, world), math.ceil(total / world)):
+        needed = [min(max(total - rank * partition, 0), partition) for rank in range(world)]
+        if all(need <= have <= partition for need, have in zip(needed, found, strict=True)):
+            return partition
+    first = flat_partition_numel(total, world)
+    wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
+    raise LayoutError(
+        f"group {group.index}: partitions do not fit the parameters",
+        path=members[wrong[0]].path if wrong else members[0].path,
+        expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
+        found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
+        advice="a file belongs to another run or world size",
+    )
+
+
+def _check_paddings(
+    group: FlatGroup, member: OptimizerShard, position: int, world: int, partition: int, total: int
+) -> None:
+    if member.paddings is None:
+        return
+    found = member.paddings[group.index] if group.index < len(member.paddings) else None
+    spread = flat_padding(total, partition, position)
+    on_last = world * partition - total if position == world - 1 else 0
+    if found not in (spread, on_last):
+        raise LayoutError(
+            f"rank {member.rank}, group {group.index}: the recorded padding is not that of its partition",
+            path=member.path,
+            expected=f"{spread} elements",
+            found=found,
+            advice="the file belongs to another run or world size",
+        )
+
+
+def _check_mappings(group: FlatGroup, member: OptimizerShard, names: list[str], fragments: list[Fragment]) -> None:
+    if member.mappings is None or not group.mappings_hold:
+        return
+    recorded = member.mappings[group.index] if group.index < len(member.mappings) else {}
+    recorded = {name: address for name, address in recorded.items() if address[1]}
+    computed = {names[f.index]: (f.position, f.numel) for f in fragments}
+    for name in [*computed, *recorded]:
+        if computed.get(name) != recorded.get(name):
+            raise LayoutError(
+                f"rank {member.rank}: param_shapes and param_slice_mappings disagree on {name}",
+                path=member.path,
+                expected=f"(start, numel) {computed.get(name)}",
+                found=recorded.get(name),
+                advice="the file belongs to another run, or its layout is one that zckpt does not know",
+            )
+
+
+def _tensor(member: OptimizerShard, group: int, key: str, *, needed: bool) -> Tensor:
+    tensor = member.masters[group] if key == MASTER else member.tensors[group].get(key)
+    if tensor is not None:
+        return tensor
+    if needed:
+        raise LayoutError(f"rank {member.rank} has no {key} for group {group}, other ranks have", path=member.path)
+    return member.masters[group]
+
+
+def _check_inside(member: OptimizerShard, tensor: Tensor, key: str, fragment: Fragment, group: int) -> None:
+    if fragment.position + fragment.numel > tensor.numel or not tensor.is_contiguous:
+        raise LayoutError(
+            f"rank {member.rank}, group {group}: {key} is too short",
+            path=member.path,
+            expected=f"at least {fragment.position + fragment.numel} elements",
+            found=tensor.numel,
+        )
+
+
+def _span(tensor: Tensor, shape: tuple[int, ...], fragment: Fragment, path: str) -> Span:
+    extent = Extent.flat(shape, fragment.start, fragment.numel)
+    offset = tensor.offset + fragment.position * tensor.itemsize
+    return Span(extent, path, offset, tensor.dtype, None, tensor.byteorder)
+
+
+def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
+    dtypes = {
+        tensor.dtype: member
+        for member in members
+        for tensor in [member.masters[group] if key == MASTER else member.tensors[group].get(key)]
+        if tensor is not None
+    }
+    if len(dtypes) > 1:
+        raise LayoutError(
+            f"group {group}: {key} has several element types over the ranks",
+            path=list(dtypes.values())[-1].path,
+            found=", ".join(sorted(dtypes)),
+        )
+    return next(iter(dtypes))
+
+
+def _padding_nbytes(member: OptimizerShard, group: int, numel: int, keys: set[str]) -> int:
+    """Return the bytes of padding in storage: a stripped tensor may still have it behind its end."""
+    tensors = [member.masters[group], *(t for k, t in member.tensors[group].items() if k in keys)]
+    return sum(numel * tensor.itemsize for tensor in tensors)

@@ -1,0 +1,149 @@
+"""ZeRO-3: every parameter is cut over the ranks by itself; a rank's shards lie end to end in each sub-group.
+
+The padding of a shard is memory that nobody initialised; it is never read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.flat import Slots
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.partition import shard_fragment, shard_numel
+from zckpt.state import MASTER, WEIGHT, Extent, Padding, Slot, Span
+from zckpt.torchfile import Tensor
+
+
+def cut_parameters(
+    shapes: Shapes, members: Sequence[OptimizerShard], keys: set[str]
+) -> tuple[Slots, dict[str, int], list[Padding]]:
+    """Return the slots of all parameters, the sub-group of each, and the padding of each rank.
+
+    Parameters
+    ----------
+    shapes : dict of str to tuple
+        All trained parameters, in the order of the sub-groups.
+    members : sequence of OptimizerShard
+        The ranks that share the parameters, in order.
+    keys : set of str
+        Per-element state.
+
+    Raises
+    ------
+    LayoutError
+        The shards of a rank do not add up to its sub-groups.
+    """
+    _check_partition_groups(members)
+    world = len(members)
+    slots: Slots = {name: {} for name in shapes}
+    spans: dict[tuple[str, str], list[Span]] = {}
+    sub_groups: dict[str, int] = {}
+    paddings = []
+    for position, member in enumerate(members):
+        pad: dict[int, int] = {}
+        for name, index, at in _walk(shapes, member, world):
+            numel = math.prod(shapes[name])
+            start, count = shard_fragment(numel, world, position)
+            sub_groups[name] = index
+            pad[index] = pad.get(index, 0) + shard_numel(numel, world) - count
+            for key in (MASTER, *sorted(keys & set(member.tensors[index]))):
+                tensor = member.masters[index] if key == MASTER else member.tensors[index][key]
+                span = Span(
+                    Extent.flat(shapes[name], start, count),
+                    member.path,
+                    tensor.offset + at * tensor.itemsize,
+                    tensor.dtype,
+                    None,
+                    tensor.byteorder,
+                )
+                spans.setdefault((name, key), []).append(span)
+        paddings += [
+            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys))
+            for index, numel in sorted(pad.items())
+        ]
+    for (name, key), found in spans.items():
+        slots[name][key] = Slot(key, found[0].dtype, shapes[name], tuple(s for s in found if s.extent.numel))
+    return slots, sub_groups, paddings
+
+
+def _bytes_per_element(member: OptimizerShard, index: int, keys: set[str]) -> int:
+    tensors = [member.masters[index], *(t for key, t in member.tensors[index].items() if key in keys)]
+    return sum(tensor.itemsize for tensor in tensors)
+
+
+def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
+    """Return for each parameter its sub-group and where its shard starts there, in elements."""
+    sizes = [master.numel for master in member.masters]
+    found, index, at = [], 0, 0
+    for name, shape in shapes.items():
+        numel = shard_numel(math.prod(shape), world)
+        while numel and index < len(sizes) and at == sizes[index]:
+            index, at = index + 1, 0
+        if numel and (index == len(sizes) or at + numel > sizes[index]):
+            raise _mismatch(member, world, shapes, sizes)
+        found.append((name, min(index, len(sizes) - 1), at))
+        at += numel
+    while index < len(sizes) and at == sizes[index]:
+        index, at = index + 1, 0
+    if index < len(sizes):
+        raise _mismatch(member, world, shapes, sizes)
+    return found
+
+
+def _mismatch(member: OptimizerShard, world: int, shapes: Shapes, sizes: list[int]) -> LayoutError:
+    total = sum(shard_numel(math.prod(shape), world) for shape in shapes.values())
+    return LayoutError(
+        f"rank {member.rank}: shards of the parameters do not add up to its sub-groups",
+        path=member.path,
+        expected=f"{total} elements for {world} ranks",
+        found=f"{sum(sizes)} in sub-groups of {sizes[:8]}",
+        advice="the file belongs to another run or world size",
+    )
+
+
+def _check_partition_groups(members: Sequence[OptimizerShard]) -> None:
+    for member in members:
+        special = member.content.get("ds_zero_partition_groups") or []
+        counts = (
+            {g.get("partition_count") for g in special if isinstance(g, dict)} if isinstance(special, list) else {0}
+        )
+        if counts - {len(members), None}:
+            raise UnsupportedError(
+                "sub-groups that are cut over different numbers of ranks",
+                path=member.path,
+                found=sorted(map(str, counts)),
+            )
+
+
+def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard]) -> Slot | None:
+    """Return the weight of a frozen parameter from the fragments in each rank's model file; None if there are none.
+
+    Raises
+    ------
+    LayoutError
+        A fragment is missing or of the wrong size.
+    """
+    fragments: list[tuple[ModelShard, Tensor]] = []
+    for model in models:
+        tensor = (model.frozen_fragments or {}).get(name)
+        if tensor is not None:
+            fragments.append((model, tensor))
+    if not fragments:
+        return None
+    world, numel = len(models), math.prod(shape)
+    if len(fragments) != world or any(t.numel != shard_numel(numel, world) for _, t in fragments):
+        raise LayoutError(
+            f"fragments of frozen parameter {name} do not add up",
+            path=fragments[0][0].shard.path,
+            expected=f"{shard_numel(numel, world)} elements on each of {world} ranks",
+            found=[t.numel for _, t in fragments][:16],
+        )
+    spans = []
+    for position, (model, tensor) in enumerate(fragments):
+        start, count = shard_fragment(numel, world, position)
+        if count:
+            extent = Extent.flat(shape, start, count)
+            spans.append(Span(extent, model.shard.path, tensor.offset, tensor.dtype, None, tensor.byteorder))
+    return Slot(WEIGHT, fragments[0][1].dtype, shape, tuple(spans))

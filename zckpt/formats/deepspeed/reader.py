@@ -1,0 +1,213 @@
+"""From the files of a tag directory to a Checkpoint. Structure only; no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER
+from zckpt.formats.deepspeed.rank_state import RankState, read_rank
+from zckpt.formats.deepspeed.ranks import data_parallel_size, listed, select
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, read_model, read_optimizer
+from zckpt.formats.deepspeed.stage0 import attach_optimizer
+from zckpt.formats.deepspeed.tensor_parallel import merge
+from zckpt.formats.tensors import describe
+from zckpt.state import Checkpoint, Topology
+from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
+
+
+def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of a DeepSpeed checkpoint.
+
+    Parameters
+    ----------
+    directory : TagDirectory
+    names : sequence of str, optional
+        Names of the optimizer's parameters in its order, for files that have only numbers (stage 0).
+
+    Raises
+    ------
+    SourceError
+        Files are missing, damaged, or contradict each other.
+    """
+    models = [read_model(shard) for shard in directory.of(MODEL)]
+    if not models:
+        raise ShardError(
+            "no model file",
+            path=directory.path,
+            expected="mp_rank_00_model_states.pt",
+            advice="give the directory that holds it with --root",
+        )
+    optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
+    weights, outside = _outside_weights(directory)
+    checkpoint = Checkpoint(str(directory.path), "deepspeed")
+    for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers)]:
+        checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank))
+    checkpoint.files += [describe(file, shard_role, mp_rank=mp_rank) for shard_role, mp_rank, file in outside]
+    _refuse_unknown(directory, models)
+    states, members = _rank_states(directory, models, optimizers, weights, checkpoint)
+    state = merge(states, _rules(models[0]), models[0].shard.path)
+    checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
+        state.parameters,
+        state.buffers,
+        state.groups,
+    )
+    checkpoint.padding = state.padding
+    checkpoint.warnings += state.warnings
+    _describe(checkpoint, directory, models, members, state, tensor_parallel=len(states))
+    if not optimizers and models[0].content.get("optimizer") is not None:
+        attach_optimizer(checkpoint, models[0], names)
+    elif names is not None and optimizers:
+        checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
+    return checkpoint
+
+
+def _outside_weights(
+    directory: TagDirectory,
+) -> tuple[dict[str, tuple[str, Tensor]], list[tuple[str, int | None, TorchFile]]]:
+    """Return the weights that lie in files of their own (experts), and those files."""
+    weights: dict[str, tuple[str, Tensor]] = {}
+    files = []
+    for shard in directory.of(EXPERT):
+        file = read_torchfile(shard.path)
+        if not isinstance(file.root, dict):
+            raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
+        for name, tensor in file.root.items():
+            if isinstance(tensor, Tensor):
+                weights[str(name)] = (shard.path, tensor)
+        files.append((shard.role, shard.mp_rank, file))
+    return weights, files
+
+
+def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
+    if directory.of(PIPELINE_LAYER):
+        raise UnsupportedError(
+            "a pipeline-parallel checkpoint, whose weights are in one file for each layer", path=directory.path
+        )
+    if directory.of(EXPERT_OPTIMIZER):
+        raise UnsupportedError("experts without ZeRO: their optimizer is in files of its own", path=directory.path)
+    for model in models:
+        if plain(model.content.get("ds_autoep_layers")):
+            raise UnsupportedError("experts placed by AutoEP", path=model.shard.path)
+        if not model.module and not isinstance(model.content.get("module"), dict):
+            raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
+
+
+def _rank_states(
+    directory: TagDirectory,
+    models: Sequence[ModelShard],
+    optimizers: Sequence[OptimizerShard],
+    weights: Mapping[str, tuple[str, Tensor]],
+    checkpoint: Checkpoint,
+) -> tuple[list[RankState], list[OptimizerShard]]:
+    """Return the state of each model-parallel rank, and the optimizer files of the first one."""
+    mp_ranks = sorted({m.shard.mp_rank or 0 for m in models} | {o.shard.mp_rank or 0 for o in optimizers})
+    recorded = models[0].content.get("mp_world_size")
+    expected = recorded if isinstance(recorded, int) and recorded > 0 else len(mp_ranks)
+    absent = [rank for rank in range(expected) if rank not in mp_ranks]
+    if absent or len(mp_ranks) != expected:
+        raise ShardError(
+            f"files of model-parallel ranks {listed(absent or mp_ranks)} are {'missing' if absent else 'too many'}",
+            path=directory.path,
+            expected=f"{expected} model-parallel ranks",
+            found=listed(mp_ranks),
+        )
+    states: list[RankState] = []
+    first: list[OptimizerShard] = []
+    for mp_rank in mp_ranks:
+        own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
+        shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
+        if not own:
+            raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path)
+        members: list[OptimizerShard] = []
+        if shards or any(m.content.get("param_shapes") for m in own):
+            members, warnings = select(directory.path, own, shards, mp_rank)
+            checkpoint.warnings += warnings
+        states.append(read_rank(mp_rank, _model_members(directory, own, members), members, weights))
+        first = first or members
+    return states, first
+
+
+def _model_members(
+    directory: TagDirectory, own: Sequence[ModelShard], members: Sequence[OptimizerShard]
+) -> list[ModelShard]:
+    """Return the model files of one model-parallel rank: one, or for ZeRO-3 one for each data-parallel rank."""
+    if not members or members[0].stage != 3:
+        return list(own[:1])
+    by_rank = {m.shard.dp_rank or 0: m for m in own}
+    missing = [rank for rank in range(len(members)) if rank not in by_rank]
+    if missing:
+        raise ShardError(
+            f"model files are missing for ranks {listed(missing)}",
+            path=directory.path,
+            expected=f"{len(members)} ranks",
+            advice="give their directory with --root",
+        )
+    return [by_rank[rank] for rank in range(len(members))]
+
+
+def _rules(model: ModelShard) -> Mapping[str, object] | None:
+    info = plain(model.content.get("universal_checkpoint_info"))
+    return info if isinstance(info, dict) else None
+
+
+def _describe(
+    checkpoint: Checkpoint,
+    directory: TagDirectory,
+    models: Sequence[ModelShard],
+    members: Sequence[OptimizerShard],
+    state: RankState,
+    *,
+    tensor_parallel: int,
+) -> None:
+    """Fill in what is true of the checkpoint as a whole."""
+    model = models[0]
+    dp = data_parallel_size(models, members)
+    checkpoint.topology = Topology(dp=dp, tp=tensor_parallel, pp=1, ep=state.expert_parallel)
+    checkpoint.world_size = dp * tensor_parallel
+    version = model.content.get("ds_version") or (members[0].version if members else None)
+    checkpoint.format_version = version if isinstance(version, str) else None
+    step = model.content.get("global_steps")
+    checkpoint.step = step if type(step) is int else None
+    checkpoint.zero_stage = _stage(model, members)
+    checkpoint.loss_scale = _loss_scale(model, members)
+    checkpoint.details["tag"] = directory.tag
+    if members:
+        checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
+        checkpoint.details["round_robin_gradients"] = zero_option(model, "round_robin_gradients")
+        checkpoint.details["parameter_alignment"] = any(any(p) for p in members[0].alignment_paddings or [])
+        checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
+        if members[0].elastic:
+            checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
+    checkpoint.metadata = {key: value for key, value in model.content.items() if key not in MODEL_KEYS}
+    kept = (
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "ds_config",
+    )
+    checkpoint.metadata |= {key: model.content[key] for key in kept if model.content.get(key) is not None}
+
+
+def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
+    zero = model.config.get("zero_optimization")
+    configured = zero.get("stage") if isinstance(zero, dict) else None
+    if members and not members[0].bf16_optimizer:
+        return members[0].stage
+    return configured if isinstance(configured, int) else (1 if members else 0)
+
+
+def _loss_scale(model: ModelShard, members: Sequence[OptimizerShard]) -> float | None:
+    scaler = members[0].content.get("loss_scaler") if members else None
+    scale: object = None
+    if isinstance(scaler, Object):
+        scale = scaler.get("cur_scale")
+    elif not members:
+        optimizer = model.content.get("optimizer")
+        scale = optimizer.get("cur_scale") if isinstance(optimizer, dict) else None
+    return float(scale) if isinstance(scale, (int, float)) else None

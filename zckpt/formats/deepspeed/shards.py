@@ -1,0 +1,370 @@
+"""What DeepSpeed's files hold, brought to one form whatever wrote them. Reads structure and single numbers.
+
+model file      module, buffer_names, param_shapes, shared_params, frozen_*, ..., the client's own keys
+optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by stage:
+
+    ZeRO-1/2          base_optimizer_state  rigid:   {state: {group: {slot: tensor}}, param_groups}
+                                            elastic: [{slot: tensor}, ...], padding stripped
+                      single_partition_of_fp32_groups, group_paddings, partition_count, param_slice_mappings
+    BF16_Optimizer    the same without zero_stage
+    ZeRO-3            optimizer_state_dict {state, param_groups}, fp32_flat_groups, partition_count (one number)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.scalars import read_scalars, with_scalars
+from zckpt.state import Scalar
+from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
+
+Shapes = dict[str, tuple[int, ...]]
+
+MODEL_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "num_experts",
+        "ds_autoep_layers",
+    }
+)
+"""Keys that DeepSpeed itself writes into a model file; all others are the client's."""
+
+
+@dataclass(slots=True)
+class ModelShard:
+    """A model file.
+
+    Parameters
+    ----------
+    param_shapes : list of dict, or None
+        Shape by name for each group, in flat order; None in files that do not record it.
+    frozen_shapes, frozen_fragments : dict or None
+    shared : dict of str to str
+        Alias to owner.
+    content : dict
+        The file's whole top level.
+    """
+
+    shard: Shard
+    file: TorchFile
+    module: dict[str, Tensor]
+    buffer_names: set[str]
+    param_shapes: list[Shapes] | None
+    frozen_shapes: Shapes | None
+    frozen_fragments: dict[str, Tensor] | None
+    shared: dict[str, str] | None
+    content: dict[str, object]
+
+    @property
+    def config(self) -> dict[str, object]:
+        """DeepSpeed's configuration as JSON-able data; empty where absent."""
+        config = plain(self.content.get("ds_config"))
+        return config if isinstance(config, dict) else {}
+
+
+@dataclass(slots=True)
+class OptimizerShard:
+    """An optimizer file of ZeRO.
+
+    Parameters
+    ----------
+    masters : list of Tensor
+        One flat partition for each group (ZeRO-3: sub-group).
+    tensors : list of dict
+        For each of them, the state that is a tensor of at least one dimension, by slot.
+    scalars : list of dict
+        For each of them, the state that is one value.
+    groups : list of dict
+        The base optimizer's param groups with `params`; empty in elastic files, which do not hold them.
+    partition_count : list of int
+        Ranks that share each group.
+    paddings : list of int, or None
+    alignment_paddings : list of list of int, or None
+    mappings : list of dict of str to (start, numel), or None
+        Where each parameter's fragment lies in this rank's partition, as DeepSpeed computed it.
+    """
+
+    shard: Shard
+    file: TorchFile
+    stage: int
+    elastic: bool
+    bf16_optimizer: bool
+    masters: list[Tensor]
+    tensors: list[dict[str, Tensor]]
+    scalars: list[dict[str, object]]
+    groups: list[dict[str, object]]
+    partition_count: list[int]
+    paddings: list[int] | None = None
+    alignment_paddings: list[list[int]] | None = None
+    mappings: list[dict[str, tuple[int, int]]] | None = None
+    content: dict[str, object] = field(default_factory=dict)
+    version: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Path of the file."""
+        return self.shard.path
+
+    @property
+    def rank(self) -> int:
+        """Data-parallel rank."""
+        return self.shard.dp_rank or 0
+
+
+def read_model(shard: Shard) -> ModelShard:
+    """Read a model file.
+
+    Raises
+    ------
+    DamagedFileError
+        It is not a model file of DeepSpeed.
+    """
+    file = read_torchfile(shard.path)
+    content = _mapping(file.root, shard.path, "a dict of model states")
+    module = content.get("module")
+    tensors = {str(k): v for k, v in module.items() if isinstance(v, Tensor)} if isinstance(module, dict) else {}
+    shared = content.get("shared_params")
+    fragments = content.get("frozen_param_fragments")
+    names = content.get("buffer_names")
+    return ModelShard(
+        shard,
+        file,
+        tensors,
+        {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set(),
+        _param_shapes(content.get("param_shapes"), shard.path),
+        _optional_shapes(content.get("frozen_param_shapes"), shard.path),
+        {str(k): v for k, v in fragments.items() if isinstance(v, Tensor)} if isinstance(fragments, dict) else None,
+        _shared(shared, shard.path),
+        {str(k): v for k, v in content.items()},
+    )
+
+
+def _mapping(node: object, path: str, expected: str) -> dict[object, object]:
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
+    return node
+
+
+def _shared(node: object, path: str) -> dict[str, str] | None:
+    """Return alias to owner; DeepSpeed 0.8 wrote a list of pairs."""
+    if node is None:
+        return None
+    if isinstance(node, dict):
+        pairs: list[object] = list(node.items())
+    elif isinstance(node, (list, tuple)):
+        pairs = list(node)
+    else:
+        raise DamagedFileError(
+            "unreadable shared_params", path=path, expected="a dict of names", found=type(node).__name__
+        )
+    found = {}
+    for pair in pairs:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
+            raise DamagedFileError(
+                "unreadable shared_params", path=path, expected="pairs of names", found=repr(pair)[:80]
+            )
+        found[str(pair[0])] = str(pair[1])
+    return found
+
+
+def _param_shapes(node: object, path: str) -> list[Shapes] | None:
+    """Return shapes by group; before 2021 a file held one dict for all groups."""
+    if node is None:
+        return None
+    if isinstance(node, dict):
+        return [_shapes(node, path)]
+    if not isinstance(node, (list, tuple)):
+        raise DamagedFileError(
+            "unreadable param_shapes", path=path, expected="a list of dicts", found=type(node).__name__
+        )
+    return [_shapes(group, path) for group in node]
+
+
+def _optional_shapes(node: object, path: str) -> Shapes | None:
+    return None if node is None else _shapes(node, path)
+
+
+def _shapes(node: object, path: str) -> Shapes:
+    found = {}
+    for name, shape in _mapping(node, path, "a dict of shapes").items():
+        if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
+            raise DamagedFileError(f"unreadable shape of {name}", path=path, found=repr(shape)[:80])
+        found[str(name)] = tuple(int(n) for n in shape)
+    return found
+
+
+def read_optimizer(shard: Shard) -> OptimizerShard:
+    """Read an optimizer file of ZeRO-1, 2 or 3 or of BF16_Optimizer.
+
+    Raises
+    ------
+    DamagedFileError
+        It is not an optimizer file of DeepSpeed.
+    UnsupportedError
+        A stage or form that zckpt does not know.
+    """
+    file = read_torchfile(shard.path)
+    top = _mapping(file.root, shard.path, "a dict of optimizer states")
+    content = _mapping(top.get("optimizer_state_dict"), shard.path, "a dict optimizer_state_dict")
+    z = {str(key): value for key, value in content.items()}
+    stage = _stage(z, shard.path)
+    reader = _read_parameterwise if stage == 3 else _read_flat
+    found = reader(shard, file, z, stage)
+    version = z.get("ds_version", top.get("ds_version"))
+    found.version = version if isinstance(version, str) else None
+    return found
+
+
+def _stage(z: Mapping[str, object], path: str) -> int:
+    stage = plain(z["zero_stage"]) if "zero_stage" in z else None
+    if stage is None:
+        stage = 3 if "fp32_flat_groups" in z else 1
+    if stage not in (0, 1, 2, 3):
+        raise UnsupportedError("unknown ZeRO stage", path=path, expected="0, 1, 2 or 3", found=repr(stage))
+    return max(int(stage), 1)
+
+
+def _read_flat(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) -> OptimizerShard:
+    path = shard.path
+    masters = _tensors(z.get("single_partition_of_fp32_groups"), path, "single_partition_of_fp32_groups")
+    base = z.get("base_optimizer_state")
+    elastic = isinstance(base, list)
+    states, groups = _base_state(base, path)
+    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
+    common = z.get("base_optimizer_state_step")
+    if common is not None:
+        for one in scalars:
+            one.setdefault("step", common)
+    counts = z.get("partition_count")
+    count_list = [counts] * len(masters) if isinstance(counts, int) else _ints(counts, path, "partition_count")
+    _check_count(len(count_list), len(masters), path, "partition_count")
+    return OptimizerShard(
+        shard,
+        file,
+        stage,
+        elastic,
+        "zero_stage" not in z,
+        masters,
+        tensors,
+        scalars,
+        groups,
+        count_list,
+        None if z.get("group_paddings") is None else _ints(z["group_paddings"], path, "group_paddings"),
+        _alignment(z.get("param_alignment_paddings"), path),
+        _mappings(z.get("param_slice_mappings"), path),
+        z,
+    )
+
+
+def _read_parameterwise(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) -> OptimizerShard:
+    path = shard.path
+    masters = _tensors(z.get("fp32_flat_groups"), path, "fp32_flat_groups")
+    states, groups = _base_state(z.get("optimizer_state_dict"), path)
+    tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
+    count = z.get("partition_count")
+    if not isinstance(count, int):
+        raise DamagedFileError("unreadable partition_count", path=path, expected="a number", found=repr(count)[:80])
+    return OptimizerShard(
+        shard, file, stage, False, False, masters, tensors, scalars, groups, [count] * len(masters), content=z
+    )
+
+
+def _tensors(node: object, path: str, what: str) -> list[Tensor]:
+    if not isinstance(node, (list, tuple)) or not all(isinstance(t, Tensor) for t in node):
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of tensors", found=type(node).__name__)
+    return list(node)
+
+
+def _ints(node: object, path: str, what: str) -> list[int]:
+    if not isinstance(node, (list, tuple)) or not all(type(n) is int for n in node):
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of numbers", found=repr(node)[:80])
+    return list(node)
+
+
+def _check_count(found: int, expected: int, path: str, what: str) -> None:
+    if found != expected:
+        raise DamagedFileError(f"{what} has the wrong length", path=path, expected=f"{expected} groups", found=found)
+
+
+def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, object]], list[dict[str, object]]]:
+    """Return state by group index and the param groups, from the rigid or the elastic form."""
+    if isinstance(node, (list, tuple)):
+        return {i: _mapping(state, path, "a dict of state") for i, state in enumerate(node)}, []
+    content = _mapping(node, path, "the base optimizer's state")
+    state = _mapping(content.get("state"), path, "a dict of state")
+    groups = content.get("param_groups")
+    if not isinstance(groups, list):
+        raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(groups).__name__)
+    return (
+        {key: _mapping(one, path, "a dict of state") for key, one in state.items()},
+        [with_scalars(_mapping(g, path, "a param group"), path) for g in groups],
+    )
+
+
+def _split_states(
+    states: list[dict[object, object]], path: str
+) -> tuple[list[dict[str, Tensor]], list[dict[str, object]]]:
+    """Tell tensors from single values; a 0-d tensor is a single value."""
+    tensors: list[dict[str, Tensor]] = [{} for _ in states]
+    scalars: list[dict[str, object]] = [{} for _ in states]
+    zero_d: list[tuple[int, str, Tensor]] = []
+    for index, state in enumerate(states):
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                scalars[index][str(key)] = value
+            elif value.shape:
+                tensors[index][str(key)] = value
+            else:
+                zero_d.append((index, str(key), value))
+    values: list[Scalar] = read_scalars(path, [tensor for _, _, tensor in zero_d])
+    for (index, key, _), scalar in zip(zero_d, values, strict=True):
+        scalars[index][key] = scalar
+    return tensors, scalars
+
+
+def _alignment(node: object, path: str) -> list[list[int]] | None:
+    if node is None:
+        return None
+    if not isinstance(node, (list, tuple)):
+        raise DamagedFileError("unreadable param_alignment_paddings", path=path, found=type(node).__name__)
+    return [_ints(group, path, "param_alignment_paddings") for group in node]
+
+
+def _mappings(node: object, path: str) -> list[dict[str, tuple[int, int]]] | None:
+    """Return (start, numel) by name; the values are instances of `fragment_address(numel, start)`."""
+    if node is None:
+        return None
+    if not isinstance(node, (list, tuple)):
+        raise DamagedFileError("unreadable param_slice_mappings", path=path, found=type(node).__name__)
+    return [
+        {str(name): _address(value, path) for name, value in _mapping(group, path, "slice mappings").items()}
+        for group in node
+    ]
+
+
+def _address(node: object, path: str) -> tuple[int, int]:
+    start, numel = (node.get("start"), node.get("numel")) if isinstance(node, Object) else (None, None)
+    if type(start) is int and type(numel) is int:
+        return start, numel
+    raise DamagedFileError("unreadable slice mapping", path=path, expected="start and numel", found=repr(node)[:80])

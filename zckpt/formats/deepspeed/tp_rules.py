@@ -1,0 +1,208 @@
+"""How tensor-parallel slices make up a parameter: the rules in `universal_checkpoint_info`. Pure.
+
+    tp_replicated_parameter_patterns            every rank has the whole
+    parameter_to_average_patterns               every rank has the whole, and they drift apart: the mean
+    parameter_with_row_parallelism_patterns     slices along dimension 1
+    parameter_with_2_sub_params_cat_dim_0       two equal parts along dimension 0, each sliced (SwiGLU)
+    parameter_with_sub_params                   parts of given sizes along a given dimension, each sliced (QKV)
+    vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
+    none of these                               slices along dimension 0
+
+Source: DeepSpeed 0.14 to 0.19, universal checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import LayoutError, UnsupportedError
+
+REPLICATED = "replicated"
+AVERAGED = "averaged"
+SLICED = "sliced"
+
+MAXIMUM_QUANTIFIERS = 4
+"""Patterns come from the file. With more wildcards than this, matching could be made to take for ever."""
+
+_KEYS = {
+    REPLICATED: "tp_replicated_parameter_patterns",
+    AVERAGED: "parameter_to_average_patterns",
+    "row": "parameter_with_row_parallelism_patterns",
+    "two": "parameter_with_2_sub_params_cat_dim_0",
+    "vocabulary": "vocabulary_parameter_patterns",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run along the sliced dimension: where it is in a rank's slice and where in the whole, in elements."""
+
+    local: int
+    whole: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one parameter is put together.
+
+    Parameters
+    ----------
+    kind : str
+        REPLICATED, AVERAGED or SLICED.
+    shape : tuple of int
+        Of the whole parameter.
+    dim : int
+        Along which it is sliced.
+    segments : tuple of tuple of Segment
+        For each rank.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    segments: tuple[tuple[Segment, ...], ...] = ()
+
+
+class Rules:
+    """The rules that a checkpoint carries.
+
+    Parameters
+    ----------
+    info : mapping
+        `universal_checkpoint_info` as plain data.
+    path : str
+        The file it is in.
+
+    Raises
+    ------
+    UnsupportedError
+        Rules newer than this version of zckpt, or a pattern that cannot be matched safely.
+    """
+
+    def __init__(self, info: Mapping[str, object], path: str) -> None:
+        self.path = path
+        affine = info.get("affine_map")
+        if isinstance(affine, dict) and affine.get("params"):
+            raise UnsupportedError("tensor-parallel slices placed by an affine map", path=path)
+        self.patterns = {kind: self._compile(info.get(key)) for kind, key in _KEYS.items()}
+        self.sub_params = self._sub_params(info.get("parameter_with_sub_params"))
+        widths = info.get("sub_param_shard_widths")
+        self.widths = widths if isinstance(widths, dict) else {}
+        size = info.get("original_vocab_size")
+        self.vocabulary_size = size if type(size) is int else None
+
+    def rule(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Rule:
+        """Return how the slices of a parameter, of these shapes by rank, make it up.
+
+        Raises
+        ------
+        LayoutError
+            The shapes do not fit the rule.
+        """
+        for kind in (REPLICATED, AVERAGED):
+            if self._matches(kind, name):
+                if len(set(shapes)) > 1:
+                    raise LayoutError(
+                        f"{name} is {kind} over tensor-parallel ranks, but its shapes differ",
+                        path=self.path,
+                        found=list(shapes),
+                    )
+                return self._without_vocabulary_padding(name, Rule(kind, shapes[0]))
+        if self._matches("two", name):
+            return self._parts(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
+        for pattern, dim, sizes in self.sub_params:
+            if pattern.match(name):
+                return self._parts(name, shapes, dim, self._part_widths(name, pattern.pattern, shapes, dim, sizes))
+        dim = 1 if self._matches("row", name) else 0
+        sliced = self._parts(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
+        return self._without_vocabulary_padding(name, sliced)
+
+    def _matches(self, kind: str, name: str) -> bool:
+        return any(pattern.match(name) for pattern in self.patterns[kind])
+
+    def _compile(self, patterns: object) -> list[re.Pattern[str]]:
+        if patterns is None:
+            return []
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+            raise UnsupportedError("unreadable tensor-parallel rules", path=self.path, found=repr(patterns)[:80])
+        for pattern in patterns:
+            quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
+            if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
+                raise UnsupportedError(
+                    "a tensor-parallel rule that is not matched, for it could take for ever",
+                    path=self.path,
+                    found=repr(pattern)[:80],
+                )
+        try:
+            return [re.compile(pattern) for pattern in patterns]
+        except re.error as error:
+            raise UnsupportedError("unreadable tensor-parallel rule", path=self.path, found=str(error)) from error
+
+    def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], int, object]]:
+        found: list[tuple[re.Pattern[str], int, object]] = []
+        for one in node if isinstance(node, (list, tuple)) else []:
+            shape, dim = (one.get("shape"), one.get("partition_dim")) if isinstance(one, dict) else (None, None)
+            if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
+                raise UnsupportedError("unreadable rule for sub-parameters", path=self.path, found=repr(one)[:80])
+            found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
+        return found
+
+    def _part_widths(
+        self, name: str, pattern: str, shapes: Sequence[tuple[int, ...]], dim: int, sizes: object
+    ) -> list[list[int]]:
+        """Return for each part its width on each rank."""
+        recorded = self.widths.get(pattern)
+        if recorded is not None:
+            return [[int(w) for w in widths] for widths in recorded]
+        whole = sum(s[dim] if dim < len(s) else 0 for s in shapes)
+        if isinstance(sizes, int):
+            if sizes < 1 or whole % sizes:
+                raise LayoutError(f"{name} does not have {sizes} equal parts", path=self.path, found=list(shapes))
+            sizes = [whole // sizes] * sizes
+        parts = [int(n) for n in sizes] if isinstance(sizes, (list, tuple)) else []
+        if sum(parts) != whole or any(n % len(shapes) for n in parts):
+            raise LayoutError(
+                f"parts of {name} cannot be told apart",
+                path=self.path,
+                expected=f"{parts} over {len(shapes)} ranks",
+                found=list(shapes),
+            )
+        return [[n // len(shapes)] * len(shapes) for n in parts]
+
+    def _parts(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
+        """Return the rule for slices that hold, along `dim`, one piece of each part."""
+        local = [
+            sum(part[rank] for part in widths) if len(widths[0]) == len(shapes) else -1 for rank in range(len(shapes))
+        ]
+        rest = {s[:dim] + s[dim + 1 :] for s in shapes}
+        if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local, strict=True)):
+            raise LayoutError(
+                f"slices of {name} do not fit the rule for it",
+                path=self.path,
+                expected=f"sizes {local} along dimension {dim}",
+                found=list(shapes),
+            )
+        segments: list[list[Segment]] = [[] for _ in shapes]
+        at, used = 0, [0] * len(shapes)
+        for part in widths:
+            for rank, width in enumerate(part):
+                segments[rank].append(Segment(used[rank], at, width))
+                used[rank] += width
+                at += width
+        whole = (*shapes[0][:dim], at, *shapes[0][dim + 1 :])
+        return Rule(SLICED, whole, dim, tuple(map(tuple, segments)))
+
+    def _without_vocabulary_padding(self, name: str, rule: Rule) -> Rule:
+        size = self.vocabulary_size
+        if size is None or not self._matches("vocabulary", name) or not rule.shape or rule.shape[0] <= size:
+            return rule
+        shape = (size, *rule.shape[1:])
+        if rule.kind != SLICED or rule.dim != 0:
+            raise UnsupportedError(f"vocabulary parameter {name} is not sliced along its rows", path=self.path)
+        segments = tuple(
+            tuple(Segment(s.local, s.whole, max(min(s.size, size - s.whole), 0)) for s in one) for one in rule.segments
+        )
+        return Rule(SLICED, shape, 0, segments)

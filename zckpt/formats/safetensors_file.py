@@ -1,0 +1,210 @@
+"""safetensors: one file, or a directory of them with an index as Hugging Face lays it out.
+
+8 bytes  length of the header, little-endian
+header   JSON: {"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}}
+data     tensors end to end, without holes, in row-major order, little-endian
+
+DIR/model-00001-of-0000N.safetensors ...
+DIR/model.safetensors.index.json       {"metadata": {"total_size"}, "weight_map": {name: file}}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zckpt.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.plan import Hole, Literal, TargetFile
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.storage import opened, read_at
+
+INDEX_NAME = "model.safetensors.index.json"
+MAXIMUM_HEADER_NBYTES = 100_000_000
+"""The format's own bound."""
+
+ALIGNMENT = 8
+"""The header is padded with spaces so that the data starts on a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that is to be written: its name, what fills it, and its element type in the file."""
+
+    name: str
+    slot: Slot
+    dtype: str
+    label: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.slot.numel * itemsize(self.dtype)
+
+
+def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> TargetFile:
+    """Return a safetensors file that holds the entries, in their order.
+
+    Parameters
+    ----------
+    name : str
+        File name within the target.
+    entries : sequence of Entry
+    metadata : mapping of str to str, optional
+
+    Raises
+    ------
+    UnsupportedError
+        An element type that the format has no code for.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for entry in entries:
+        code = DTYPES[entry.dtype].safetensors
+        if code is None:
+            raise UnsupportedError(
+                f"safetensors has no element type {entry.dtype}, which {entry.name} has", advice="write a .pt file"
+            )
+        header[entry.name] = {
+            "dtype": code,
+            "shape": list(entry.slot.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        at += entry.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    if len(text) > MAXIMUM_HEADER_NBYTES:
+        raise UnsupportedError("too many tensors for one safetensors file", found=f"a header of {len(text)} bytes")
+    start = 8 + len(text)
+    file = TargetFile(name, start + at, [Literal(0, len(text).to_bytes(8, "little") + text)])
+    at = start
+    for entry in entries:
+        file.holes.append(Hole(at, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype))
+        at += entry.nbytes
+    return file
+
+
+def lay_out_directory(entries: Sequence[Entry], maximum: int) -> list[TargetFile]:
+    """Return the files of a directory in Hugging Face's layout: shards of at most `maximum` bytes, and an index.
+
+    A tensor larger than that has a shard to itself.
+    """
+    shards: list[list[Entry]] = [[]]
+    nbytes = 0
+    for entry in entries:
+        if shards[-1] and nbytes + entry.nbytes > maximum:
+            shards.append([])
+            nbytes = 0
+        shards[-1].append(entry)
+        nbytes += entry.nbytes
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
+        "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
+    }
+    text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    files = [lay_out(name, shard) for name, shard in zip(names, shards, strict=True)]
+    return [*files, TargetFile(INDEX_NAME, len(text), [Literal(0, text)])]
+
+
+def read(source: Path) -> Checkpoint:
+    """Read the structure of a safetensors file, or of a directory with an index.
+
+    Raises
+    ------
+    DamagedFileError
+        A header or the index is malformed, or sizes disagree.
+    """
+    checkpoint = Checkpoint(str(source), "safetensors")
+    for path in _files(source):
+        slots, metadata, nbytes = read_header(path)
+        if "param_groups" in metadata:
+            checkpoint.metadata["param_groups"] = metadata["param_groups"]
+        checkpoint.files.append(
+            SourceFile(str(path), nbytes, "model", tensor_nbytes=sum(slot.nbytes for slot in slots.values()))
+        )
+        for name, slot in slots.items():
+            if name in checkpoint.parameters or name in checkpoint.buffers:
+                raise DamagedFileError(f"{name} is in two files", path=path)
+            target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
+            target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+    return checkpoint
+
+
+def _files(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    index = source / INDEX_NAME
+    if not index.is_file():
+        return [source / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError("unreadable index", path=index, expected="a weight_map", found=str(error)) from error
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise DamagedFileError("the index names a file outside its directory", path=index)
+    return [source / name for name in names]
+
+
+def is_safetensors(path: Path) -> bool:
+    """Tell whether a file or directory is this format, by its names and first bytes."""
+    if path.is_dir():
+        return (path / INDEX_NAME).is_file() or (path / "model.safetensors").is_file()
+    with opened(str(path)) as descriptor:
+        size = path.stat().st_size
+        head = read_at(descriptor, 0, min(9, size), path=str(path))
+    return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size
+
+
+def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
+    """Return the tensors of a file as slots, its metadata, and its size in bytes.
+
+    Raises
+    ------
+    DamagedFileError
+        The header is malformed, or tensors leave holes, overlap or reach beyond the file.
+    """
+    with opened(str(path)) as descriptor:
+        size = path.stat().st_size
+        length = int.from_bytes(read_at(descriptor, 0, 8, path=str(path)), "little")
+        if length > min(size - 8, MAXIMUM_HEADER_NBYTES):
+            raise DamagedFileError("unreadable header", path=path, expected=f"at most {size - 8} bytes", found=length)
+        text = read_at(descriptor, 8, length, path=str(path))
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        slots, at = {}, 0
+        for name, one in ordered:
+            slots[name], at = _slot(path, name, one, 8 + length, at)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DamagedFileError):
+            raise
+        raise DamagedFileError("unreadable header", path=path, found=f"{type(error).__name__}: {error}") from error
+    if 8 + length + at != size:
+        raise DamagedFileError(
+            "the tensors do not fill the file", path=path, expected=f"{8 + length + at} bytes", found=size
+        )
+    return {name: slots[name] for name in header}, metadata, size
+
+
+def _slot(path: Path, name: str, one: Mapping[str, Any], start: int, at: int) -> tuple[Slot, int]:
+    dtype = FROM_SAFETENSORS.get(str(one["dtype"]))
+    begin, end = one["data_offsets"]
+    shape = tuple(one["shape"])
+    if dtype is None or not all(type(n) is int and n >= 0 for n in shape):
+        raise DamagedFileError(f"unreadable entry {name}", path=path, found=f"{one['dtype']} {shape}")
+    nbytes = math.prod(shape) * itemsize(dtype)
+    if begin != at or end != at + nbytes:
+        raise DamagedFileError(
+            f"{name} is not where it should be",
+            path=path,
+            expected=f"bytes {at} to {at + nbytes}",
+            found=f"{begin} to {end}",
+        )
+    span = Span(Extent.whole(shape), str(path), start + at, dtype)
+    return Slot(WEIGHT, dtype, shape, (span,) if nbytes else ()), end

@@ -1,0 +1,136 @@
+"""A single file written by `torch.save`: a model's state dict, or a dict that holds one and an optimizer's.
+
+{name: tensor, ...}                                            a state dict by itself
+{"model": {name: tensor}, "optimizer": {state, param_groups}, "step": 5, ...}      under any keys
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zckpt.dtypes import is_floating
+from zckpt.errors import UnsupportedError
+from zckpt.formats.tensors import describe, slot_of
+from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, parse
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
+from zckpt.torchfile import Object, Tensor, read_torchfile
+
+MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
+"""Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
+
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizer_state")
+
+STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
+
+
+def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of a file written by `torch.save`.
+
+    Parameters
+    ----------
+    path : Path
+    names : sequence of str, optional
+        Names of the optimizer's parameters, in its order.
+
+    Raises
+    ------
+    UnsupportedError
+        It holds no state dict.
+    """
+    file = read_torchfile(path)
+    checkpoint = Checkpoint(str(path), "torch")
+    checkpoint.files.append(describe(file, "model"))
+    root = file.root
+    if isinstance(root, Object):
+        raise UnsupportedError(
+            f"holds an object of {root.qualified}, not a state dict",
+            path=path,
+            advice="save model.state_dict() in the program that made it",
+        )
+    if not isinstance(root, dict) or not root:
+        raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
+    model_key, model = _model(root, checkpoint)
+    optimizer_key = _optimizer_key(root)
+    if model is None and optimizer_key is None and not looks_like_optimizer(root):
+        raise UnsupportedError(
+            "holds no state dict",
+            path=path,
+            expected="a dict of tensors, or one that has one",
+            found=f"keys {', '.join(map(str, list(root)[:8]))}",
+        )
+    _place(checkpoint, model or {}, str(path))
+    optimizer = root if looks_like_optimizer(root) else root.get(optimizer_key)
+    if optimizer is not None:
+        attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
+    if model is not root and optimizer is not root:
+        checkpoint.metadata = {str(k): v for k, v in root.items() if k not in (model_key, optimizer_key)}
+    checkpoint.step = _step(checkpoint, root)
+    return checkpoint
+
+
+def _is_state_dict(node: object) -> bool:
+    return (
+        isinstance(node, dict)
+        and bool(node)
+        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in node.items())
+    )
+
+
+def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[object, Mapping[object, object] | None]:
+    """Return the model's state dict and the key it is under; `extra state` that is no tensor is let pass."""
+    if _is_state_dict(root):
+        return None, root
+    found = {key: value for key, value in root.items() if _is_state_dict(value)}
+    if not found:
+        tensors = {key: value for key, value in root.items() if isinstance(value, Tensor)}
+        mostly = len(tensors) * 2 > len(root) and not looks_like_optimizer(root)
+        return (None, tensors) if mostly else (None, None)
+    usual = [key for key in MODEL_KEYS if key in found]
+    key = usual[0] if usual else next(iter(found))
+    if len(found) > 1:
+        checkpoint.warnings.append(
+            f"several dicts of tensors ({', '.join(map(str, found))}); the model is taken to be {key!r}"
+        )
+    value = found[key]
+    return key, value if isinstance(value, dict) else None
+
+
+def _optimizer_key(root: Mapping[object, object]) -> object:
+    found = [key for key, value in root.items() if looks_like_optimizer(value)]
+    usual = [key for key in OPTIMIZER_KEYS if key in found]
+    return usual[0] if usual else (found[0] if found else None)
+
+
+def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
+    """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
+
+    A file does not say which entries are buffers. Integers and bools cannot be trained, so they are; the rest
+    are taken for parameters.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    for key, tensor in model.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        name = str(key)
+        slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
+        if not is_floating(tensor.dtype) and not tensor.dtype.startswith("complex"):
+            checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+            continue
+        place = (tensor.storage.key, tensor.storage_offset, tensor.shape, tensor.strides)
+        owner = owners.setdefault(place, name) if tensor.numel else name
+        if owner != name:
+            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
+        else:
+            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+
+
+def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:
+    for key in STEP_KEYS:
+        value = root.get(key)
+        if type(value) is int:
+            return value
+    steps = [group.state.get("step") for group in checkpoint.param_groups]
+    numbers = [s.value if isinstance(s, Scalar) else s for s in steps]
+    whole = [int(n) for n in numbers if isinstance(n, (int, float))]
+    return max(whole, default=None)

@@ -1,0 +1,242 @@
+"""Turn a sharded checkpoint into one model, and its optimizer into one file beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.dtypes import is_floating
+from zckpt.errors import UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.formats import open_checkpoint, safetensors_file, torch_archive
+from zckpt.operations.optimizer_files import optimizer_names, optimizer_safetensors, optimizer_torch
+from zckpt.plan import Plan, TargetFile, plan
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.torchfile import OrderedMapping
+
+DTYPES = ("float32", "bfloat16", "float16", "keep")
+TIED = ("duplicate", "drop")
+DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
+TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """What was written, or under `dry_run` would be.
+
+    Parameters
+    ----------
+    files : tuple of Path
+    read_nbytes, write_nbytes : int, bytes
+    num_tensors : int
+        Tensors of the model.
+    compared : int
+        Elements of masters that were held against their weights.
+    memory : int, bytes
+        Upper bound of the copy buffers.
+    warnings : tuple of str
+    """
+
+    files: tuple[Path, ...]
+    read_nbytes: int
+    write_nbytes: int
+    num_tensors: int
+    compared: int
+    memory: int
+    warnings: tuple[str, ...]
+
+
+def consolidate(
+    source: str | os.PathLike[str] | Checkpoint,
+    target: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    slots: str | Sequence[str] = (),
+    tied: str = "duplicate",
+    exclude_frozen: bool = False,
+    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    weight_check: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Consolidated:
+    """Write the model of a checkpoint, whole, under the parameters' own names.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+    target : path-like
+        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name: a directory in
+        Hugging Face's layout, with an index.
+    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
+        Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
+        written as float32 and parameters without a master in their own type. "keep": the model's own type.
+    slots : "all" or sequence of str
+        Optimizer slots to write to a second file, `optimizer.safetensors` or `optimizer.pt`, beside the target
+        (for a directory, in it). The masters are among "all" where the model's file does not hold them exactly.
+    tied : {"duplicate", "drop"}
+        Whether a tied parameter is written under all its names or its owner's only.
+    exclude_frozen : bool
+    max_shard_size : int, bytes
+        Of each file of a directory.
+    weight_check : bool
+        Hold a sample of every master against the weight beside it before anything is written.
+    overwrite : bool
+    dry_run : bool
+        Plan everything, write nothing.
+    memory : int, bytes
+        Upper bound of what copy buffers take together.
+    reporter : Reporter, optional
+        Told of progress.
+    roots, tag, names
+        As for `open`.
+
+    Returns
+    -------
+    Consolidated
+
+    Raises
+    ------
+    UsageError
+        An option that cannot be used.
+    SourceError
+        The source cannot be read or contradicts itself (`WeightMismatchError`, `LayoutError`, ...).
+    TargetError
+        The target exists or cannot be written.
+    """
+    _check_choice("dtype", dtype, (None, *DTYPES))
+    _check_choice("tied", tied, TIED)
+    if memory < 1 or max_shard_size < 1:
+        raise UsageError("sizes must be positive", found=min(memory, max_shard_size))
+    checkpoint = (
+        source if isinstance(source, Checkpoint) else open_checkpoint(source, roots=roots, tag=tag, names=names)
+    )
+    path = Path(target)
+    tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
+    files = _model_files(path, tensors, max_shard_size)
+    optimizer = _optimizer_file(checkpoint, path, slots, dtype)
+    made = plan([*files, *([optimizer] if optimizer else [])])
+    compared = _compared(checkpoint) if weight_check else 0
+    paths = _paths(path, made)
+    if not dry_run:
+        _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter)
+    return Consolidated(
+        tuple(paths), made.read_nbytes, made.write_nbytes, len(tensors), compared, memory, tuple(checkpoint.warnings)
+    )
+
+
+def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
+    if value not in choices:
+        raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
+
+
+def _compared(checkpoint: Checkpoint) -> int:
+    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+        return 0
+    from zckpt.weight_check import check_weights
+
+    return check_weights(checkpoint)
+
+
+Tensors = dict[str, tuple[Slot, str]]
+"""What is written under each name: a slot and its element type in the target."""
+
+
+def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
+    tensors: Tensors = {}
+    for parameter in checkpoint.parameters.values():
+        if parameter.tied_to is not None and tied == "drop":
+            continue
+        owner = checkpoint.owner(parameter.name)
+        if owner.frozen and exclude_frozen:
+            continue
+        chosen = _chosen(owner, dtype)
+        if chosen is not None:
+            tensors[parameter.name] = chosen
+    for buffer in checkpoint.buffers.values():
+        tensors[buffer.name] = (buffer.slots[WEIGHT], buffer.slots[WEIGHT].dtype)
+    if not tensors:
+        raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
+    return tensors
+
+
+def _chosen(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
+    """Return the slot that a parameter is written from, and its element type in the target."""
+    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    best = master or weight
+    if best is None:
+        return None
+    if parameter.frozen or not is_floating(best.dtype):
+        return best, best.dtype
+    if dtype == "keep":
+        return (weight, weight.dtype) if weight is not None else (best, parameter.dtype)
+    if dtype is None:
+        return best, "float32" if master is not None else best.dtype
+    return best, dtype
+
+
+def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
+    if path.suffix in TORCH_SUFFIXES:
+        root = OrderedMapping()
+        made: dict[int, torch_archive.SlotTensor] = {}
+        for name, (slot, dtype) in tensors.items():
+            root[name] = made.setdefault(id(slot), torch_archive.SlotTensor(slot, dtype, name))
+        return [torch_archive.lay_out(path.name, root)]
+    entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
+    if path.suffix == ".safetensors":
+        return [safetensors_file.lay_out(path.name, entries)]
+    return safetensors_file.lay_out_directory(entries, max_shard_size)
+
+
+def _optimizer_file(
+    checkpoint: Checkpoint, path: Path, slots: str | Sequence[str], dtype: str | None
+) -> TargetFile | None:
+    wanted = [slots] if isinstance(slots, str) else list(slots)
+    if not wanted:
+        return None
+    available = [name for name in checkpoint.slot_names() if name != WEIGHT]
+    if wanted == ["all"]:
+        exact = all(
+            p.slots[MASTER].dtype == _written_dtype(p, dtype)
+            for p in checkpoint.parameters.values()
+            if MASTER in p.slots
+        )
+        wanted = [name for name in available if name != MASTER or not exact]
+    unknown = [name for name in wanted if name not in available]
+    if unknown or not available:
+        raise UsageError(
+            f"no slot {', '.join(unknown) or 'of an optimizer'}",
+            path=checkpoint.source,
+            expected=", ".join(available) or "a checkpoint that has an optimizer",
+        )
+    torch = path.suffix in TORCH_SUFFIXES
+    name = optimizer_names(torch=torch)
+    if path.name == name:
+        raise UsageError("the target has the name of the optimizer's file", path=path, advice="choose another")
+    return optimizer_torch(checkpoint, name, wanted) if torch else optimizer_safetensors(checkpoint, name, wanted)
+
+
+def _written_dtype(parameter: Parameter, dtype: str | None) -> str:
+    chosen = _chosen(parameter, dtype)
+    return "" if chosen is None or chosen[0].name != MASTER else chosen[1]
+
+
+def _paths(path: Path, made: Plan) -> list[Path]:
+    whole = path.suffix not in (".safetensors", *TORCH_SUFFIXES)
+    return [(path if whole else path.parent) / one.file.name for one in made.files]
+
+
+def _run(made: Plan, path: Path, paths: list[Path], *, overwrite: bool, memory: int, reporter: Reporter | None) -> None:
+    """Write the files; the target's own name appears last."""
+    if path in paths:
+        order = sorted(range(len(paths)), key=lambda index: paths[index] == path)
+        ordered = Plan(tuple(made.files[index] for index in order))
+        execute(ordered, [paths[i] for i in order], overwrite=overwrite, memory=memory, reporter=reporter)
+    else:
+        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter)

@@ -1,0 +1,141 @@
+"""The text of `zckpt inspect`, from its JSON document."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zckpt.report.text import count, size, table
+
+SHOWN_RANKS = 8
+"""Ranks of which the padding is listed; more are added up."""
+
+
+def render(document: dict[str, Any], *, parameters: bool, files: bool, with_globals: bool) -> str:
+    """Return the document as text.
+
+    Parameters
+    ----------
+    document : dict
+        From `zckpt.inspect`.
+    parameters, files, with_globals : bool
+        Also list every parameter, file, and global.
+    """
+    lines = _heading(document)
+    lines += ["", *_slots(document)]
+    lines += _groups(document)
+    lines += _padding(document)
+    if parameters:
+        lines += ["", *_parameters(document)]
+    if files or with_globals:
+        lines += ["", *_files(document)]
+    if with_globals:
+        lines += ["", *_globals(document)]
+    lines += [f"warning: {warning}" for warning in document["warnings"]]
+    return "\n".join(lines)
+
+
+def _heading(document: dict[str, Any]) -> list[str]:
+    topology = " ".join(f"{key}={value}" for key, value in document["topology"].items())
+    version = f" {document['format_version']}" if document["format_version"] else ""
+    stage = "" if document["zero_stage"] is None else f", ZeRO stage {document['zero_stage']}"
+    facts = [
+        ("source", document["source"]),
+        ("format", f"{document['format']}{version}{stage}"),
+        ("details", ", ".join(f"{k.replace('_', ' ')} {_yes(v)}" for k, v in document["details"].items())),
+        ("topology", f"{topology} ({count(document['world_size'], 'rank')})"),
+        ("step", document["step"]),
+        ("loss scale", document["loss_scale"]),
+        (
+            "model",
+            f"{count(document['num_parameters'], 'parameter')}, {count(document['num_elements'], 'element')}, "
+            f"{document['num_frozen']} frozen, {document['num_tied']} tied, "
+            f"{count(document['num_buffers'], 'buffer')}",
+        ),
+        (
+            "files",
+            f"{count(len(document['files']), 'file')}, {size(document['nbytes'])}, "
+            f"{size(document['unreferenced_nbytes'])} in storages that no tensor uses",
+        ),
+        ("also holds", ", ".join(document["metadata"])),
+    ]
+    return [f"{name:<11} {value}" for name, value in facts if value not in (None, "")]
+
+
+def _yes(value: object) -> str:
+    return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _slots(document: dict[str, Any]) -> list[str]:
+    rows = [
+        (name, "/".join(slot["dtypes"]), slot["num_parameters"], slot["num_elements"], size(slot["nbytes"]))
+        for name, slot in document["slots"].items()
+    ]
+    return table(("slot", "dtype", "parameters", "elements", "size"), rows, right=(2, 3, 4))
+
+
+def _groups(document: dict[str, Any]) -> list[str]:
+    lines = []
+    for index, group in enumerate(document["param_groups"]):
+        state = " ".join(f"{k}={_short(v)}" for k, v in group["state"].items())
+        rest = {k: v for k, v in group.items() if k not in ("state", "parameters") and v is not None and v is not False}
+        values = " ".join(f"{k}={_short(v)}" for k, v in rest.items())
+        lines.append(
+            f"group {index}: {count(len(group['parameters']), 'parameter')}; {values or '(no hyperparameters)'}"
+            + (f"; state {state}" if state else "")
+        )
+    return ["", *lines] if lines else []
+
+
+def _short(value: object) -> str:
+    text = "(" + ", ".join(map(str, value)) + ")" if isinstance(value, list) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _padding(document: dict[str, Any]) -> list[str]:
+    padding = document["padding"]
+    if not padding["num_elements"]:
+        return []
+    ranks = [rank for rank in padding["ranks"] if rank["num_elements"]]
+    shown = ", ".join(f"rank {rank['rank']}: {rank['num_elements']:,}" for rank in ranks[:SHOWN_RANKS])
+    more = f" and {len(ranks) - SHOWN_RANKS} more ranks" if len(ranks) > SHOWN_RANKS else ""
+    return [
+        "",
+        f"padding: {count(padding['num_elements'], 'element')}, {size(padding['nbytes'])} ({shown}{more})",
+    ]
+
+
+def _parameters(document: dict[str, Any]) -> list[str]:
+    rows = []
+    for kind in ("parameters", "buffers", "unnamed"):
+        for one in document[kind]:
+            note = "buffer" if kind == "buffers" else "no name" if kind == "unnamed" else ""
+            note = f"tied to {one['tied_to']}" if one["tied_to"] else "frozen" if one["frozen"] else note
+            shape = "x".join(map(str, one["shape"])) or "scalar"
+            rows.append((one["name"], shape, one["dtype"], one["group"], ", ".join(one["slots"]), note))
+    return table(("parameter", "shape", "dtype", "group", "slots", ""), rows, right=(3,))
+
+
+def _files(document: dict[str, Any]) -> list[str]:
+    rows = [
+        (
+            Path(one["path"]).name,
+            one["role"],
+            one["dp_rank"],
+            one["mp_rank"],
+            size(one["nbytes"]),
+            size(one["tensor_nbytes"]),
+            size(one["unreferenced_nbytes"]),
+        )
+        for one in document["files"]
+    ]
+    return table(("file", "role", "dp", "mp", "size", "tensors", "unused"), rows, right=(2, 3, 4, 5, 6))
+
+
+def _globals(document: dict[str, Any]) -> list[str]:
+    return [
+        f"{Path(one['path']).name}  {record}  {name}"
+        for one in document["files"]
+        for record, names in one.get("globals", {}).items()
+        for name in names
+    ]

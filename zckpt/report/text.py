@@ -1,0 +1,39 @@
+"""Aligned tables and units a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def size(nbytes: int) -> str:
+    """Return bytes with a decimal unit: `4.21 GB`."""
+    value = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{nbytes} B" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1000
+    return str(nbytes)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with thousands separated and a noun that agrees with it."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
+    """Return the lines of a table; columns in `right` are aligned to the right."""
+    text = [list(header), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in text) for i in range(len(header))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in text
+    ]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if type(value) is int else str(value)
