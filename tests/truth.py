@@ -72,10 +72,15 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, label: str) -> None
 
 
 def assert_consolidated(
-    checkpoint: Path, truth: Truth, directory: Path, *, without: frozenset[str] = frozenset()
+    checkpoint: Path,
+    truth: Truth,
+    directory: Path,
+    *,
+    without: frozenset[str] = frozenset(),
+    optimizer: bool = True,
 ) -> None:
     """Consolidate a checkpoint and compare everything that it holds with the truth."""
-    zckpt.consolidate(checkpoint, directory / "model.safetensors", slots="all" if truth.slots else ())
+    zckpt.consolidate(checkpoint, directory / "model.safetensors", slots="all" if optimizer and truth.slots else ())
     model = load_file(directory / "model.safetensors")
     masters = truth.masters
     expected = {**truth.weights, **masters}
@@ -90,15 +95,15 @@ def assert_consolidated(
         assert_same(model[name], value, name)
     for name, value in truth.buffers.items():
         assert torch.equal(bits(model[name]), value), name
-    if truth.slots:
-        optimizer = load_file(directory / "optimizer.safetensors")
-        by_name = {key: _named(key, truth.numbers) for key in optimizer}
+    if optimizer and truth.slots:
+        slots = load_file(directory / "optimizer.safetensors")
+        by_name = {key: _named(key, truth.numbers) for key in slots}
         expected_keys = {f"{slot}/{name}" for slot in truth.slots for name in truth.kind(slot)}
         assert expected_keys <= set(by_name.values())
         assert {name.split("/")[0] for name in set(by_name.values()) - expected_keys} <= {"master", "step"}
         for key, name in by_name.items():
             if name in expected_keys:
-                assert_same(optimizer[key], truth.tensors[name], name)
+                assert_same(slots[key], truth.tensors[name], name)
 
 
 def _named(key: str, names: dict[str, str]) -> str:

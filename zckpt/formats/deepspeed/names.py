@@ -5,7 +5,7 @@ zero_pp_rank_R_mp_rank_MM_model_states.pt               model: ZeRO-3, one for e
 [bf16_|fp16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  optimizer; before 0.3.8 `_mp_rank_MMoptim_states.pt`
 layer_L_expert_E_mp_rank_MM_model_states.pt             weights of expert E; older: expert_E_mp_rank_MM_...
 expp_rank_R_mp_rank_MM_optim_states.pt                  optimizer of experts without ZeRO
-layer_NN-model_MM-model_states.pt                       weights of a pipeline layer
+layer_NN[-model_MM]-model_states.pt                     weights of a pipeline layer
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATTERNS = (
     (MODEL, r"mp_rank_(?P<mp>\d+)_model_states\.pt"),
     (EXPERT, r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     (EXPERT, r"expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    (PIPELINE_LAYER, r"layer_(?P<layer>\d+)-model_(?P<mp>\d+)-model_states\.pt"),
+    (PIPELINE_LAYER, r"layer_(?P<layer>\d+)(?:-model_(?P<mp>\d+))?-model_states\.pt"),
 )
 _COMPILED = tuple((role, re.compile(pattern)) for role, pattern in _PATTERNS)
 
@@ -68,6 +68,6 @@ def classify(name: str, path: str) -> Shard | None:
     for role, pattern in _COMPILED:
         match = pattern.fullmatch(name)
         if match:
-            numbers = {key: int(value) for key, value in match.groupdict().items()}
+            numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
             return Shard(path, role, numbers.get("dp"), numbers.get("mp"), numbers.get("layer"), numbers.get("expert"))
     return None

@@ -180,7 +180,10 @@ def _place_parameters(
         else:
             lost.append(name)
     for name, (where, tensor) in weights.items():
-        if name not in state.parameters:
+        if name in model.buffer_names:
+            slots = {WEIGHT: slot_of(WEIGHT, tensor, where)}
+            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+        elif name not in state.parameters:
             state.parameters[name] = _trained_outside(name, trained, tensor, where)
     for name, (shape, slots, group) in trained.items():
         if name not in state.parameters:

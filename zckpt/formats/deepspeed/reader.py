@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.groups import zero_option
-from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER
+from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
+from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import data_parallel_size, listed, select
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, read_model, read_optimizer
@@ -41,14 +42,15 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
             advice="give the directory that holds it with --root",
         )
     optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
-    weights, outside = _outside_weights(directory)
+    outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
-    for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers)]:
+    for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside]:
         checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank))
-    checkpoint.files += [describe(file, shard_role, mp_rank=mp_rank) for shard_role, mp_rank, file in outside]
     _refuse_unknown(directory, models)
-    states, members = _rank_states(directory, models, optimizers, weights, checkpoint)
-    state = merge(states, _rules(models[0]), models[0].shard.path)
+    states, members = _rank_states(directory, models, optimizers, outside, checkpoint)
+    pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
+    stages = [merge(states[i : i + tp], _rules(models[0]), models[0].shard.path) for i in range(0, len(states), tp)]
+    state = join(stages, models[0].shard.path)
     checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
         state.parameters,
         state.buffers,
@@ -56,42 +58,38 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
     )
     checkpoint.padding = state.padding
     checkpoint.warnings += state.warnings
-    _describe(checkpoint, directory, models, members, state, tensor_parallel=len(states))
+    _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     if not optimizers and models[0].content.get("optimizer") is not None:
-        attach_optimizer(checkpoint, models[0], names)
+        if len(states) > 1:
+            checkpoint.warnings.append(
+                "without ZeRO, each model-parallel rank numbers its optimizer's parameters by itself; "
+                "the optimizer's state is left out"
+            )
+        else:
+            attach_optimizer(checkpoint, models[0], names)
     elif names is not None and optimizers:
         checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
     return checkpoint
 
 
-def _outside_weights(
-    directory: TagDirectory,
-) -> tuple[dict[str, tuple[str, Tensor]], list[tuple[str, int | None, TorchFile]]]:
-    """Return the weights that lie in files of their own (experts), and those files."""
-    weights: dict[str, tuple[str, Tensor]] = {}
-    files = []
-    for shard in directory.of(EXPERT):
-        file = read_torchfile(shard.path)
+def _expert_weights(files: Sequence[tuple[Shard, TorchFile]]) -> Weights:
+    """Return the weights of experts, which lie in files of their own under their global names."""
+    weights: Weights = {}
+    for shard, file in files:
         if not isinstance(file.root, dict):
             raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
-        for name, tensor in file.root.items():
-            if isinstance(tensor, Tensor):
-                weights[str(name)] = (shard.path, tensor)
-        files.append((shard.role, shard.mp_rank, file))
-    return weights, files
+        if shard.role == EXPERT:
+            weights.update({str(n): (shard.path, t) for n, t in file.root.items() if isinstance(t, Tensor)})
+    return weights
 
 
 def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
-    if directory.of(PIPELINE_LAYER):
-        raise UnsupportedError(
-            "a pipeline-parallel checkpoint, whose weights are in one file for each layer", path=directory.path
-        )
     if directory.of(EXPERT_OPTIMIZER):
         raise UnsupportedError("experts without ZeRO: their optimizer is in files of its own", path=directory.path)
     for model in models:
         if plain(model.content.get("ds_autoep_layers")):
             raise UnsupportedError("experts placed by AutoEP", path=model.shard.path)
-        if not model.module and not isinstance(model.content.get("module"), dict):
+        if not isinstance(model.content.get("module"), dict) and not directory.of(PIPELINE_LAYER):
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
 
 
@@ -99,7 +97,7 @@ def _rank_states(
     directory: TagDirectory,
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
-    weights: Mapping[str, tuple[str, Tensor]],
+    outside: Sequence[tuple[Shard, TorchFile]],
     checkpoint: Checkpoint,
 ) -> tuple[list[RankState], list[OptimizerShard]]:
     """Return the state of each model-parallel rank, and the optimizer files of the first one."""
@@ -114,6 +112,11 @@ def _rank_states(
             expected=f"{expected} model-parallel ranks",
             found=listed(mp_ranks),
         )
+    experts = _expert_weights(outside)
+    layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
+    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
+    tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
+    weights = stage_weights(layers, firsts, tp) if layers else {}
     states: list[RankState] = []
     first: list[OptimizerShard] = []
     for mp_rank in mp_ranks:
@@ -125,7 +128,11 @@ def _rank_states(
         if shards or any(m.content.get("param_shapes") for m in own):
             members, warnings = select(directory.path, own, shards, mp_rank)
             checkpoint.warnings += warnings
-        states.append(read_rank(mp_rank, _model_members(directory, own, members), members, weights))
+        states.append(
+            read_rank(
+                mp_rank, _model_members(directory, own, members), members, {**experts, **weights.get(mp_rank, {})}
+            )
+        )
         first = first or members
     return states, first
 
@@ -160,13 +167,14 @@ def _describe(
     members: Sequence[OptimizerShard],
     state: RankState,
     *,
-    tensor_parallel: int,
+    pp: int,
+    tp: int,
 ) -> None:
     """Fill in what is true of the checkpoint as a whole."""
     model = models[0]
     dp = data_parallel_size(models, members)
-    checkpoint.topology = Topology(dp=dp, tp=tensor_parallel, pp=1, ep=state.expert_parallel)
-    checkpoint.world_size = dp * tensor_parallel
+    checkpoint.topology = Topology(dp=dp, tp=tp, pp=pp, ep=state.expert_parallel)
+    checkpoint.world_size = dp * tp * pp
     version = model.content.get("ds_version") or (members[0].version if members else None)
     checkpoint.format_version = version if isinstance(version, str) else None
     step = model.content.get("global_steps")

@@ -36,7 +36,7 @@ def merge(states: Sequence[RankState], info: Mapping[str, object] | None, path: 
         The ranks do not fit together.
     """
     if len(states) == 1:
-        return states[0]
+        return _without_vocabulary_padding(states[0], info or {}, path)
     names = list(states[0].parameters)
     if info is None:
         raise UnsupportedError(
@@ -62,6 +62,19 @@ def merge(states: Sequence[RankState], info: Mapping[str, object] | None, path: 
         merged.padding += state.padding
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
+
+
+def _without_vocabulary_padding(state: RankState, info: Mapping[str, object], path: str) -> RankState:
+    """Leave out the padding rows of a vocabulary, so that the state does not depend on the tensor-parallel degree."""
+    keys = ("vocabulary_parameter_patterns", "original_vocab_size")
+    rules = Rules({key: info[key] for key in keys if key in info}, path)
+    for name, parameter in state.parameters.items():
+        if parameter.tied_to is None and rules.is_vocabulary(name):
+            state.parameters[name] = _merge_parameter([parameter], rules)
+    for parameter in state.parameters.values():
+        if parameter.tied_to is not None:
+            parameter.shape = state.parameters[parameter.tied_to].shape
+    return state
 
 
 def _merge_parameter(slices: Sequence[Parameter], rules: Rules) -> Parameter:

@@ -120,6 +120,10 @@ class Rules:
         sliced = self._parts(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
         return self._without_vocabulary_padding(name, sliced)
 
+    def is_vocabulary(self, name: str) -> bool:
+        """Tell whether a parameter has a row for each word of a vocabulary."""
+        return self.vocabulary_size is not None and self._matches("vocabulary", name)
+
     def _matches(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.patterns[kind])
 
@@ -197,7 +201,7 @@ class Rules:
 
     def _without_vocabulary_padding(self, name: str, rule: Rule) -> Rule:
         size = self.vocabulary_size
-        if size is None or not self._matches("vocabulary", name) or not rule.shape or rule.shape[0] <= size:
+        if size is None or not self.is_vocabulary(name) or not rule.shape or rule.shape[0] <= size:
             return rule
         shape = (size, *rule.shape[1:])
         if rule.kind != SLICED or rule.dim != 0:
