@@ -77,10 +77,9 @@ def assert_consolidated(
     directory: Path,
     *,
     without: frozenset[str] = frozenset(),
-    optimizer: bool = True,
 ) -> None:
     """Consolidate a checkpoint and compare everything that it holds with the truth."""
-    zckpt.consolidate(checkpoint, directory / "model.safetensors", slots="all" if optimizer and truth.slots else ())
+    zckpt.consolidate(checkpoint, directory / "model.safetensors", slots="all" if truth.slots else ())
     model = load_file(directory / "model.safetensors")
     masters = truth.masters
     expected = {**truth.weights, **masters}
@@ -95,7 +94,7 @@ def assert_consolidated(
         assert_same(model[name], value, name)
     for name, value in truth.buffers.items():
         assert torch.equal(bits(model[name]), value), name
-    if optimizer and truth.slots:
+    if truth.slots:
         slots = load_file(directory / "optimizer.safetensors")
         by_name = {key: _named(key, truth.numbers) for key in slots}
         expected_keys = {f"{slot}/{name}" for slot in truth.slots for name in truth.kind(slot)}

@@ -32,6 +32,11 @@ def partial_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.zckpt-partial")
 
 
+def _old_name(target: Path) -> Path:
+    """Return the name under which a directory waits while its successor is renamed into place."""
+    return target.with_name(f".{target.name}.zckpt-old")
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Raise unless `target` may be written.
 
@@ -40,15 +45,13 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     TargetExistsError
         It is there, and `overwrite` is false.
     TargetError
-        Its parent is not a directory that exists.
+        It has no name of its own, or its parent is not a directory that exists.
     """
+    if target.name in ("", ".."):
+        raise TargetError("cannot be written", path=target, expected="a name", advice="name a file or directory in it")
     if not target.parent.is_dir():
         raise TargetError(
-            "cannot be written",
-            path=target,
-            expected=f"a directory {target.parent}",
-            found="none",
-            advice="create it first",
+            "cannot be written", path=target, expected=f"a directory {target.parent}", advice="create it first"
         )
     if not overwrite and os.path.lexists(target):
         raise TargetExistsError("exists already", path=target, advice="choose another name or give --overwrite")
@@ -68,24 +71,32 @@ def check_space(directory: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def written_files(targets: Sequence[Path]) -> Iterator[list[Path]]:
+def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[Path]]:
     """Yield temporary names for files; on success sync and rename them in order, the last one last.
 
     On any failure, interrupts included, the temporary files are removed and no target has changed unless its
     rename had already happened.
+
+    Raises
+    ------
+    TargetError
+        Another run is writing one of the targets, or has written it meanwhile.
     """
+    partials = [partial_name(target) for target in targets]
+    locked: list[Path] = []
     with ExitStack() as stack:
-        partials = [partial_name(target) for target in targets]
-        for partial in partials:
-            stack.enter_context(_locked(partial, directory=False))
         try:
+            for target, partial in zip(targets, partials, strict=True):
+                stack.enter_context(_locked(partial, directory=False))
+                locked.append(partial)
+                check_target(target, overwrite=overwrite)
             yield partials
             for partial in partials:
                 _sync(partial)
             for partial, target in zip(partials, targets, strict=True):
                 partial.replace(target)
         except BaseException:
-            for partial in partials:
+            for partial in locked:
                 partial.unlink(missing_ok=True)
             raise
         for parent in {target.parent for target in targets}:
@@ -93,57 +104,98 @@ def written_files(targets: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 @contextmanager
-def written_directory(target: Path) -> Iterator[Path]:
+def written_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary, empty directory; on success sync all in it and give it the target's name.
 
     An existing target is moved aside for the moment of the rename and removed afterwards.
+
+    Raises
+    ------
+    TargetError
+        Another run is writing the target, or has written it meanwhile.
     """
-    partial = partial_name(target)
+    partial, old = partial_name(target), _old_name(target)
     with _locked(partial, directory=True):
         try:
+            check_target(target, overwrite=overwrite)
             yield partial
             for path in [*sorted(partial.rglob("*")), partial]:
                 _sync(path)
-            old = target.with_name(f".{target.name}.zckpt-old")
             if os.path.lexists(target):
+                _remove(old)
                 target.replace(old)
-            partial.replace(target)
+            try:
+                partial.replace(target)
+            except BaseException:
+                if os.path.lexists(old) and not os.path.lexists(target):
+                    old.replace(target)
+                raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         _sync(target.parent)
-        if old.is_dir() and not old.is_symlink():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.unlink(missing_ok=True)
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(partial: Path, *, directory: bool) -> Iterator[None]:
     """Create `partial` empty, or take over what a killed run left, and hold a lock on it."""
+    descriptor = _lock(partial, directory=directory)
     try:
-        if directory:
-            partial.mkdir(exist_ok=True)
-            descriptor = os.open(partial, os.O_RDONLY)
-        else:
-            descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise TargetError("cannot be created", path=partial, found=error.strerror) from error
-    try:
-        if fcntl is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise TargetError("another run is writing this target", path=partial) from error
         if directory:
             for child in partial.iterdir():
-                shutil.rmtree(child) if child.is_dir() else child.unlink()
+                _remove(child)
         else:
             os.truncate(descriptor, 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(partial: Path, *, directory: bool) -> int:
+    """Return a locked descriptor of what `partial` names.
+
+    Between opening and locking, another run may have renamed its file to the target or removed it; what was opened
+    is then no longer what the name stands for, and must not be touched.
+    """
+    while True:
+        try:
+            if directory:
+                partial.mkdir(exist_ok=True)
+                descriptor = os.open(partial, os.O_RDONLY)
+            else:
+                descriptor = os.open(partial, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError as error:
+            if partial.parent.is_dir():
+                continue
+            raise TargetError("its directory is gone", path=partial) from error
+        except OSError as error:
+            raise TargetError("cannot be created", path=partial, found=error.strerror) from error
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(descriptor, partial):
+                return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise TargetError("another run is writing this target", path=partial) from error
+            raise
+        os.close(descriptor)
+
+
+def _is_named(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:

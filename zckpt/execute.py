@@ -21,7 +21,7 @@ from typing import Protocol
 from zckpt.crc32 import combine
 from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
 from zckpt.errors import TargetError
-from zckpt.pieces import cut, elements
+from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Copy, FilePlan, Plan
 from zckpt.storage import Sources, read_into
 
@@ -78,7 +78,7 @@ class Batch:
     """Pieces of one target file that one worker runs in order, and the size of its buffer."""
 
     path: str
-    copies: tuple[Copy, ...]
+    pieces: tuple[Piece, ...]
     checksummed: bool
     buffer_nbytes: int
 
@@ -124,10 +124,11 @@ def execute(
         A source file ends before the bytes that the plan reads.
     """
     paths = [Path(target) for target in targets]
-    for path in paths:
-        check_target(path, overwrite=overwrite)
-    check_space(paths[0].parent, plan.write_nbytes)
-    with _write_errors(paths[-1]), written_files(paths) as partials:
+    with _write_errors(paths[-1]):
+        for path in paths:
+            check_target(path, overwrite=overwrite)
+        check_space(paths[0].parent, plan.write_nbytes)
+    with _write_errors(paths[-1]), written_files(paths, overwrite=overwrite) as partials:
         _write(plan, partials, memory, reporter or SilentReporter(), executor)
 
 
@@ -145,9 +146,10 @@ def execute_directory(
     Parameters and errors are those of `execute`.
     """
     path = Path(target)
-    check_target(path, overwrite=overwrite)
-    check_space(path.parent, plan.write_nbytes)
-    with _write_errors(path), written_directory(path) as partial:
+    with _write_errors(path):
+        check_target(path, overwrite=overwrite)
+        check_space(path.parent, plan.write_nbytes)
+    with _write_errors(path), written_directory(path, overwrite=overwrite) as partial:
         names = [partial / one.file.name for one in plan.files]
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
@@ -190,7 +192,10 @@ def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, e
 
 
 def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[str, list[Written]]:
-    """Run batches; the first failure stops the rest. Return what was written, by file."""
+    """Run batches; the first failure stops the rest. Return what was written, for files that have checksums.
+
+    Batches that are running when one fails are waited for: none writes to a file that a later run may have made.
+    """
     written: dict[str, list[Written]] = {}
     waiting = iter(batches)
     pending: dict[Future[list[Written]], Batch] = {}
@@ -204,11 +209,13 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
             for future in done:
                 batch = pending.pop(future)
                 runs = future.result()
-                written.setdefault(batch.path, []).extend(runs)
+                if batch.checksummed:
+                    written.setdefault(batch.path, []).extend(runs)
                 reporter.advance(sum(run.nbytes for run in runs))
     except BaseException:
         for future in pending:
             future.cancel()
+        wait(pending)
         raise
     return written
 
@@ -216,10 +223,10 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
 def _batches(path: Path, one: FilePlan, limit: int) -> Iterator[Batch]:
     checksummed = bool(one.file.checksums)
     buffer = min(limit, BUFFER_NBYTES)
-    batch: list[Copy] = []
+    batch: list[Piece] = []
     nbytes = 0
-    for copy in one.copies:
-        for piece in cut(copy, BATCH_NBYTES if copy.is_bytewise else min(limit, BATCH_NBYTES)):
+    for fill in one.fills:
+        for piece in pieces(fill, min(limit, BATCH_NBYTES), BATCH_NBYTES):
             batch.append(piece)
             nbytes += piece.nbytes
             if nbytes >= BATCH_NBYTES:
@@ -243,22 +250,21 @@ def run_batch(batch: Batch) -> list[Written]:
     buffer = bytearray(batch.buffer_nbytes)
     try:
         with Sources() as sources:
-            runs = [run for copy in batch.copies for run in _run_piece(copy, target, sources, batch, buffer)]
-        first = min(run.offset for run in runs)
-        start_writeback(target, first, max(run.offset + run.nbytes for run in runs) - first)
+            runs = [_run_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
+        first = runs[0].offset
+        start_writeback(target, first, runs[-1].offset + runs[-1].nbytes - first)
         return runs
     finally:
         os.close(target)
 
 
-def _run_piece(copy: Copy, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Iterator[Written]:
-    if copy.is_bytewise:
-        crc = _copy_bytes(copy, target, sources, buffer, checksummed=batch.checksummed)
-        yield Written(copy.offset, copy.nbytes, crc)
-        return
-    for offset, run in elements(copy, sources.descriptor):
-        _write_all(target, run, offset)
-        yield Written(offset, len(run), zlib.crc32(run) if batch.checksummed else None)
+def _run_piece(piece: Piece, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Written:
+    if piece.is_bytewise:
+        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed)
+        return Written(piece.offset, piece.nbytes, crc)
+    data = elements(piece, sources.descriptor)
+    _write_all(target, data, piece.offset)
+    return Written(piece.offset, piece.nbytes, zlib.crc32(data) if batch.checksummed else None)
 
 
 def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *, checksummed: bool) -> int | None:

@@ -1,4 +1,8 @@
-"""A copy cut into pieces of bounded size, and the elements of a piece: gathered, put in order, cast.
+"""A fill cut into pieces of bounded size, and the elements of a piece: gathered, put in order, cast.
+
+Copies whose target is contiguous are cut along their first dimension. Where several copies lie interleaved in the
+target (tensor-parallel slices along an inner dimension), the target is cut into windows of whole rows, and each window
+is put together in memory from all the copies that reach into it and written at once.
 
 Loads numpy only when a piece needs it; a plan that moves bytes as they are runs without.
 """
@@ -7,13 +11,13 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError
-from zckpt.plan import Copy, Strided
+from zckpt.plan import Copy, Fill, Strided, row_major
 from zckpt.storage import read_into
 
 if TYPE_CHECKING:
@@ -22,15 +26,83 @@ if TYPE_CHECKING:
 Descriptor = Callable[[str], int]
 
 
-def cut(copy: Copy, most: int) -> Iterator[Copy]:
-    """Cut a copy along its first dimension into pieces of at most `most` bytes on both sides.
-
-    A row that is larger than that by itself is cut along the next dimension.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A contiguous run of a target file, and the copies that fill it.
 
     Parameters
     ----------
-    copy : Copy
+    offset, nbytes : int, bytes
+    copies : tuple of Copy
+        One; several where they are interleaved.
+    """
+
+    offset: int
+    nbytes: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether the run is moved without looking at it."""
+        return len(self.copies) == 1 and self.copies[0].is_bytewise
+
+
+def pieces(fill: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
+    """Cut a fill into pieces.
+
+    Parameters
+    ----------
+    fill : Fill
     most : int, bytes
+        Largest piece that goes through memory.
+    most_bytewise : int, bytes
+        Largest piece that is moved as it is.
+    """
+    if all(_is_dense(copy) for copy in fill.copies):
+        for copy in fill.copies:
+            for part in _cut(copy, most_bytewise if copy.is_bytewise else most):
+                yield Piece(part.offset, part.nbytes, (part,))
+        return
+    yield from _interleaved(fill.copies, fill.hole.offset, fill.hole.offset + fill.hole.nbytes, most)
+
+
+def _interleaved(copies: Sequence[Copy], start: int, end: int, most: int) -> Iterator[Piece]:
+    """Cut bytes [start, end) of the target, which the copies fill together, into windows of whole rows.
+
+    A row that is larger than `most` is cut in the same way, along the next dimension.
+    """
+    step = max(copy.strides[0] for copy in copies)
+    size = max(most // step, 1) * step
+    for low in range(start, end, size):
+        high = min(low + size, end)
+        parts = tuple(part for copy in copies if (part := _window(copy, start, low, high)) is not None)
+        if high - low > most and len(parts) > 1:
+            yield from _interleaved([_without_row(part, step) for part in parts], low, high, most)
+        else:
+            yield Piece(low, high - low, parts)
+
+
+def _without_row(copy: Copy, step: int) -> Copy:
+    """Return a copy that lies within one row of `step` bytes, without the dimension that counts rows."""
+    if copy.strides[0] != step:
+        return copy
+    if len(copy.shape) > 1:
+        return _rows(copy, 0, 1, drop=True)
+    size = itemsize(copy.source_dtype)
+    sources = tuple(Strided(s.path, s.offset, (size,)) for s in copy.sources)
+    return replace(copy, sources=sources, strides=(itemsize(copy.target_dtype),))
+
+
+def _is_dense(copy: Copy) -> bool:
+    """Tell whether a copy's target is one contiguous run."""
+    size = itemsize(copy.target_dtype)
+    return copy.strides == tuple(step * size for step in row_major(copy.shape))
+
+
+def _cut(copy: Copy, most: int) -> Iterator[Copy]:
+    """Cut a copy along its first dimension into pieces of at most `most` bytes on both sides.
+
+    A row that is larger than that by itself is cut along the next dimension.
     """
     size = max(itemsize(copy.source_dtype), itemsize(copy.target_dtype))
     if copy.numel * size <= most:
@@ -40,11 +112,23 @@ def cut(copy: Copy, most: int) -> Iterator[Copy]:
     row = math.prod(copy.shape[1:]) * size
     if row > most and len(copy.shape) > 1:
         for index in range(copy.shape[0]):
-            yield from cut(_rows(copy, index, 1, drop=True), most)
+            yield from _cut(_rows(copy, index, 1, drop=True), most)
         return
     step = max(most // row, 1)
     for first in range(0, copy.shape[0], step):
         yield _rows(copy, first, min(step, copy.shape[0] - first))
+
+
+def _window(copy: Copy, start: int, low: int, high: int) -> Copy | None:
+    """Return the rows of a copy that lie in bytes [low, high) of the target, or None.
+
+    Rows of all copies lie on one grid that begins at `start`, and windows are whole numbers of them.
+    """
+    step = copy.strides[0]
+    base = copy.offset - (copy.offset - start) % step
+    first = max(-(-(low - base) // step), 0)
+    last = min(-(-(high - base) // step), copy.shape[0])
+    return _rows(copy, first, last - first) if first < last else None
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
@@ -59,47 +143,47 @@ def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
     )
 
 
-def elements(copy: Copy, descriptor: Descriptor) -> Iterator[tuple[int, memoryview]]:
-    """Yield the contiguous runs of the target that a piece writes: byte offset and bytes.
+def elements(piece: Piece, descriptor: Descriptor) -> memoryview:
+    """Return the bytes of a piece.
 
     Parameters
     ----------
-    copy : Copy
-        A piece, small enough to be held in memory.
+    piece : Piece
     descriptor : callable
         Gives an open descriptor for a source path.
+
+    Raises
+    ------
+    DamagedFileError
+        A source file ends too early.
     """
     import numpy as np
 
-    from zckpt.cast import cast, mean, numpy_dtype, swapped
+    from zckpt.cast import numpy_dtype
+
+    if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
+        return np.ascontiguousarray(_values(piece.copies[0], descriptor)).reshape(-1).view(np.uint8).data
+    buffer = bytearray(piece.nbytes)
+    for copy in piece.copies:
+        dtype = numpy_dtype(copy.target_dtype)
+        target: Array = np.ndarray(copy.shape, dtype, buffer, copy.offset - piece.offset, copy.strides)
+        target[...] = _values(copy, descriptor)
+    return memoryview(buffer)
+
+
+def _values(copy: Copy, descriptor: Descriptor) -> Array:
+    """Return the elements of a copy in its shape, of the target's type."""
+    from zckpt.cast import cast, mean, swapped
 
     arrays = [_gather(copy, source, descriptor) for source in copy.sources]
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
     array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
-    if copy.source_dtype != copy.target_dtype:
-        array = cast(array, copy.target_dtype)
-    array = np.ascontiguousarray(array).astype(numpy_dtype(copy.target_dtype), copy=False).reshape(copy.shape)
-    yield from _runs(array, copy)
-
-
-def _runs(array: Array, copy: Copy) -> Iterator[tuple[int, memoryview]]:
-    """Yield the runs of the target in which the elements are contiguous."""
-    import numpy as np
-
-    inner = len(copy.shape)
-    step = itemsize(copy.target_dtype)
-    while inner and copy.strides[inner - 1] == step:
-        inner -= 1
-        step *= copy.shape[inner]
-    data = memoryview(array.reshape(-1).view(np.uint8).data)
-    for count, index in enumerate(np.ndindex(copy.shape[:inner])):
-        offset = copy.offset + sum(i * s for i, s in zip(index, copy.strides, strict=False))
-        yield offset, data[count * step : (count + 1) * step]
+    return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 
 
 def _gather(copy: Copy, source: Strided, descriptor: Descriptor) -> Array:
-    """Return the elements of a piece as an array of its shape, read with as few reads as its strides allow."""
+    """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
     import numpy as np
 
     from zckpt.cast import numpy_dtype

@@ -134,11 +134,19 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Fill:
+    """A hole and the copies that fill it, every element exactly once."""
+
+    hole: Hole
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A target file and the copies that fill its holes."""
+    """A target file and how its holes are filled."""
 
     file: TargetFile
-    copies: tuple[Copy, ...]
+    fills: tuple[Fill, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +158,17 @@ class Plan:
     @property
     def read_nbytes(self) -> int:
         """Bytes of tensors that will be read."""
-        return sum(c.numel * itemsize(c.source_dtype) * len(c.sources) for f in self.files for c in f.copies)
+        return sum(
+            c.numel * itemsize(c.source_dtype) * len(c.sources)
+            for f in self.files
+            for fill in f.fills
+            for c in fill.copies
+        )
 
     @property
     def copy_nbytes(self) -> int:
         """Bytes of tensors that will be written."""
-        return sum(c.nbytes for f in self.files for c in f.copies)
+        return sum(c.nbytes for f in self.files for fill in f.fills for c in fill.copies)
 
     @property
     def write_nbytes(self) -> int:
@@ -171,12 +184,7 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     LayoutError
         Some element of a hole is covered by no span, or by more than one.
     """
-    return Plan(tuple(FilePlan(file, tuple(_copies_of(file))) for file in files))
-
-
-def _copies_of(file: TargetFile) -> Iterator[Copy]:
-    for hole in file.holes:
-        yield from fill(hole)
+    return Plan(tuple(FilePlan(file, tuple(Fill(hole, tuple(fill(hole))) for hole in file.holes)) for file in files))
 
 
 def fill(hole: Hole) -> list[Copy]:
@@ -191,9 +199,9 @@ def fill(hole: Hole) -> list[Copy]:
     if not hole.slot.replicas:
         return copies
     sets = [copies] + [_fill_from(hole, spans) for spans in hole.slot.replicas]
-    cut = [[(c.offset, c.shape, c.strides, c.source_dtype) for c in one] for one in sets]
+    cut = [[(c.offset, c.shape, c.strides, c.source_dtype, c.byteorder) for c in one] for one in sets]
     if any(one != cut[0] for one in cut):
-        raise LayoutError(f"{hole.label}: the copies to be averaged are cut differently")
+        raise LayoutError(f"{hole.label}: the tensors to be averaged are stored differently")
     return [
         Copy(
             first.shape,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from zckpt.cast import Array, numpy_dtype
-from zckpt.pieces import cut, elements
-from zckpt.plan import Hole, fill
+from zckpt.pieces import elements, pieces
+from zckpt.plan import Fill, Hole, fill
 from zckpt.state import Extent, Slot
 from zckpt.storage import Sources
 
@@ -35,10 +35,9 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     wanted = dtype or slot.dtype
     result = np.empty(extent.numel, numpy_dtype(wanted))
     view = memoryview(result.view(np.uint8).data) if extent.numel else memoryview(b"")
-    for copy in fill(Hole(0, slot.name, slot, extent, wanted)):
-        for piece in cut(copy, READ_PIECE_NBYTES):
-            for offset, data in elements(piece, sources.descriptor):
-                view[offset : offset + len(data)] = data
+    hole = Hole(0, slot.name, slot, extent, wanted)
+    for piece in pieces(Fill(hole, tuple(fill(hole))), READ_PIECE_NBYTES, READ_PIECE_NBYTES):
+        view[piece.offset : piece.offset + piece.nbytes] = elements(piece, sources.descriptor)
     return result
 
 

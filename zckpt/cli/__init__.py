@@ -6,14 +6,16 @@ cannot be written, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 
 import click
 
 from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.inspect_command import inspect_command
-from zckpt.errors import ZckptError
+from zckpt.errors import TargetError, ZckptError
 
 INTERRUPTED = 130
 
@@ -38,20 +40,36 @@ def main() -> None:
     debug = "--debug" in arguments
     try:
         status = cli.main(["--debug"] * debug + [a for a in arguments if a != "--debug"], standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.Exit as error:
         status = error.exit_code
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         status = error.exit_code
+    except (click.ClickException, ZckptError) as error:
+        status = _failed(error, debug=debug)
     except (click.Abort, KeyboardInterrupt):
         click.echo("zckpt: interrupted; nothing was left behind", err=True)
         status = INTERRUPTED
-    except ZckptError as error:
-        if debug:
-            raise
-        click.echo(f"zckpt: {error}", err=True)
-        status = error.exit_status
     except BrokenPipeError:
-        sys.stderr.close()
-        status = 0
+        status = _stop_printing(0)
+    except OSError as error:
+        click.echo(f"zckpt: cannot print: {error.strerror}", err=True)
+        status = _stop_printing(TargetError.exit_status)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    if isinstance(error, ZckptError):
+        click.echo(f"zckpt: {error}", err=True)
+        return error.exit_status
+    click.echo(f"zckpt: {' '.join(error.format_message().split())}; see zckpt --help", err=True)
+    return error.exit_code
+
+
+def _stop_printing(status: int) -> int:
+    """Let nothing more be written to a standard output that does not take it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status

@@ -45,8 +45,10 @@ def open_checkpoint(
         The source cannot be read, is damaged, or no adapter recognises it.
     """
     path = Path(source)
-    if not path.exists():
-        raise SourceError("does not exist", path=path)
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
     if path.is_dir():
         directory = deepspeed.find(path, roots=[Path(root) for root in roots], tag=tag)
         if directory is not None:

@@ -29,9 +29,10 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
     certain: dict[int, str] = {}
     while True:
         found = dict(certain)
+        taken = set(certain.values())
         for group in groups:
             own = {certain[number] for number in group if number in certain}
-            free = [name for name in names if name not in certain.values() or name in own]
+            free = [name for name in names if name not in taken or name in own]
             found.update(_deduce_group(group, free, fits))
         if len(set(found.values())) < len(found):
             return _without_conflicts(found)

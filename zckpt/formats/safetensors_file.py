@@ -120,6 +120,7 @@ def read(source: Path) -> Checkpoint:
         A header or the index is malformed, or sizes disagree.
     """
     checkpoint = Checkpoint(str(source), "safetensors")
+    where: dict[str, str] = {}
     for path in _files(source):
         slots, metadata, nbytes = read_header(path)
         if "param_groups" in metadata:
@@ -132,6 +133,16 @@ def read(source: Path) -> Checkpoint:
                 raise DamagedFileError(f"{name} is in two files", path=path)
             target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
             target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+            where[name] = path.name
+    if source.is_dir() and (source / INDEX_NAME).is_file():
+        for name, file in _weight_map(source / INDEX_NAME).items():
+            if where.get(name) != file:
+                raise DamagedFileError(
+                    f"{name} is not where the index says",
+                    path=source / INDEX_NAME,
+                    expected=file,
+                    found=where.get(name),
+                )
     return checkpoint
 
 
@@ -141,13 +152,21 @@ def _files(source: Path) -> list[Path]:
     index = source / INDEX_NAME
     if not index.is_file():
         return [source / "model.safetensors"]
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedFileError("unreadable index", path=index, expected="a weight_map", found=str(error)) from error
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+    names = sorted(set(_weight_map(index).values()))
+    if any(Path(name).name != name for name in names):
         raise DamagedFileError("the index names a file outside its directory", path=index)
     return [source / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index has it."""
+    try:
+        found = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFileError("unreadable index", path=index, expected="a weight_map", found=str(error)) from error
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise DamagedFileError("unreadable index", path=index, expected="a weight_map of file names")
+    return found
 
 
 def is_safetensors(path: Path) -> bool:
@@ -175,8 +194,10 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             raise DamagedFileError("unreadable header", path=path, expected=f"at most {size - 8} bytes", found=length)
         text = read_at(descriptor, 8, length, path=str(path))
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_without_duplicates)
         metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
         ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         slots, at = {}, 0
         for name, one in ordered:
@@ -192,6 +213,13 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
     return {name: slots[name] for name in header}, metadata, size
 
 
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
 def _slot(path: Path, name: str, one: Mapping[str, Any], start: int, at: int) -> tuple[Slot, int]:
     dtype = FROM_SAFETENSORS.get(str(one["dtype"]))
     begin, end = one["data_offsets"]
@@ -199,7 +227,7 @@ def _slot(path: Path, name: str, one: Mapping[str, Any], start: int, at: int) ->
     if dtype is None or not all(type(n) is int and n >= 0 for n in shape):
         raise DamagedFileError(f"unreadable entry {name}", path=path, found=f"{one['dtype']} {shape}")
     nbytes = math.prod(shape) * itemsize(dtype)
-    if begin != at or end != at + nbytes:
+    if (begin, end) != (at, at + nbytes) or type(begin) is not int or type(end) is not int:
         raise DamagedFileError(
             f"{name} is not where it should be",
             path=path,

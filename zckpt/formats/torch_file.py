@@ -50,6 +50,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         )
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
+    root = {key: _only(value, str(key), checkpoint) for key, value in root.items()}
     model_key, model = _model(root, checkpoint)
     optimizer_key = _optimizer_key(root)
     if model is None and optimizer_key is None and not looks_like_optimizer(root):
@@ -94,6 +95,15 @@ def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[objec
         )
     value = found[key]
     return key, value if isinstance(value, dict) else None
+
+
+def _only(value: object, key: str, checkpoint: Checkpoint) -> object:
+    """Return the first optimizer of a list of them, as Lightning keeps them; anything else as it is."""
+    if isinstance(value, list) and value and all(looks_like_optimizer(one) for one in value):
+        if len(value) > 1:
+            checkpoint.warnings.append(f"{key} holds {len(value)} optimizers; the first one is read")
+        return value[0]
+    return value
 
 
 def _optimizer_key(root: Mapping[object, object]) -> object:

@@ -121,16 +121,17 @@ def attach(
     """
     found = _names(checkpoint, optimizer, names, sample, path)
     unnamed = []
+    labels = {} if checkpoint.parameters else _labels(optimizer)
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
         for number in numbers:
             slots, state = _slots(optimizer, number, path)
             name = found.get(number)
             if name is None:
-                name = str(number)
+                name = labels.get(number, str(number))
                 shape = _shape(optimizer, number) or ()
                 if slots or state:
-                    unnamed.append(number)
+                    unnamed += [] if number in labels else [number]
                     checkpoint.unnamed[name] = Parameter(name, shape, "float32", slots, index, state=state)
             else:
                 owner = checkpoint.parameters[name]
@@ -196,7 +197,7 @@ def _names(
 ) -> dict[int, str]:
     numbers = [n for group in optimizer.numbers for n in group]
     recorded = [name for group in optimizer.groups for name in _recorded(group)]
-    if names is None and len(recorded) == len(numbers):
+    if names is None and len(recorded) == len(numbers) and _are_those(checkpoint, optimizer, recorded):
         names = recorded
     candidates = {p.name: p for p in checkpoint.parameters.values() if p.tied_to is None}
     if names is None:
@@ -221,6 +222,26 @@ def _names(
             )
         found[number] = owner.name
     return found
+
+
+def _labels(optimizer: OptimizerState) -> dict[int, str]:
+    """Return the names that a file without a model gives its optimizer's parameters; empty if it gives none."""
+    numbers = [n for group in optimizer.numbers for n in group]
+    recorded = [name for group in optimizer.groups for name in _recorded(group)]
+    complete = len(recorded) == len(numbers) == len(set(recorded))
+    return dict(zip(numbers, recorded, strict=True)) if complete else {}
+
+
+def _are_those(checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequence[str]) -> bool:
+    """Tell whether the names that a file gives its optimizer's parameters are names of its model."""
+    numbers = [n for group in optimizer.numbers for n in group]
+    for number, name in zip(numbers, names, strict=True):
+        shape = _shape(optimizer, number)
+        if name not in checkpoint.parameters or len(set(names)) != len(names):
+            return False
+        if shape is not None and not _agree(shape, checkpoint.parameters[name].shape):
+            return False
+    return True
 
 
 def _recorded(group: Mapping[str, object]) -> list[str]:

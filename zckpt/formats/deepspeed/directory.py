@@ -100,7 +100,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
     if not source.is_dir():
         return None
     if tag is not None:
-        if (source / tag).is_dir():
+        if _is_directory(source / tag):
             return source / tag
         if source.name == tag and _is_tag_directory(source):
             return source
@@ -111,7 +111,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
     if latest.is_file():
         with latest.open("rb") as file:
             name = file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
-        if name and (source / name).is_dir() and Path(name).name == name:
+        if name not in ("", ".", "..") and Path(name).name == name and _is_directory(source / name):
             return source / name
         raise UnknownFormatError(
             "names no checkpoint",
@@ -126,6 +126,13 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long to be one
+        return False
 
 
 def _tags(source: Path) -> list[str]:

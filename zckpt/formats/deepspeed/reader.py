@@ -59,6 +59,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
     checkpoint.padding = state.padding
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
+    if not optimizers:
+        for parameter in checkpoint.parameters.values():
+            parameter.frozen = False  # a file without groups does not say
     if not optimizers and models[0].content.get("optimizer") is not None:
         if len(states) > 1:
             checkpoint.warnings.append(

@@ -53,7 +53,15 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         return weight is not None and rounds_to(slot_of(MASTER, master, path), slot_of(WEIGHT, weight, path))
 
     attach(checkpoint, optimizer, path, names=names, sample=sample if masters else None)
+    _mark_frozen(checkpoint)
+
+
+def _mark_frozen(checkpoint: Checkpoint) -> None:
+    """Mark parameters that no number of the optimizer can stand for; what is not certain is not marked."""
     owned = {name for group in checkpoint.param_groups for name in group.parameters}
-    if not checkpoint.unnamed and owned <= set(checkpoint.parameters):
-        for parameter in checkpoint.parameters.values():
-            parameter.frozen = parameter.tied_to is None and parameter.name not in owned
+    shapes = {parameter.shape for parameter in checkpoint.unnamed.values()}
+    if owned - set(checkpoint.parameters) - set(checkpoint.unnamed):
+        return
+    for parameter in checkpoint.parameters.values():
+        if parameter.tied_to is None and parameter.name not in owned and parameter.shape not in shapes:
+            parameter.frozen = True

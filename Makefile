@@ -1,0 +1,37 @@
+# Every target does its own set-up, in .venv: `make demo` and `make test` work in a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test check bench fixtures clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.development
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: $(VENV)/.development
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.development
+	$(BIN)/python bench/consolidate.py
+
+fixtures: $(VENV)/.development
+	$(BIN)/python fixtures/generate.py --output fixtures/generated
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.development: $(VENV)/.runtime
+	$(INSTALL) --editable '.[test,interop,check]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo bench/work fixtures/generated
