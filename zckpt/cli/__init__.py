@@ -65,7 +65,7 @@ def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
     if isinstance(error, ZckptError):
         click.echo(f"zckpt: {error}", err=True)
         return error.exit_status
-    click.echo(f"zckpt: {' '.join(error.format_message().split())}; see zckpt --help", err=True)
+    click.echo(f"zckpt: {' '.join(error.format_message().split()).rstrip('.')}; see zckpt --help", err=True)
     return error.exit_code
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zckpt.operations.jsonable import jsonable
+from zckpt.formats.jsonable import jsonable
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 
 

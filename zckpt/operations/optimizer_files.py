@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats import safetensors_file, torch_archive
-from zckpt.operations.jsonable import jsonable
+from zckpt.formats.jsonable import jsonable
 from zckpt.plan import TargetFile
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Tensor

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zckpt.errors import ShardError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.jsonable import jsonable
 from zckpt.torchfile import plain
 
 SHOWN_RANKS = 16
@@ -106,7 +107,7 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
             facts[f"{key} of group {index}"] = [
                 None if key not in m.scalars[index] else repr(m.scalars[index][key]) for m in members
             ]
-    facts["param groups"] = [repr(plain(m.groups)) if m.groups else None for m in members]
+    facts["param groups"] = [repr([jsonable(group) for group in m.groups]) if m.groups else None for m in members]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
 

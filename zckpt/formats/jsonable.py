@@ -18,6 +18,6 @@ def jsonable(value: object) -> object:
         return str(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if type(value) is dict and all(isinstance(one, Scalar) for one in value.values()):
+    if isinstance(value, dict) and any(isinstance(one, Scalar) for one in value.values()):
         return {str(key): jsonable(one) for key, one in value.items()}
     return plain(value)
