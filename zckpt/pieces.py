@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from zckpt.boxes import row_major
 from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError
-from zckpt.plan import Copy, Fill, Strided, row_major
+from zckpt.plan import Copy, Fill, Strided
 from zckpt.storage import read_into
 
 if TYPE_CHECKING:

@@ -10,16 +10,14 @@ merged wherever both sides allow, so that what is contiguous on both sides is on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from zckpt.boxes import Box, boxes_of, intersections, overlap, row_major
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box of a tensor, in elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +230,7 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
                 ranges.append((low, high))
                 copies.append(_flat_copy(hole, span, low, high))
             continue
-        for box in _intersections(span.extent, want):
+        for box in intersections(span.extent, want):
             boxes.append(box)
             copies.append(_box_copy(hole, span, box))
     _check_coverage(hole, copies, ranges, boxes)
@@ -262,15 +260,6 @@ def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
     return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps)
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor of `shape` that is stored in row-major order."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def _locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
     """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
     steps = row_major(extent.sizes) if strides is None else strides
@@ -296,58 +285,16 @@ def _merge(
     return tuple(sizes), tuple(sources), tuple(targets)
 
 
-def boxes_of(extent: Extent) -> list[Box]:
-    """Cut an extent into boxes of the tensor: a flattened range is at most 2 x dimensions - 1 of them."""
-    if extent.numel == 0:
-        return []
-    return [
-        (tuple(o + e for o, e in zip(offsets, extent.offsets, strict=True)), sizes)
-        for offsets, sizes in _range_boxes(extent.sizes, extent.start, extent.start + extent.numel)
-    ]
-
-
-def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
-    """Cut elements [low, high) of a row-major box of `sizes` into boxes."""
-    if not sizes:
-        return [((), ())]
-    if len(sizes) == 1:
-        return [((low,), (high - low,))]
-    row = math.prod(sizes[1:])
-    first, last = -(-low // row), high // row
-    found: list[Box] = []
-    if first > last:  # within one row
-        return [((low // row, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, low % row + high - low)]
-    if low < first * row:
-        found += [((first - 1, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, row)]
-    if first < last:
-        found.append(((first,) + (0,) * (len(sizes) - 1), (last - first, *sizes[1:])))
-    if last * row < high:
-        found += [((last, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], 0, high % row)]
-    return found
-
-
-def _intersections(a: Extent, b: Extent) -> Iterator[Box]:
-    for offsets_a, sizes_a in boxes_of(a):
-        for offsets_b, sizes_b in boxes_of(b):
-            low = tuple(map(max, offsets_a, offsets_b))
-            sizes = tuple(
-                min(oa + sa, ob + sb) - o
-                for oa, sa, ob, sb, o in zip(offsets_a, sizes_a, offsets_b, sizes_b, low, strict=True)
-            )
-            if all(size > 0 for size in sizes):
-                yield low, sizes
-
-
 def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]], boxes: list[Box]) -> None:
     """Raise unless the copies cover the hole exactly once: their elements add up, and no two overlap."""
     if boxes:
         flat = [b for low, high in ranges for b in boxes_of(_part(hole.extent, low, high))]
-        overlap = _boxes_overlap(flat + boxes)
+        twice = overlap(flat + boxes)
     else:
         ranges = sorted(ranges)
-        overlap = any(a[1] > b[0] for a, b in pairwise(ranges))
+        twice = any(a[1] > b[0] for a, b in pairwise(ranges))
     covered = sum(copy.numel for copy in copies)
-    if overlap:
+    if twice:
         raise LayoutError(
             f"{hole.label}: some elements are there more than once",
             found=f"{covered} elements",
@@ -360,23 +307,6 @@ def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]
             found=covered,
             advice="a rank's file is missing or belongs to another run",
         )
-
-
-def _boxes_overlap(boxes: list[Box]) -> bool:
-    """Tell whether any two boxes share an element, by a sweep along the first dimension."""
-    if boxes and not boxes[0][0]:
-        return len(boxes) > 1
-    active: list[Box] = []
-    for box in sorted(boxes):
-        active = [a for a in active if a[0][0] + a[1][0] > box[0][0]]
-        if any(_meet(a, box) for a in active):
-            return True
-        active.append(box)
-    return False
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return all(oa < ob + sb and ob < oa + sa for oa, sa, ob, sb in zip(a[0], a[1], b[0], b[1], strict=True))
 
 
 def _part(extent: Extent, low: int, high: int) -> Extent:

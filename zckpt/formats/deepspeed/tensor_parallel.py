@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from zckpt.boxes import boxes_of, row_major
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules
-from zckpt.plan import boxes_of, row_major
 from zckpt.state import Extent, Parameter, ParamGroup, Slot, Span
 
 SHOWN_NAMES = 8

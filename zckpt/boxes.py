@@ -1,0 +1,80 @@
+"""Boxes of tensors: flattened ranges as boxes, intersections, overlap. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from zckpt.state import Extent
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box of a tensor, in elements."""
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a tensor of `shape` that is stored in row-major order."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def boxes_of(extent: Extent) -> list[Box]:
+    """Cut an extent into boxes of the tensor: a flattened range is at most 2 x dimensions - 1 of them."""
+    if extent.numel == 0:
+        return []
+    return [
+        (tuple(o + e for o, e in zip(offsets, extent.offsets, strict=True)), sizes)
+        for offsets, sizes in _range_boxes(extent.sizes, extent.start, extent.start + extent.numel)
+    ]
+
+
+def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
+    """Cut elements [low, high) of a row-major box of `sizes` into boxes."""
+    if not sizes:
+        return [((), ())]
+    if len(sizes) == 1:
+        return [((low,), (high - low,))]
+    row = math.prod(sizes[1:])
+    first, last = -(-low // row), high // row
+    found: list[Box] = []
+    if first > last:  # within one row
+        return [((low // row, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, low % row + high - low)]
+    if low < first * row:
+        found += [((first - 1, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], low % row, row)]
+    if first < last:
+        found.append(((first,) + (0,) * (len(sizes) - 1), (last - first, *sizes[1:])))
+    if last * row < high:
+        found += [((last, *o), (1, *s)) for o, s in _range_boxes(sizes[1:], 0, high % row)]
+    return found
+
+
+def intersections(a: Extent, b: Extent) -> Iterator[Box]:
+    """Yield the boxes of elements that two extents of a tensor share."""
+    for offsets_a, sizes_a in boxes_of(a):
+        for offsets_b, sizes_b in boxes_of(b):
+            low = tuple(map(max, offsets_a, offsets_b))
+            sizes = tuple(
+                min(oa + sa, ob + sb) - o
+                for oa, sa, ob, sb, o in zip(offsets_a, sizes_a, offsets_b, sizes_b, low, strict=True)
+            )
+            if all(size > 0 for size in sizes):
+                yield low, sizes
+
+
+def overlap(boxes: list[Box]) -> bool:
+    """Tell whether any two boxes share an element, by a sweep along the first dimension."""
+    if boxes and not boxes[0][0]:
+        return len(boxes) > 1
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [a for a in active if a[0][0] + a[1][0] > box[0][0]]
+        if any(_meet(a, box) for a in active):
+            return True
+        active.append(box)
+    return False
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return all(oa < ob + sb and ob < oa + sa for oa, sa, ob, sb in zip(a[0], a[1], b[0], b[1], strict=True))
