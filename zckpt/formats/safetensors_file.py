@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile,
 from zckpt.storage import opened, read_at
 
 INDEX_NAME = "model.safetensors.index.json"
+OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
+"""Names of the files of a directory that `consolidate` writes."""
+
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
 

@@ -124,6 +124,7 @@ def consolidate(
     made = plan([*files, *([optimizer] if optimizer else [])])
     compared = _compared(checkpoint) if weight_check else 0
     paths = _paths(path, made)
+    _check_apart(checkpoint, path, paths)
     if not dry_run:
         _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter)
     return Consolidated(
@@ -230,6 +231,25 @@ def _written_dtype(parameter: Parameter, dtype: str | None) -> str:
 def _paths(path: Path, made: Plan) -> list[Path]:
     whole = path.suffix not in (".safetensors", *TORCH_SUFFIXES)
     return [(path if whole else path.parent) / one.file.name for one in made.files]
+
+
+def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path]) -> None:
+    """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
+    sources = [Path(file.path).resolve() for file in checkpoint.files]
+    targets = {one.resolve() for one in paths}
+    whole = path.resolve() if path not in paths else None
+    for source in sources:
+        if source in targets or (whole is not None and whole in source.parents):
+            raise UsageError("the target is, or contains, the source", path=path, found=str(source))
+    if whole is not None and path.is_dir():
+        others = sorted(entry.name for entry in path.iterdir() if not safetensors_file.OWN_NAMES.fullmatch(entry.name))
+        if others:
+            raise TargetExistsError(
+                "holds other files, which replacing it would remove",
+                path=path,
+                found=", ".join(others[:4]) + (" ..." if len(others) > 4 else ""),
+                advice="choose a new directory",
+            )
 
 
 def _run(made: Plan, path: Path, paths: list[Path], *, overwrite: bool, memory: int, reporter: Reporter | None) -> None:
