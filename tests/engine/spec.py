@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # 12 divides evenly among 1, 2, 3, 4, 6 and 12 ranks, so that every world size sees the same batches.
+# A description for 5 ranks says another one.
 GLOBAL_BATCH = 12
 
 
@@ -30,6 +31,7 @@ class Spec:
     model: str = "rich"  # rich, moe, llama, llama_untied, gpt2, megatron, pipeline, pipeline_megatron
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
+    batch: int = GLOBAL_BATCH  # over all ranks
     steps: int = 5
     steps_after: int = 5  # trained past the checkpoint, for the losses that a resumed run must repeat
     tag: str | None = None
@@ -72,8 +74,8 @@ class Spec:
 def ds_config(spec: Spec) -> dict[str, Any]:
     """Build the configuration that `deepspeed.initialize` gets for `spec`."""
     config: dict[str, Any] = {
-        "train_batch_size": GLOBAL_BATCH,
-        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // spec.data_parallel,
+        "train_batch_size": spec.batch,
+        "train_micro_batch_size_per_gpu": spec.batch // spec.data_parallel,
         "gradient_accumulation_steps": 1,
         "zero_optimization": _zero_section(spec),
         "zero_allow_untested_optimizer": True,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import models, optimizers, workers
-from tests.engine.spec import GLOBAL_BATCH, Spec, ds_config
+from tests.engine.spec import Spec, ds_config
 
 
 def produce(specs: Iterable[Spec], directory: str | Path) -> dict[str, Path]:
@@ -89,9 +89,9 @@ def batch(spec: Spec, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     hugging_face = spec.model in models.HUGGING_FACE
     vocabulary = models.HUGGING_FACE_VOCABULARY if hugging_face else models.VOCABULARY
     generator = torch.Generator().manual_seed(1000 + step)
-    ids = torch.randint(0, vocabulary, (GLOBAL_BATCH, models.SEQUENCE), generator=generator)
-    labels = torch.randint(0, vocabulary, (GLOBAL_BATCH, models.SEQUENCE), generator=generator)
-    size = GLOBAL_BATCH // spec.data_parallel
+    ids = torch.randint(0, vocabulary, (spec.batch, models.SEQUENCE), generator=generator)
+    labels = torch.randint(0, vocabulary, (spec.batch, models.SEQUENCE), generator=generator)
+    size = spec.batch // spec.data_parallel
     start = dist.get_rank() // spec.tensor_parallel % spec.data_parallel * size
     return ids[start : start + size], labels[start : start + size]
 

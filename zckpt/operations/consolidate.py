@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.dtypes import is_floating
-from zckpt.errors import UsageError
+from zckpt.errors import TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file, torch_archive
 from zckpt.operations.optimizer_files import optimizer_names, optimizer_safetensors, optimizer_torch
@@ -124,7 +124,7 @@ def consolidate(
     made = plan([*files, *([optimizer] if optimizer else [])])
     compared = _compared(checkpoint) if weight_check else 0
     paths = _paths(path, made)
-    _check_apart(checkpoint, path, paths)
+    _check_apart(checkpoint, path, paths, overwrite=overwrite)
     if not dry_run:
         _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter)
     return Consolidated(
@@ -233,7 +233,7 @@ def _paths(path: Path, made: Plan) -> list[Path]:
     return [(path if whole else path.parent) / one.file.name for one in made.files]
 
 
-def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path]) -> None:
+def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, overwrite: bool) -> None:
     """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
     sources = [Path(file.path).resolve() for file in checkpoint.files]
     targets = {one.resolve() for one in paths}
@@ -241,7 +241,7 @@ def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path]) -> N
     for source in sources:
         if source in targets or (whole is not None and whole in source.parents):
             raise UsageError("the target is, or contains, the source", path=path, found=str(source))
-    if whole is not None and path.is_dir():
+    if overwrite and whole is not None and path.is_dir():
         others = sorted(entry.name for entry in path.iterdir() if not safetensors_file.OWN_NAMES.fullmatch(entry.name))
         if others:
             raise TargetExistsError(
