@@ -5,16 +5,20 @@ What NaN a NaN becomes is not defined: torch itself gives different ones on diff
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array: TypeAlias = npt.NDArray[Any]
+else:
+    Array = np.ndarray  # numpy.typing takes as long to load as half of numpy
 
 _COMPLEX = {"complex32", "complex64", "complex128"}
 _EXTENDED = {

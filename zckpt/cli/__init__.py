@@ -36,6 +36,7 @@ cli.add_command(consolidate_command)
 
 def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:

@@ -10,8 +10,7 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
-from zckpt.formats import open_checkpoint, safetensors_file, torch_archive
-from zckpt.operations.optimizer_files import optimizer_names, optimizer_safetensors, optimizer_torch
+from zckpt.formats import open_checkpoint, safetensors_file
 from zckpt.plan import Plan, TargetFile, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.torchfile import OrderedMapping
@@ -184,6 +183,8 @@ def _chosen(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
     if path.suffix in TORCH_SUFFIXES:
+        from zckpt.formats import torch_archive
+
         root = OrderedMapping()
         made: dict[int, torch_archive.SlotTensor] = {}
         for name, (slot, dtype) in tensors.items():
@@ -201,6 +202,8 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
+    from zckpt.operations.optimizer_files import optimizer_names, optimizer_safetensors, optimizer_torch
+
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:
         exact = all(

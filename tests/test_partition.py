@@ -1,0 +1,186 @@
+"""Cutting a group among ranks and putting it together again gives what there was."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import alignments, groups, orders, shapes, world_sizes
+from zckpt.errors import UsageError
+from zckpt.partition import (
+    FLAT_ALIGNMENT,
+    Fragment,
+    alignment_padding,
+    flat_fragments,
+    flat_padding,
+    flat_partition_numel,
+    flat_starts,
+    round_robin_order,
+    shard_fragment,
+    shard_numel,
+)
+
+PAD = -1
+
+
+def flat_buffer(numels: list[int], pads: list[int] | None, partition: int, world_size: int) -> list[object]:
+    """Write a group's buffer as the optimizer does: each element as (parameter, index), padding as PAD."""
+    buffer: list[object] = []
+    for index, numel in enumerate(numels):
+        buffer += [(index, i) for i in range(numel)]
+        buffer += [PAD] * (pads[index] if pads else 0)
+    return buffer + [PAD] * (partition * world_size - len(buffer))
+
+
+def partitions(numels: list[int], multiple: int | None, world_size: int) -> tuple[list[int], int, list[list[object]]]:
+    """Return where parameters start, the size of a partition, and what every rank's partition holds."""
+    pads = None if multiple is None else alignment_padding(numels, multiple)
+    starts = flat_starts(numels, pads)
+    partition = flat_partition_numel(starts[-1], world_size)
+    buffer = flat_buffer(numels, pads, partition, world_size)
+    return starts, partition, [buffer[rank * partition : (rank + 1) * partition] for rank in range(world_size)]
+
+
+def reassembled(
+    numels: list[int], starts: list[int], partition: int, held: list[list[object]]
+) -> dict[tuple[int, int], list[object]]:
+    """Put together what the fragments of all ranks say; every element maps to all that was found for it."""
+    found: dict[tuple[int, int], list[object]] = {}
+    for rank, content in enumerate(held):
+        for fragment in flat_fragments(numels, starts, partition, rank):
+            for i in range(fragment.numel):
+                element = (fragment.index, fragment.start + i)
+                found.setdefault(element, []).append(content[fragment.position + i])
+    return found
+
+
+def each_once(numels: list[int]) -> dict[tuple[int, int], list[object]]:
+    return {(index, i): [(index, i)] for index, numel in enumerate(numels) for i in range(numel)}
+
+
+@given(groups(), world_sizes, alignments)
+def test_flat_partitions_hold_every_element_once(group, world_size, multiple):
+    numels = [math.prod(shape) for shape in group]
+    assert reassembled(numels, *partitions(numels, multiple, world_size)) == each_once(numels)
+
+
+@given(groups(), world_sizes, alignments)
+def test_round_robin_order_is_undone_by_itself(group, world_size, multiple):
+    order = round_robin_order(len(group), world_size)
+    numels = [math.prod(group[index]) for index in order]
+    found = reassembled(numels, *partitions(numels, multiple, world_size))
+    in_the_optimizers_order = {(order[index], i): values for (index, i), values in found.items()}
+    held = {element: [(order[index], i) for index, i in values] for element, values in in_the_optimizers_order.items()}
+    assert held == each_once([math.prod(shape) for shape in group])
+
+
+@given(st.data(), groups(), world_sizes)
+def test_any_order_of_the_buffer_holds_every_element_once(data, group, world_size):
+    order = data.draw(orders(len(group)))
+    numels = [math.prod(group[index]) for index in order]
+    assert reassembled(numels, *partitions(numels, None, world_size)) == each_once(numels)
+
+
+@given(groups(), world_sizes)
+def test_fragments_and_padding_of_a_rank_fill_its_partition(group, world_size):
+    numels = [math.prod(shape) for shape in group]
+    starts, partition, _ = partitions(numels, None, world_size)
+    for rank in range(world_size):
+        held = sum(fragment.numel for fragment in flat_fragments(numels, starts, partition, rank))
+        assert held + flat_padding(starts[-1], partition, rank) == partition
+
+
+@given(st.integers(0, 10_000), world_sizes)
+def test_flat_padding_of_all_ranks_adds_up(total, world_size):
+    partition = flat_partition_numel(total, world_size)
+    assert sum(flat_padding(total, partition, r) for r in range(world_size)) == partition * world_size - total
+
+
+@given(st.integers(0, 10_000), world_sizes)
+def test_flat_partition_is_the_smallest_aligned_one_that_holds_the_group(total, world_size):
+    partition = flat_partition_numel(total, world_size)
+    assert partition % FLAT_ALIGNMENT == 0
+    assert (partition - FLAT_ALIGNMENT) * world_size < total or partition == 0
+    assert partition * world_size >= total
+
+
+@given(groups(), st.sampled_from([2, 4, 8, 16]))
+def test_aligned_parameters_start_on_a_multiple(group, multiple):
+    numels = [math.prod(shape) for shape in group]
+    pads = alignment_padding(numels, multiple)
+    assert all(start % multiple == 0 for start in flat_starts(numels, pads))
+    assert all(0 <= pad < multiple for pad in pads)
+
+
+@given(groups(), world_sizes)
+def test_fragments_come_in_the_order_of_the_partition_and_are_never_empty(group, world_size):
+    numels = [math.prod(shape) for shape in group]
+    starts, partition, _ = partitions(numels, None, world_size)
+    for rank in range(world_size):
+        at = 0
+        for fragment in flat_fragments(numels, starts, partition, rank):
+            assert fragment.position == at
+            assert fragment.numel > 0
+            at += fragment.numel
+
+
+@given(shapes(), world_sizes)
+def test_shards_of_a_parameter_hold_every_element_once_in_rank_order(shape, world_size):
+    numel = math.prod(shape)
+    shards = [shard_fragment(numel, world_size, rank) for rank in range(world_size)]
+    assert [i for start, size in shards for i in range(start, start + size)] == list(range(numel))
+
+
+@given(shapes(), world_sizes)
+def test_every_shard_fits_and_only_padding_is_missing(shape, world_size):
+    numel = math.prod(shape)
+    per_rank = shard_numel(numel, world_size)
+    sizes = [shard_fragment(numel, world_size, rank)[1] for rank in range(world_size)]
+    assert all(0 <= size <= per_rank for size in sizes)
+    assert sum(per_rank - size for size in sizes) == per_rank * world_size - numel < max(world_size, 1)
+
+
+def test_more_ranks_than_elements_leaves_trailing_ranks_all_padding():
+    partition = flat_partition_numel(3, 8)
+    assert partition == 2
+    assert [flat_padding(3, partition, rank) for rank in range(8)] == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert list(flat_fragments([3], [0, 3], partition, 1)) == [Fragment(0, 2, 0, 1)]
+    assert list(flat_fragments([3], [0, 3], partition, 5)) == []
+
+
+def test_shards_of_a_parameter_smaller_than_the_world():
+    assert [shard_fragment(2, 4, rank) for rank in range(4)] == [(0, 1), (1, 1), (2, 0), (2, 0)]
+
+
+def test_empty_group_has_empty_partitions():
+    assert flat_partition_numel(0, 4) == 0
+    assert flat_padding(0, 0, 3) == 0
+    assert list(flat_fragments([], [0], 0, 0)) == []
+
+
+def test_round_robin_deals_parameters_to_ranks_like_cards():
+    assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
+
+
+def test_round_robin_of_one_rank_is_the_optimizers_order():
+    assert round_robin_order(5, 1) == [0, 1, 2, 3, 4]
+
+
+def test_round_robin_with_more_ranks_than_parameters_is_the_optimizers_order():
+    assert round_robin_order(3, 8) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+@pytest.mark.parametrize("cut", [flat_partition_numel, shard_numel, round_robin_order], ids=lambda f: f.__name__)
+def test_world_without_ranks_is_refused(cut, world_size):
+    with pytest.raises(UsageError, match=f"expected at least 1, found {world_size}"):
+        cut(10, world_size)
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_shard_of_a_world_without_ranks_is_refused(world_size):
+    with pytest.raises(UsageError):
+        shard_fragment(10, world_size, 0)

@@ -1,0 +1,405 @@
+"""Spans that cover a hole become copies that put every element in its place, once; any other spans are refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies import extents, shapes, storages, tilings
+from zckpt.dtypes import itemsize
+from zckpt.errors import LayoutError
+from zckpt.plan import Copy, Hole, TargetFile, fill, plan, row_major
+from zckpt.state import Extent, Slot, Span
+
+FILE = "shard"
+SIZE = 4
+"""Bytes of the element type that these tests use where its size does not matter."""
+
+OFFSET = 100
+"""Byte of the target at which the hole lies."""
+
+
+def indices(extent: Extent, shape: tuple[int, ...]) -> np.ndarray:
+    """Return which elements of the flattened tensor an extent holds, in its order. The reference, by numpy alone."""
+    tensor = np.arange(math.prod(shape)).reshape(shape)
+    box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
+    return box.reshape(-1)[extent.start : extent.start + extent.numel]
+
+
+def flat_span(extent: Extent, path: str = FILE, offset: int = 0) -> Span:
+    return Span(extent, path, offset, "int32")
+
+
+def slot_of(shape: tuple[int, ...], *spans: Span) -> Slot:
+    return Slot("exp_avg", "int32", shape, spans)
+
+
+def hole_of(slot: Slot, extent: Extent | None = None, dtype: str = "int32") -> Hole:
+    return Hole(OFFSET, "exp_avg/wte.weight", slot, extent or Extent.whole(slot.shape), dtype)
+
+
+def run(copies: list[Copy], files: dict[str, np.ndarray], numel: int, dtype: str = "int32") -> list[list[int]]:
+    """Do by hand what copies say; return for each element of the hole the values that were written to it."""
+    written: list[list[int]] = [[] for _ in range(numel)]
+    for copy in copies:
+        (source,) = copy.sources
+        for index in np.ndindex(copy.shape):
+            here = source.offset + sum(i * s for i, s in zip(index, source.strides, strict=True))
+            there = copy.offset + sum(i * s for i, s in zip(index, copy.strides, strict=True)) - OFFSET
+            assert here % itemsize(copy.source_dtype) == there % itemsize(dtype) == 0
+            written[there // itemsize(dtype)].append(int(files[source.path][here // itemsize(copy.source_dtype)]))
+    return written
+
+
+def each_once(values: np.ndarray) -> list[list[int]]:
+    return [[int(value)] for value in values]
+
+
+def packed(tiles: list[Extent], shape: tuple[int, ...]) -> tuple[list[Span], np.ndarray]:
+    """Lay extents end to end in one file; return their spans and the file's elements."""
+    spans, content = [], []
+    for tile in tiles:
+        spans.append(flat_span(tile, offset=sum(map(len, content)) * SIZE))
+        content.append(indices(tile, shape))
+    return spans, np.concatenate(content or [np.zeros(0, int)])
+
+
+# --- complete covers -------------------------------------------------------------------------------------------
+
+
+@given(st.data(), shapes())
+def test_every_element_comes_to_its_place_once(data, shape):
+    spans, content = packed(data.draw(tilings(shape)), shape)
+    copies = fill(hole_of(slot_of(shape, *spans)))
+    assert run(copies, {FILE: content}, math.prod(shape)) == each_once(np.arange(math.prod(shape)))
+
+
+@given(st.data(), shapes())
+def test_any_extent_is_filled_from_any_tiling(data, shape):
+    spans, content = packed(data.draw(tilings(shape)), shape)
+    extent = data.draw(extents(shape))
+    copies = fill(hole_of(slot_of(shape, *spans), extent))
+    assert run(copies, {FILE: content}, extent.numel) == each_once(indices(extent, shape))
+
+
+@given(st.data(), shapes())
+def test_target_cut_as_boxes_and_ranges_is_filled_piece_by_piece(data, shape):
+    spans, content = packed(data.draw(tilings(shape)), shape)
+    slot = slot_of(shape, *spans)
+    for extent in data.draw(tilings(shape)):
+        found = run(fill(hole_of(slot, extent)), {FILE: content}, extent.numel)
+        assert found == each_once(indices(extent, shape))
+
+
+@given(st.data(), shapes(empty=False))
+def test_boxes_that_are_stored_in_another_order_are_put_in_row_major_order(data, shape):
+    whole = Extent.whole(shape)
+    strides, stored = data.draw(storages(shape))
+    content = np.full(stored, -1)
+    np.lib.stride_tricks.as_strided(content, shape, [s * content.itemsize for s in strides])[...] = np.arange(
+        whole.numel
+    ).reshape(shape)
+    slot = slot_of(shape, Span(whole, FILE, 0, "int32", strides))
+    extent = data.draw(extents(shape))
+    assert run(fill(hole_of(slot, extent)), {FILE: content}, extent.numel) == each_once(indices(extent, shape))
+
+
+@given(shapes(empty=False))
+def test_expanded_tensor_is_written_out(shape):
+    strides = tuple(0 for _ in shape)
+    slot = slot_of(shape, Span(Extent.whole(shape), FILE, 0, "int32", strides))
+    found = run(fill(hole_of(slot)), {FILE: np.array([7])}, math.prod(shape))
+    assert found == [[7]] * math.prod(shape)
+
+
+@given(st.data(), shapes(), st.sampled_from(["float64", "bfloat16", "float8_e5m2"]))
+def test_places_in_the_target_are_counted_in_its_own_element_type(data, shape, dtype):
+    spans, content = packed(data.draw(tilings(shape)), shape)
+    copies = fill(hole_of(slot_of(shape, *spans), dtype=dtype))
+    assert run(copies, {FILE: content}, math.prod(shape), dtype) == each_once(np.arange(math.prod(shape)))
+    assert all(copy.target_dtype == dtype for copy in copies)
+
+
+def test_zero_slices_of_a_tensor_parallel_slice():
+    """Rank (tp 1, dp 1) of two by two: the second half of the right half of a 4 x 6 matrix."""
+    shape = (4, 6)
+    tiles = [Extent((0, 3 * tp), (4, 3), 6 * dp, 6) for tp in range(2) for dp in range(2)]
+    spans = [flat_span(tile, f"tp{i // 2}dp{i % 2}") for i, tile in enumerate(tiles)]
+    files = {span.path: indices(tile, shape) for span, tile in zip(spans, tiles, strict=True)}
+    assert run(fill(hole_of(slot_of(shape, *spans))), files, 24) == each_once(np.arange(24))
+
+
+def test_rows_of_a_fused_projection_that_are_interleaved_over_ranks():
+    """q, k and v of two tensor-parallel ranks: each rank's file has its share of all three, one after the other."""
+    shape = (12, 5)
+    spans, files = [], {}
+    for rank in range(2):
+        tiles = [Extent((4 * part + 2 * rank, 0), (2, 5), 0, 10) for part in range(3)]
+        spans += [flat_span(tile, f"tp{rank}", 10 * SIZE * part) for part, tile in enumerate(tiles)]
+        files[f"tp{rank}"] = np.concatenate([indices(tile, shape) for tile in tiles])
+    assert run(fill(hole_of(slot_of(shape, *spans))), files, 60) == each_once(np.arange(60))
+
+
+def test_element_outside_of_what_is_wanted_is_not_copied():
+    slot = slot_of((10,), flat_span(Extent.flat((10,), 0, 4)), flat_span(Extent.flat((10,), 4, 6), offset=400))
+    (copy,) = fill(hole_of(slot, Extent.flat((10,), 5, 3)))
+    assert (copy.sources[0].offset, copy.shape) == (404, (3,))
+
+
+def test_number_is_one_element():
+    (copy,) = fill(hole_of(slot_of((), flat_span(Extent.whole(()), offset=12))))
+    assert (copy.shape, copy.sources[0].offset, copy.offset, copy.nbytes) == ((1,), 12, OFFSET, 4)
+
+
+def test_number_with_strides_is_one_element():
+    (copy,) = fill(hole_of(slot_of((), Span(Extent.whole(()), FILE, 12, "int32", ()))))
+    assert (copy.shape, copy.is_bytewise) == ((1,), True)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 5)])
+def test_tensor_without_elements_needs_no_span_and_no_copy(shape):
+    assert fill(hole_of(slot_of(shape))) == []
+    assert fill(hole_of(slot_of(shape, flat_span(Extent.whole(shape))))) == []
+
+
+def test_spans_without_elements_are_let_pass():
+    empty = [flat_span(Extent.flat((4,), at, 0), offset=999) for at in (0, 2, 4)]
+    (copy,) = fill(hole_of(slot_of((4,), *empty, flat_span(Extent.whole((4,))))))
+    assert copy.numel == 4
+
+
+# --- covers that are not complete, or more than that ------------------------------------------------------------
+
+
+@given(st.data(), shapes(empty=False))
+def test_any_missing_element_is_refused(data, shape):
+    tiles = [tile for tile in data.draw(tilings(shape)) if tile.numel]
+    lost = data.draw(st.integers(0, len(tiles) - 1))
+    shorter = replace(tiles[lost], numel=tiles[lost].numel - 1)
+    spans = [flat_span(tile) for tile in [*tiles[:lost], shorter, *tiles[lost + 1 :]]]
+    with pytest.raises(LayoutError, match="not every element"):
+        fill(hole_of(slot_of(shape, *spans)))
+
+
+@given(st.data(), shapes(empty=False))
+def test_any_doubled_element_is_refused(data, shape):
+    tiles = [tile for tile in data.draw(tilings(shape)) if tile.numel]
+    twice = data.draw(st.sampled_from(tiles))
+    start = data.draw(st.integers(0, twice.numel - 1))
+    again = replace(twice, start=twice.start + start, numel=1)
+    spans = [flat_span(tile) for tile in data.draw(st.permutations([*tiles, again]))]
+    with pytest.raises(LayoutError, match="more than once"):
+        fill(hole_of(slot_of(shape, *spans)))
+
+
+@given(st.data(), shapes(empty=False))
+def test_compensating_gap_and_overlap_are_refused(data, shape):
+    """As many elements as there should be, but one is missing and another there twice."""
+    numel = math.prod(shape)
+    tiles = [t for t in data.draw(tilings(shape)) if t.numel]
+    if numel < 2 or len(tiles) < 2:
+        return
+    lost, doubled = data.draw(st.permutations(range(len(tiles))))[:2]
+    spans = [flat_span(tile) for i, tile in enumerate(tiles) if i != lost]
+    rest = replace(tiles[lost], numel=tiles[lost].numel - 1)
+    extra = replace(tiles[doubled], numel=1)
+    spans += [flat_span(rest), flat_span(extra)]
+    assert sum(span.extent.numel for span in spans) == numel
+    with pytest.raises(LayoutError, match="more than once"):
+        fill(hole_of(slot_of(shape, *spans)))
+
+
+def refused(shape: tuple[int, ...], *tiles: Extent) -> str:
+    with pytest.raises(LayoutError) as caught:
+        fill(hole_of(slot_of(shape, *[flat_span(tile) for tile in tiles])))
+    return str(caught.value)
+
+
+def test_two_equal_spans_are_refused():
+    whole = Extent.whole((4, 4))
+    assert "exp_avg/wte.weight: some elements are there more than once" in refused((4, 4), whole, whole)
+
+
+def test_overlapping_ranges_are_refused():
+    assert "more than once" in refused((10,), Extent.flat((10,), 0, 6), Extent.flat((10,), 5, 5))
+
+
+def test_overlapping_boxes_are_refused():
+    assert "more than once" in refused((4, 4), Extent((0, 0), (4, 3), 0, 12), Extent((0, 2), (4, 2), 0, 8))
+
+
+def test_overlapping_ranges_of_one_box_are_refused():
+    halves = [Extent((0, 0), (4, 2), 0, 5), Extent((0, 0), (4, 2), 4, 4)]
+    assert "more than once" in refused((4, 4), *halves, Extent((0, 2), (4, 2), 0, 8))
+
+
+def test_box_over_a_range_is_refused():
+    assert "more than once" in refused((4, 4), Extent.flat((4, 4), 0, 12), Extent((2, 0), (2, 4), 0, 8))
+
+
+def test_range_and_box_that_make_up_the_number_but_overlap_are_refused():
+    assert "more than once" in refused((4, 4), Extent.flat((4, 4), 0, 8), Extent((1, 0), (2, 4), 0, 8))
+
+
+def test_ranges_with_a_gap_and_an_overlap_of_the_same_size_are_refused():
+    assert "more than once" in refused((10,), Extent.flat((10,), 0, 6), Extent.flat((10,), 4, 4))
+
+
+def test_number_that_is_there_twice_is_refused():
+    assert "more than once" in refused((), Extent.whole(()), Extent.whole(()))
+
+
+def test_number_that_is_there_twice_in_another_layout_is_refused():
+    spans = [flat_span(Extent.whole(())), Span(Extent.whole(()), FILE, 0, "int32", ())]
+    with pytest.raises(LayoutError, match="more than once"):
+        fill(hole_of(slot_of((), *spans)))
+
+
+def test_nothing_at_all_is_refused_with_advice():
+    assert refused((10,)) == (
+        "exp_avg/wte.weight: not every element is there: expected 10 elements, found 0; "
+        "a rank's file is missing or belongs to another run"
+    )
+
+
+def test_gap_between_boxes_is_refused():
+    assert "not every element" in refused((4, 4), Extent((0, 0), (4, 1), 0, 4), Extent((0, 2), (4, 2), 0, 8))
+
+
+def test_strided_span_over_a_range_is_refused():
+    whole = Extent.whole((2, 2))
+    spans = [Span(whole, FILE, 0, "int32", (1, 2)), flat_span(Extent.flat((2, 2), 0, 1))]
+    with pytest.raises(LayoutError, match="more than once"):
+        fill(hole_of(slot_of((2, 2), *spans)))
+
+
+# --- as few copies as there can be ------------------------------------------------------------------------------
+
+
+def only_copy(slot: Slot, extent: Extent | None = None) -> Copy:
+    (copy,) = fill(hole_of(slot, extent))
+    return copy
+
+
+@given(shapes(empty=False))
+def test_contiguous_tensor_is_one_run(shape):
+    copy = only_copy(slot_of(shape, flat_span(Extent.whole(shape))))
+    assert copy.is_bytewise
+    assert copy.shape == (math.prod(shape),)
+
+
+@given(shapes(empty=False))
+def test_contiguous_tensor_given_with_its_strides_is_one_run(shape):
+    copy = only_copy(slot_of(shape, Span(Extent.whole(shape), FILE, 0, "int32", row_major(shape))))
+    assert copy.is_bytewise
+    assert copy.shape == (math.prod(shape),)
+
+
+def test_rows_of_a_matrix_are_one_run():
+    slot = slot_of((4, 6), flat_span(Extent((0, 0), (2, 6), 0, 12)), flat_span(Extent((2, 0), (2, 6), 0, 12)))
+    assert [copy.is_bytewise for copy in fill(hole_of(slot))] == [True, True]
+
+
+def test_columns_of_a_matrix_are_one_strided_copy():
+    slot = slot_of((4, 6), flat_span(Extent((0, 0), (4, 3), 0, 12)), flat_span(Extent((0, 3), (4, 3), 0, 12)))
+    left, right = fill(hole_of(slot))
+    assert (left.shape, left.strides, left.sources[0].strides) == ((4, 3), (24, 4), (12, 4))
+    assert right.offset - left.offset == 12
+
+
+def test_dimensions_that_are_contiguous_on_both_sides_are_joined():
+    slot = slot_of(
+        (2, 4, 3, 5),
+        flat_span(Extent((0, 0, 0, 0), (2, 2, 3, 5), 0, 60)),
+        flat_span(Extent((0, 2, 0, 0), (2, 2, 3, 5), 0, 60)),
+    )
+    assert [copy.shape for copy in fill(hole_of(slot))] == [(2, 30), (2, 30)]
+
+
+@given(st.data(), shapes(empty=False))
+def test_range_of_a_tensor_is_one_run(data, shape):
+    low = data.draw(st.integers(0, math.prod(shape) - 1))
+    copy = only_copy(slot_of(shape, flat_span(Extent.whole(shape))), Extent.flat(shape, low, math.prod(shape) - low))
+    assert copy.is_bytewise
+
+
+def test_cast_and_other_byte_order_are_not_bytewise():
+    whole = Extent.whole((4,))
+    assert not fill(hole_of(slot_of((4,), flat_span(whole)), dtype="int64"))[0].is_bytewise
+    assert not only_copy(slot_of((4,), Span(whole, FILE, 0, "int32", None, "big"))).is_bytewise
+
+
+def test_byte_order_of_single_bytes_does_not_matter():
+    slot = Slot("x", "int8", (4,), (Span(Extent.whole((4,)), FILE, 0, "int8", None, "big"),))
+    assert fill(hole_of(slot, dtype="int8"))[0].is_bytewise
+
+
+# --- averaged replicas ------------------------------------------------------------------------------------------
+
+
+def averaged(*sets: list[Span]) -> Slot:
+    return Slot("weight", "int32", (6,), tuple(sets[0]), tuple(tuple(one) for one in sets[1:]))
+
+
+def halves(path: str, at: int = 3, **changes: str) -> list[Span]:
+    tiles = [Extent.flat((6,), 0, at), Extent.flat((6,), at, 6 - at)]
+    return [replace(flat_span(tile, path, tile.start * SIZE), **changes) for tile in tiles]
+
+
+def test_replicas_become_copies_with_several_sources():
+    copies = fill(hole_of(averaged(halves("a"), halves("b"), halves("c"))))
+    assert [[source.path for source in copy.sources] for copy in copies] == [["a", "b", "c"]] * 2
+    assert [(copy.shape, copy.offset) for copy in copies] == [((3,), OFFSET), ((3,), OFFSET + 12)]
+    assert not any(copy.is_bytewise for copy in copies)
+
+
+def test_replica_in_another_place_of_its_file_is_averaged():
+    moved = [replace(span, offset=span.offset + 64) for span in halves("b")]
+    first, second = fill(hole_of(averaged(halves("a"), moved)))
+    assert [source.offset for source in first.sources] == [0, 64]
+    assert [source.offset for source in second.sources] == [12, 76]
+
+
+def test_replica_with_a_gap_is_refused():
+    with pytest.raises(LayoutError, match="not every element"):
+        fill(hole_of(averaged(halves("a"), halves("b")[:1])))
+
+
+def test_replicas_that_are_cut_differently_are_refused():
+    with pytest.raises(LayoutError, match="stored differently"):
+        fill(hole_of(averaged(halves("a"), halves("b", at=2))))
+
+
+def test_replicas_of_different_element_types_are_refused():
+    with pytest.raises(LayoutError, match="stored differently"):
+        fill(hole_of(averaged(halves("a"), halves("b", dtype="float32"))))
+
+
+def test_replicas_of_different_byte_orders_are_refused():
+    with pytest.raises(LayoutError, match="stored differently"):
+        fill(hole_of(averaged(halves("a"), halves("b", byteorder="big"))))
+
+
+# --- what a plan says of itself ---------------------------------------------------------------------------------
+
+
+def test_plan_counts_what_it_reads_and_writes():
+    whole = Extent.whole((6,))
+    mean = Slot("weight", "int32", (6,), (flat_span(whole),), ((flat_span(whole, "b"),),))
+    plain = slot_of((6,), flat_span(whole))
+    made = plan(
+        [TargetFile("a", 300, holes=[hole_of(mean)]), TargetFile("b", 200, holes=[hole_of(plain, dtype="int16")])]
+    )
+    assert made.read_nbytes == 2 * 24 + 24
+    assert made.copy_nbytes == 24 + 12
+    assert made.write_nbytes == 500
+
+
+def test_plan_of_a_file_with_an_incomplete_hole_is_refused():
+    with pytest.raises(LayoutError):
+        plan([TargetFile("a", 300, holes=[hole_of(slot_of((6,)))])])
