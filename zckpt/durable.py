@@ -93,6 +93,8 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
             yield partials
             for partial in partials:
                 _sync(partial)
+            for target in targets:
+                check_target(target, overwrite=overwrite)
             for partial, target in zip(partials, targets, strict=True):
                 partial.replace(target)
         except BaseException:
@@ -121,6 +123,7 @@ def written_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
             yield partial
             for path in [*sorted(partial.rglob("*")), partial]:
                 _sync(path)
+            check_target(target, overwrite=overwrite)
             if os.path.lexists(target):
                 _remove(old)
                 target.replace(old)
@@ -139,7 +142,7 @@ def written_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 

@@ -64,21 +64,26 @@ def pieces(fill: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
             for part in _cut(copy, most_bytewise if copy.is_bytewise else most):
                 yield Piece(part.offset, part.nbytes, (part,))
         return
-    yield from _interleaved(fill.copies, fill.hole.offset, fill.hole.offset + fill.hole.nbytes, most)
+    hole = fill.hole
+    origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
+    yield from _interleaved(fill.copies, origin, hole.offset, hole.offset + hole.nbytes, most)
 
 
-def _interleaved(copies: Sequence[Copy], start: int, end: int, most: int) -> Iterator[Piece]:
+def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
     """Cut bytes [start, end) of the target, which the copies fill together, into windows of whole rows.
 
-    A row that is larger than `most` is cut in the same way, along the next dimension.
+    Rows lie on a grid that begins at `origin`, where the first element of the hole's box is or would be. A row that
+    is larger than `most` is cut in the same way, along the next dimension.
     """
     step = max(copy.strides[0] for copy in copies)
     size = max(most // step, 1) * step
-    for low in range(start, end, size):
-        high = min(low + size, end)
-        parts = tuple(part for copy in copies if (part := _window(copy, start, low, high)) is not None)
-        if high - low > most and len(parts) > 1:
-            yield from _interleaved([_without_row(part, step) for part in parts], low, high, most)
+    for window in range(start - (start - origin) % size, end, size):
+        low, high = max(window, start), min(window + size, end)
+        parts = tuple(part for copy in copies if (part := _window(copy, origin, window, window + size)) is not None)
+        if len(parts) == 1 and _is_dense(parts[0]):
+            yield from (Piece(part.offset, part.nbytes, (part,)) for part in _cut(parts[0], most))
+        elif high - low > most:
+            yield from _interleaved([_without_row(part, step) for part in parts], window, low, high, most)
         else:
             yield Piece(low, high - low, parts)
 
@@ -120,13 +125,13 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
-def _window(copy: Copy, start: int, low: int, high: int) -> Copy | None:
+def _window(copy: Copy, origin: int, low: int, high: int) -> Copy | None:
     """Return the rows of a copy that lie in bytes [low, high) of the target, or None.
 
-    Rows of all copies lie on one grid that begins at `start`, and windows are whole numbers of them.
+    Rows of all copies lie on one grid that begins at `origin`, and windows are whole numbers of them.
     """
     step = copy.strides[0]
-    base = copy.offset - (copy.offset - start) % step
+    base = copy.offset - (copy.offset - origin) % step
     first = max(-(-(low - base) // step), 0)
     last = min(-(-(high - base) // step), copy.shape[0])
     return _rows(copy, first, last - first) if first < last else None

@@ -9,7 +9,7 @@ reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zckpt.errors import LayoutError
@@ -48,19 +48,53 @@ class FlatGroup:
         return [math.prod(shape) for shape in self.shapes.values()]
 
 
-def element_slots(shards: Sequence[OptimizerShard]) -> set[str]:
-    """Return the optimizer's keys whose tensors have a value for each element of the partition, in every group.
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`."""
 
-    A tensor of another size (a vector for the whole group) makes its key one that is not per element.
+    member: OptimizerShard
+    group: int
+    low: int
+    high: int
+
+
+def flat_cases(group: FlatGroup, members: Sequence[OptimizerShard]) -> list[Case]:
+    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic."""
+    total = flat_starts(group.numels, group.pads)[-1]
+    partition = _partition_numel(group, members, total)
+    needed = [partition - flat_padding(total, partition, position) for position in range(len(members))]
+    return [
+        Case(member, group.index, need if member.elastic else partition, partition)
+        for member, need in zip(members, needed, strict=True)
+    ]
+
+
+def element_slots(cases: Iterable[Case]) -> set[str]:
+    """Return the optimizer's keys that have a value for each element; the others have one for a whole group.
+
+    Raises
+    ------
+    LayoutError
+        A key has a value for each element on some ranks or in some groups, and not on others.
     """
-    keys = {key for shard in shards for state in shard.tensors for key in state}
-    for shard in shards:
-        for master, state in zip(shard.masters, shard.tensors, strict=True):
-            full = master.storage.nbytes // master.itemsize
-            for key, tensor in state.items():
-                if len(tensor.shape) != 1 or not master.numel <= tensor.numel <= max(full, master.numel):
-                    keys.discard(key)
-    return keys
+    votes: dict[str, dict[bool, Case]] = {}
+    for case in cases:
+        for key, tensor in case.member.tensors[case.group].items():
+            fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
+            if case.high > 1 or not fits:  # one element of one element says nothing
+                votes.setdefault(key, {}).setdefault(fits, case)
+            else:
+                votes.setdefault(key, {})
+    for key, found in votes.items():
+        if len(found) == 2:
+            odd = found[False]
+            raise LayoutError(
+                f"rank {odd.member.rank}, group {odd.group}: {key} does not have a value for each element",
+                path=odd.member.path,
+                expected=f"{odd.high} elements, as elsewhere",
+                found=odd.member.tensors[odd.group][key].shape,
+            )
+    return {key for key, found in votes.items() if False not in found}
 
 
 def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]) -> tuple[Slots, list[Padding]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.experts import expert_parallel_size, experts_per_rank, global_name
-from zckpt.formats.deepspeed.flat import cut_group, element_slots
+from zckpt.formats.deepspeed.flat import Case, cut_group, element_slots, flat_cases
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
 from zckpt.formats.deepspeed.per_parameter import cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
@@ -78,12 +78,15 @@ def _read_flat(
     trained: Trained,
 ) -> None:
     dp = len(members)
-    keys = element_slots(members)
     known = {name: tensor.shape for name, tensor in model.module.items()}
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
-    for group in flat_groups(model, members, known):
+    groups = flat_groups(model, members, known)
+    degrees = [expert_parallel_size(dp, members[0].partition_count[g.index], g.shapes) for g in groups]
+    shared = [members[first::ep] for ep in degrees for first in range(ep)]
+    owners = [group for group, ep in zip(groups, degrees, strict=True) for _ in range(ep)]
+    keys = element_slots(case for g, ranks in zip(owners, shared, strict=True) for case in flat_cases(g, ranks))
+    for group, ep in zip(groups, degrees, strict=True):
         count = members[0].partition_count[group.index]
-        ep = expert_parallel_size(dp, count, group.shapes)
         state.expert_parallel = max(state.expert_parallel, ep)
         per_rank = experts_per_rank(group.shapes)
         names: list[str] = []
@@ -114,7 +117,8 @@ def _read_parameterwise(
         shapes.update(one)
     if len(shapes) != sum(map(len, model.param_shapes)):
         raise LayoutError("a parameter is in two param groups", path=model.shard.path)
-    keys = element_slots(members)
+    sizes = [(member, index, master.numel) for member in members for index, master in enumerate(member.masters)]
+    keys = element_slots(Case(member, index, numel, numel) for member, index, numel in sizes)
     slots, sub_groups, state.padding = cut_parameters(shapes, members, keys)
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
