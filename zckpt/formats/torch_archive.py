@@ -1,21 +1,71 @@
-"""A tree of plain data and slots as a file that `torch.load` reads, weights_only and memory-mapped included.
+"""A tree of plain data, inert nodes and tensors as a file that `torch.load` reads, weights_only and mapped included.
 
 STEM/data.pkl  STEM/.format_version  STEM/.storage_alignment  STEM/byteorder  STEM/data/0 ...  STEM/version
 STEM/.data/serialization_id
+
+Where the bytes of a tensor in the tree come from:
+
+    view(new_storage(dtype, numel, parts), shape, start=...)   parts of slots and known bytes; zeros between them
+    SlotTensor, ValueTensor                                    a new storage of its own
+    FromFile(node, path)                                       every tensor of another file below it: that file
+
+Tensors share memory when they are views of one storage object, as they do in torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from zckpt.dtypes import itemsize
+from zckpt.boxes import row_major
+from zckpt.dtypes import DTYPES, itemsize
+from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.plan import Checksum, Hole, Literal, TargetFile
-from zckpt.state import Extent, Slot
-from zckpt.torchfile.archive_writer import ALIGNMENT, Record, lay_out_archive
-from zckpt.torchfile.objects import OrderedMapping
-from zckpt.torchfile.pickle_writer import NewTensor, dump
+from zckpt.state import Extent, Slot, Span
+from zckpt.torchfile.archive_writer import ALIGNMENT, Placed, Record, lay_out_archive
+from zckpt.torchfile.pickle_writer import FromFile, Mentioned, dump
+from zckpt.torchfile.tensors import Storage, Tensor
+
+__all__ = ["FromFile", "NewStorage", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out", "new_storage",
+           "view"]  # fmt: skip
+
+ZEROS = bytes(1 << 20)
+"""Written where no part of a storage is: its checksum then follows from those of the parts, without reading it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPart:
+    """An extent of a slot from element `start` of a new storage; by default the whole slot."""
+
+    start: int
+    slot: Slot
+    label: str
+    extent: Extent | None = None
+
+    @property
+    def wanted(self) -> Extent:
+        """The extent."""
+        return Extent.whole(self.slot.shape) if self.extent is None else self.extent
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePart:
+    """Known bytes from element `start` of a new storage."""
+
+    start: int
+    data: bytes
+
+
+Part = SlotPart | ValuePart
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewStorage(Storage):
+    """A storage that is to be written: `parts` in their order, and zeros where none is. Made by `new_storage`."""
+
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,43 +86,105 @@ class ValueTensor:
     shape: tuple[int, ...]
 
 
+def new_storage(dtype: str, numel: int, parts: Sequence[Part] = (), *, location: str = "cpu") -> NewStorage:
+    """Return a storage that is to be written.
+
+    Parameters
+    ----------
+    dtype : str
+        Slots of another type are cast.
+    numel : int, elements
+    parts : sequence of SlotPart or ValuePart
+        In any order; elements that none of them holds are zero.
+    location : str
+        Device tag.
+
+    Raises
+    ------
+    LayoutError
+        Parts overlap or leave the storage.
+    """
+    size, end = itemsize(dtype), 0
+    ordered = sorted((part for part in parts if _numel(part, size)), key=lambda part: part.start)
+    for part in ordered:
+        if part.start < end or (isinstance(part, ValuePart) and len(part.data) % size):
+            raise LayoutError("parts of a storage overlap", expected=f"from element {end}", found=part.start)
+        end = part.start + _numel(part, size)
+    if end > numel:
+        raise LayoutError("parts leave their storage", expected=f"at most {numel} elements", found=end)
+    return NewStorage("", dtype, numel * size, location, 0, tuple(ordered))
+
+
+def view(
+    storage: Storage,
+    shape: tuple[int, ...],
+    *,
+    start: int = 0,
+    strides: tuple[int, ...] | None = None,
+    like: Tensor | None = None,
+) -> Tensor:
+    """Return a tensor that is a view of a storage.
+
+    Parameters
+    ----------
+    storage : NewStorage
+    shape : tuple of int, elements
+    start : int, elements
+        Of its first element, in the storage.
+    strides : tuple of int, elements, optional
+        By default it is contiguous.
+    like : Tensor, optional
+        Whose gradient flag, class, attributes and so on it is to have.
+
+    Raises
+    ------
+    LayoutError
+        It leaves the storage.
+    """
+    steps = row_major([max(size, 1) for size in shape]) if strides is None else strides
+    end = start + 1 + sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) if math.prod(shape) else 0
+    numel = storage.nbytes // itemsize(storage.dtype)
+    if end > numel:
+        raise LayoutError("a tensor leaves its storage", expected=f"at most {numel} elements", found=end)
+    function = "_rebuild_tensor_v2" if DTYPES[storage.dtype].storage else "_rebuild_tensor_v3"
+    made = Tensor(storage, storage.dtype, shape, steps, start, "little", rebuild=function)
+    if like is None:
+        return made
+    place = {name: getattr(made, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
+    return replace(like, byteorder="little", rebuild=function, **place)
+
+
 def lay_out(name: str, root: object) -> TargetFile:
-    """Return a torch file that holds a tree in which SlotTensors and ValueTensors stand for tensors.
+    """Return a torch file that holds a tree.
 
     Parameters
     ----------
     name : str
         File name within the target; its stem becomes the archive's root.
     root : object
+        Plain data, nodes of `zckpt.torchfile`, and the tensors named above.
 
     Raises
     ------
     UnsupportedError
-        The tree holds something that is not plain data.
+        The tree holds something that cannot be written.
     """
-    tensors: list[SlotTensor | ValueTensor] = []
-    pickled = dump(_with_keys(root, tensors))
+    pickled = dump(root, _StandIns())
     stem = name.rsplit("/", 1)[-1].rsplit(".", 1)[0] or "archive"
-    identity = hashlib.blake2b(pickled, digest_size=16).hexdigest()
-    records = [
-        _record(f"{stem}/data.pkl", pickled),
+    identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
+    before = [
+        _record(f"{stem}/data.pkl", pickled.data),
         _record(f"{stem}/.format_version", b"1"),
         _record(f"{stem}/.storage_alignment", str(ALIGNMENT).encode()),
         _record(f"{stem}/byteorder", b"little"),
-        *(_data_record(f"{stem}/data/{key}", tensor) for key, tensor in enumerate(tensors)),
-        _record(f"{stem}/version", b"3\n"),
-        _record(f"{stem}/.data/serialization_id", identity.encode()),
     ]
-    layout = lay_out_archive(records)
+    data = [_data_record(f"{stem}/data/{key}", one.storage) for key, one in enumerate(pickled.storages)]
+    after = [_record(f"{stem}/version", b"3\n"), _record(f"{stem}/.data/serialization_id", identity.encode())]
+    layout = lay_out_archive([*before, *data, *after])
     file = TargetFile(name, layout.nbytes, [Literal(offset, data) for offset, data in layout.literals])
-    holes = {f"{stem}/data/{key}": tensor for key, tensor in enumerate(tensors)}
-    for placed in layout.placed:
-        tensor = holes.get(placed.record.name)
-        if isinstance(tensor, SlotTensor):
-            extent = Extent.whole(tensor.slot.shape)
-            file.holes.append(Hole(placed.offset, tensor.label, tensor.slot, extent, tensor.dtype))
-            end = placed.offset + placed.record.nbytes
-            file.checksums.append(Checksum(placed.offset, end, placed.checksum_offsets))
+    for mentioned, placed in zip(pickled.storages, layout.placed[len(before) :], strict=False):
+        if placed.record.data is None:
+            _fill(file, mentioned, placed)
     return file
 
 
@@ -80,38 +192,74 @@ def _record(name: str, data: bytes) -> Record:
     return Record(name, data, len(data))
 
 
-def _data_record(name: str, tensor: SlotTensor | ValueTensor) -> Record:
-    if isinstance(tensor, ValueTensor):
-        return _record(name, tensor.data)
-    return Record(name, None, tensor.slot.numel * itemsize(tensor.dtype))
+def _data_record(name: str, storage: Storage) -> Record:
+    """Return a storage's record, with its data where that is one known value."""
+    if not storage.nbytes:
+        return _record(name, b"")
+    if isinstance(storage, NewStorage) and len(storage.parts) == 1:
+        (part,) = storage.parts
+        if isinstance(part, ValuePart) and len(part.data) == storage.nbytes:
+            return _record(name, part.data)
+    return Record(name, None, storage.nbytes)
 
 
-def _with_keys(root: object, tensors: list[SlotTensor | ValueTensor]) -> object:
-    """Return the tree with each tensor replaced by one that has a storage key, numbered in order of first mention."""
-    keys: dict[int, int] = {}
+def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
+    """Say what goes into a storage's record: holes, known bytes, zeros."""
+    size = itemsize(mentioned.dtype)
+    end = placed.offset
+    for part in _parts(mentioned):
+        at = placed.offset + part.start * size
+        file.literals.extend(_zeros(end, at))
+        if isinstance(part, SlotPart):
+            file.holes.append(Hole(at, part.label, part.slot, part.wanted, mentioned.dtype))
+        else:
+            file.literals.append(Literal(at, part.data))
+        end = at + _numel(part, size) * size
+    whole = placed.offset + placed.record.nbytes
+    file.literals.extend(_zeros(end, whole))
+    file.checksums.append(Checksum(placed.offset, whole, placed.checksum_offsets))
 
-    def replace(node: object) -> object:
-        if isinstance(node, (SlotTensor, ValueTensor)):
-            if id(node) not in keys:
-                keys[id(node)] = len(tensors)
-                tensors.append(node)
-            shape = node.slot.shape if isinstance(node, SlotTensor) else node.shape
-            numel = node.slot.numel if isinstance(node, SlotTensor) else len(node.data) // itemsize(node.dtype)
-            return NewTensor(str(keys[id(node)]), node.dtype, shape, numel)
-        return _rebuilt(node, replace)
 
-    return replace(root)
+def _parts(mentioned: Mentioned) -> tuple[Part, ...]:
+    """Return the parts of a new storage, or the one of a storage that is in a file: all its bytes, in their order."""
+    storage = mentioned.storage
+    if isinstance(storage, NewStorage):
+        return storage.parts
+    if mentioned.path is None:
+        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
+    dtype = mentioned.dtype
+    shape = (storage.nbytes // itemsize(dtype),)
+    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
+    return (SlotPart(0, Slot("storage", dtype, shape, (span,)), f"storage {storage.key} of {mentioned.path}"),)
 
 
-def _rebuilt(node: object, replace: Callable[[object], object]) -> object:
-    if type(node) is OrderedMapping:
-        ordered = OrderedMapping()
-        ordered.update((key, replace(value)) for key, value in node.items())
-        return ordered
-    if type(node) is dict:
-        return {key: replace(value) for key, value in node.items()}
-    if type(node) is list:
-        return [replace(value) for value in node]
-    if type(node) is tuple:
-        return tuple(replace(value) for value in node)
-    return node
+def _zeros(start: int, end: int) -> Iterator[Literal]:
+    for at in range(start, end, len(ZEROS)):
+        yield Literal(at, ZEROS[: end - at])
+
+
+def _numel(part: Part, size: int) -> int:
+    return part.wanted.numel if isinstance(part, SlotPart) else -(-len(part.data) // size)
+
+
+class _StandIns:
+    """Gives the tensor for a SlotTensor or ValueTensor: each time a new one, of the one storage it has."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, NewStorage] = {}
+
+    def __call__(self, node: object) -> object:
+        if isinstance(node, SlotTensor):
+            storage = self.storages.get(id(node))
+            if storage is None:
+                part = SlotPart(0, node.slot, node.label)
+                storage = self.storages[id(node)] = new_storage(node.dtype, node.slot.numel, [part])
+            return view(storage, node.slot.shape)
+        if isinstance(node, ValueTensor):
+            storage = self.storages.get(id(node))
+            if storage is None:
+                part_of = ValuePart(0, node.data)
+                numel = len(node.data) // itemsize(node.dtype)
+                storage = self.storages[id(node)] = new_storage(node.dtype, numel, [part_of])
+            return view(storage, node.shape)
+        return None

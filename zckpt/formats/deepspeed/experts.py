@@ -20,6 +20,12 @@ def is_expert(name: str) -> bool:
     return _EXPERT.fullmatch(name) is not None
 
 
+def expert_number(name: str) -> int | None:
+    """Return the number of the expert that a parameter belongs to."""
+    match = _EXPERT.fullmatch(name)
+    return int(match["number"]) if match else None
+
+
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
     numbers: dict[str, set[int]] = {}

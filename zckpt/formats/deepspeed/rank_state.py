@@ -10,8 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.errors import LayoutError
-from zckpt.formats.deepspeed.experts import expert_parallel_size, experts_per_rank, global_name
+from zckpt.errors import LayoutError, ShardError
+from zckpt.formats.deepspeed.experts import (
+    expert_number,
+    expert_parallel_size,
+    experts_per_rank,
+    global_name,
+    is_expert,
+)
 from zckpt.formats.deepspeed.flat import Case, cut_group, element_slots, flat_cases
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
 from zckpt.formats.deepspeed.per_parameter import cut_parameters, frozen_weight
@@ -189,13 +195,26 @@ def _place_parameters(
             state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
         elif name not in state.parameters:
             state.parameters[name] = _trained_outside(name, trained, tensor, where)
-    for name, (shape, slots, group) in trained.items():
-        if name not in state.parameters:
-            state.parameters[name] = Parameter(name, shape, _model_dtype(model), slots, group)
+    _place_without_weight(state, trained, model)
     _complete_aliases(state, path)
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         state.warnings.append(f"{path}: no file holds the values of {shown}; left out")
+
+
+def _place_without_weight(state: RankState, trained: Trained, model: ModelShard) -> None:
+    """Add trained parameters that no file has a weight of; an expert has a file of its own, so that is an error."""
+    for name, (shape, slots, group) in trained.items():
+        if name in state.parameters:
+            continue
+        if is_expert(name):
+            number = expert_number(name)
+            raise ShardError(
+                f"no file holds the weights of expert {number} ({name})",
+                path=model.shard.path,
+                expected=f"a file layer_*_expert_{number}_mp_rank_*_model_states.pt beside it",
+            )
+        state.parameters[name] = Parameter(name, shape, _model_dtype(model), slots, group)
 
 
 def _complete_aliases(state: RankState, path: str) -> None:

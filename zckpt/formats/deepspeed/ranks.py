@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from pathlib import Path
 
-from zckpt.errors import ShardError
+from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.jsonable import jsonable
+from zckpt.state import Scalar
 from zckpt.torchfile import plain
 
 SHOWN_RANKS = 16
@@ -32,6 +34,23 @@ def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerS
     return max(counts, key=lambda size: (counts[size], size))
 
 
+def missing_ranks(size: int, present: Collection[int]) -> str | None:
+    """Return the ranks below `size` that are not present, as text; None if there are none.
+
+    `size` comes from a file and may be any number: nothing here is as large as it.
+    """
+    count = size - sum(rank < size for rank in present)
+    if count <= 0:
+        return None
+    first = list(islice((rank for rank in range(size) if rank not in present), SHOWN_RANKS))
+    return ", ".join(map(str, first)) + (f" and {count - len(first)} more" if count > len(first) else "")
+
+
+def ranks_text(ranks: str) -> str:
+    """Return a list of ranks with the word before it that agrees with it."""
+    return f"ranks {ranks}" if "," in ranks or " " in ranks else f"rank {ranks}"
+
+
 def select(
     directory: Path, models: Sequence[ModelShard], shards: Sequence[OptimizerShard], mp_rank: int
 ) -> tuple[list[OptimizerShard], list[str]]:
@@ -43,14 +62,18 @@ def select(
     ------
     ShardError
         Ranks are missing, or a file is from another world size, step or run.
+    DamagedFileError
+        The files speak of a number of ranks that cannot be.
     """
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
-    missing = [rank for rank in range(size) if rank not in by_rank]
+    if size < 1:
+        raise DamagedFileError("unreadable world size", path=directory, expected="at least 1 rank", found=size)
+    missing = missing_ranks(size, by_rank)
     if missing:
         where = f" of mp_rank {mp_rank}" if mp_rank else ""
         raise ShardError(
-            f"optimizer files{where} are missing for rank{'s' if len(missing) > 1 else ''} {listed(missing)}",
+            f"optimizer files{where} are missing for {ranks_text(missing)}",
             path=directory,
             expected=f"{size} ranks",
             found=f"{len(by_rank)} files",
@@ -67,7 +90,7 @@ def select(
             found=listed(found),
             advice="remove or replace it",
         )
-    _check_alike(members)
+    _check_alike(members, _steps(models[0]))
     warnings = []
     extra = sorted(rank for rank in by_rank if rank >= size)
     if extra:
@@ -75,22 +98,56 @@ def select(
     return members, warnings
 
 
-def _check_alike(members: Sequence[OptimizerShard]) -> None:
-    """Raise ShardError if some ranks' files differ from the rest in what all ranks have in common."""
-    for what, facts in _common_facts(members).items():
-        values = Counter(value for value in facts if value is not None)
-        if len(values) < 2:
-            continue
-        usual = values.most_common(1)[0][0]
-        odd = [m for m, value in zip(members, facts, strict=True) if value not in (None, usual)]
-        first = facts[members.index(odd[0])] or ""
+def _steps(model: ModelShard) -> set[str]:
+    """Return the optimizer steps that a model file may go with: those of the run, less the skipped ones or not."""
+    steps, skipped = model.content.get("global_steps"), model.content.get("skipped_steps")
+    if type(steps) is not int:
+        return set()
+    return {_number(steps), _number(steps - skipped if type(skipped) is int else steps)}
+
+
+def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> None:
+    """Raise ShardError if the model files of a ZeRO-3 checkpoint are of different steps."""
+    steps = [repr(model.content.get("global_steps")) for model in models]
+    scalars = [value for member in members[:1] for one in member.scalars for key, value in one.items() if key == "step"]
+    usual, odd = _odd_ones(steps, {_number(value).removesuffix(".0") for value in scalars})
+    if odd:
         raise ShardError(
-            f"rank {listed([m.rank for m in odd])} is from another step or run: its {what} differs",
-            path=odd[0].path,
-            expected=_short(usual),
-            found=_short(first),
+            f"model file of rank {listed([models[i].shard.dp_rank or 0 for i in odd])} is from another step",
+            path=models[odd[0]].shard.path,
+            expected=f"step {usual}",
+            found=steps[odd[0]],
             advice="replace it by the file of this step",
         )
+
+
+def _odd_ones(values: Sequence[str | None], preferred: Collection[str]) -> tuple[str, list[int]]:
+    """Return the usual value, one of `preferred` where several are as usual, and which others differ from it."""
+    counts = Counter(value for value in values if value is not None)
+    if len(counts) < 2:
+        return next(iter(counts), ""), []
+    usual = max(counts, key=lambda value: (counts[value], value in preferred))
+    return usual, [index for index, value in enumerate(values) if value not in (None, usual)]
+
+
+def _check_alike(members: Sequence[OptimizerShard], steps: Collection[str]) -> None:
+    """Raise ShardError if some ranks' files differ from the rest in what all ranks have in common."""
+    for what, facts in _common_facts(members).items():
+        usual, odd = _odd_ones(facts, steps)
+        if odd:
+            raise ShardError(
+                f"rank {listed([members[i].rank for i in odd])} is from another step or run: its {what} differs",
+                path=members[odd[0]].path,
+                expected=_short(usual),
+                found=_short(facts[odd[0]] or ""),
+                advice="replace it by the file of this step",
+            )
+
+
+def _number(value: object) -> str:
+    """Return a single value as text that does not depend on how it was stored."""
+    plain_value = value.value if isinstance(value, Scalar) else value
+    return repr(float(plain_value)) if isinstance(plain_value, (int, float)) else repr(plain_value)
 
 
 def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | None]]:
@@ -105,7 +162,7 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
     for index in range(len(members[0].masters)):
         for key in dict.fromkeys(key for m in members for key in m.scalars[index]):
             facts[f"{key} of group {index}"] = [
-                None if key not in m.scalars[index] else repr(m.scalars[index][key]) for m in members
+                None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]
     facts["param groups"] = [repr([jsonable(group) for group in m.groups]) if m.groups else None for m in members]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]

@@ -10,7 +10,7 @@ from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
-from zckpt.formats.deepspeed.ranks import data_parallel_size, listed, select
+from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.stage0 import attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
@@ -107,10 +107,10 @@ def _rank_states(
     mp_ranks = sorted({m.shard.mp_rank or 0 for m in models} | {o.shard.mp_rank or 0 for o in optimizers})
     recorded = models[0].content.get("mp_world_size")
     expected = recorded if isinstance(recorded, int) and recorded > 0 else len(mp_ranks)
-    absent = [rank for rank in range(expected) if rank not in mp_ranks]
+    absent = missing_ranks(expected, mp_ranks)
     if absent or len(mp_ranks) != expected:
         raise ShardError(
-            f"files of model-parallel ranks {listed(absent or mp_ranks)} are {'missing' if absent else 'too many'}",
+            f"files of model-parallel ranks {absent} are missing" if absent else "too many model-parallel ranks",
             path=directory.path,
             expected=f"{expected} model-parallel ranks",
             found=listed(mp_ranks),
@@ -147,15 +147,16 @@ def _model_members(
     if not members or members[0].stage != 3:
         return list(own[:1])
     by_rank = {m.shard.dp_rank or 0: m for m in own}
-    missing = [rank for rank in range(len(members)) if rank not in by_rank]
+    missing = missing_ranks(len(members), by_rank)
     if missing:
         raise ShardError(
-            f"model files are missing for ranks {listed(missing)}",
+            f"model files are missing for {ranks_text(missing)}",
             path=directory.path,
             expected=f"{len(members)} ranks",
             advice="give their directory with --root",
         )
-    return [by_rank[rank] for rank in range(len(members))]
+    check_models(found := [by_rank[rank] for rank in range(len(members))], members)
+    return found
 
 
 def _rules(model: ModelShard) -> Mapping[str, object] | None:

@@ -1,0 +1,248 @@
+"""Writes a pickle opcode by opcode, in protocol 2, as torch writes its own.
+
+What is written for each type of node is in `pickle_plain_writer`, `pickle_object_writer`, `pickle_numpy_writer` and
+`pickle_tensor_writer`: a function for a leaf, a generator for a node with others below it. The generator writes the
+opcodes around its parts and yields the parts themselves, so that nothing here recurses, however deep a tree is.
+
+    list    ] PUT ( <yield item> ... e        a cycle may lead back into it: it is in the memo before its items are
+    tuple   ( <yield item> ... t PUT          where a cycle has made it meanwhile: POP GET instead of PUT
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from zckpt.dtypes import itemsize
+from zckpt.errors import UnsupportedError
+from zckpt.torchfile.objects import Global
+from zckpt.torchfile.pickle_storage_writer import FromFile, Mentioned, class_of
+from zckpt.torchfile.tensors import Storage
+
+PROTOCOL = b"\x80\x02"
+STOP = b"."
+MAX_STRING = (1 << 32) - 1
+"""Bytes of a string in protocol 2."""
+
+Parts = Iterator[object]
+StandFor = Callable[[object], object]
+"""From a node that the writer does not know to one that it does; None where there is none."""
+
+Leaf = Callable[["Writer", Any], None]
+Nested = Callable[["Writer", Any], Parts]
+
+LEAVES: dict[type, Leaf] = {}
+NESTED: dict[type, Nested] = {}
+"""What writes each type; filled by the modules named above."""
+
+
+def leaf(*kinds: type) -> Callable[[Leaf], Leaf]:
+    """Register a function that writes nodes with nothing below them."""
+
+    def register(function: Leaf) -> Leaf:
+        LEAVES.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+def nested(*kinds: type) -> Callable[[Nested], Nested]:
+    """Register a generator that writes nodes and yields those below them."""
+
+    def register(function: Nested) -> Nested:
+        NESTED.update(dict.fromkeys(kinds, function))
+        return function
+
+    return register
+
+
+class Writer:
+    """Writes one pickle.
+
+    Parameters
+    ----------
+    stand_for : callable
+
+    Attributes
+    ----------
+    out : bytearray
+        The pickle so far.
+    storages : dict
+        What was mentioned, in order of first mention; a storage's key in the new file is its number there.
+    source : FromFile or None
+        The part of a file that is being written.
+    """
+
+    __slots__ = ("count", "globals", "memo", "out", "source", "stand_for", "storages", "texts")
+
+    def __init__(self, stand_for: StandFor) -> None:
+        self.stand_for = stand_for
+        self.out = bytearray(PROTOCOL)
+        self.count = 0
+        self.memo: dict[int, tuple[int, object]] = {}  # keeps the nodes, so that their ids stay their own
+        self.texts: dict[str, int] = {}
+        self.globals: dict[tuple[str, str], int] = {}
+        self.storages: dict[object, tuple[str, Mentioned]] = {}
+        self.source: FromFile | None = None
+
+    def run(self, root: object) -> bytes:
+        """Return the pickle of a tree.
+
+        Raises
+        ------
+        UnsupportedError
+            The tree holds something that a pickle of protocol 2 cannot.
+        """
+        levels: list[Iterator[object]] = [iter((root,))]
+        while levels:
+            for node in levels[-1]:
+                below = self.begin(node)
+                if below is not None:
+                    levels.append(below)
+                    break
+            else:
+                levels.pop()
+        self.out += STOP
+        return bytes(self.out)
+
+    def begin(self, node: object) -> Parts | None:
+        """Write a leaf, or one that was written before; return the parts of any other node."""
+        write = LEAVES.get(type(node))
+        if write is not None:
+            write(self, node)
+            return None
+        known = self.memo.get(id(node))
+        if known is not None:
+            self.get(known[0])
+            return None
+        write_nested = NESTED.get(type(node))
+        if write_nested is not None:
+            return write_nested(self, node)
+        if isinstance(node, FromFile):
+            return self.from_file(node)
+        if isinstance(node, Storage):
+            self.mention(node, self.source.byteorder if self.source else "little", None)
+            return None
+        other = self.stand_for(node)
+        if other is None:
+            raise UnsupportedError(f"a value of type {type(node).__name__} is not written to a torch file")
+        return iter((other,))
+
+    def from_file(self, node: FromFile) -> Parts:
+        """Write a part of a file's tree."""
+        before, self.source = self.source, node
+        yield node.node
+        self.source = before
+
+    def put(self) -> int:
+        """Put what is on top of the stack in the memo; return its number there."""
+        number = self.count
+        self.count += 1
+        self.out += bytes((0x71, number)) if number < 256 else b"r" + struct.pack("<I", number)
+        return number
+
+    def get(self, number: int) -> None:
+        """Push what is in the memo."""
+        self.out += bytes((0x68, number)) if number < 256 else b"j" + struct.pack("<I", number)
+
+    def made(self, node: object) -> bool:
+        """Note that a node is on top of the stack; False where a cycle has made it meanwhile, contents and all."""
+        known = self.memo.get(id(node))
+        if known is None:
+            self.memo[id(node)] = (self.put(), node)
+            return True
+        self.out += b"0"
+        self.get(known[0])
+        return False
+
+    def text(self, value: str) -> None:
+        """Write a string; the same one again is one of the memo."""
+        known = self.texts.get(value)
+        if known is not None:
+            self.get(known)
+            return
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) > MAX_STRING:
+            raise UnsupportedError("a string or bytes of 4 GiB are not written to a torch file")
+        self.out += b"X" + struct.pack("<I", len(data)) + data
+        self.texts[value] = self.put()
+
+    def integer(self, value: int) -> None:
+        """Write an integer of any size."""
+        if 0 <= value < 1 << 8:
+            self.out += bytes((0x4B, value))
+        elif 0 <= value < 1 << 16:
+            self.out += b"M" + struct.pack("<H", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            short = len(data) < 256
+            self.out += (bytes((0x8A, len(data))) if short else b"\x8b" + struct.pack("<i", len(data))) + data
+
+    def shape(self, sizes: Iterable[int]) -> None:
+        """Write a tuple of integers."""
+        self.out += b"("
+        for size in sizes:
+            self.integer(size)
+        self.out += b"t"
+
+    def function(self, module: str, name: str) -> None:
+        """Write a global; the same one again is one of the memo."""
+        known = self.globals.get((module, name))
+        if known is not None:
+            self.get(known)
+            return
+        outer, _, inner = name.rpartition(".")
+        if outer:  # protocol 2 has no dotted names
+            self.function("__builtin__", "getattr")
+            self.function(module, outer)
+            self.text(inner)
+            self.out += b"\x86R"
+        else:
+            if "\n" in module + name:
+                raise UnsupportedError("a class whose name has a line break is not written to a torch file")
+            self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
+        self.globals[module, name] = self.put()
+
+    def reduce(self, node: object, function: Global, args: Iterable[object]) -> Parts:
+        """Write a call, which makes `node`; `made` is left to the caller where there is more to it."""
+        self.function(function.module, function.name)
+        yield from self.call(args)
+        self.made(node)
+
+    def call(self, args: Iterable[object]) -> Parts:
+        """Write the arguments of what is on top of the stack, and the call."""
+        self.out += b"("
+        yield from args
+        self.out += b"tR"
+
+    def mention(self, storage: Storage, byteorder: str, dtype: str | None) -> None:
+        """Write a storage's persistent id.
+
+        Parameters
+        ----------
+        storage : Storage
+        byteorder : str
+            Of its bytes in the file that it is in.
+        dtype : str or None
+            Of the tensor that is a view of it.
+        """
+        plain = type(storage) is Storage
+        path = self.source.path if plain and self.source else None
+        name: object = (path, storage) if plain else id(storage)
+        key, mentioned = self.storages.setdefault(
+            name, (str(len(self.storages)), Mentioned(storage, path, byteorder if plain else "little"))
+        )
+        if dtype is not None:
+            mentioned.dtypes.add(dtype)
+            mentioned.byteorder = byteorder if plain else "little"
+        typed = class_of(storage, dtype)
+        self.out += b"("
+        self.text("storage")
+        self.function(*(("torch", typed) if typed else ("torch.storage", "UntypedStorage")))
+        self.text(key)
+        self.text(storage.location)
+        self.integer(storage.nbytes // itemsize(storage.dtype) if typed else storage.nbytes)
+        self.out += b"tQ"
