@@ -1,0 +1,733 @@
+"""`zckpt consolidate`: every option's effect, every error's status, and that a target appears whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import shutil
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.cli.console import FIXTURES, command, copy, environment, inspected, refused, run, succeeded
+from tests.truth import Truth, bits
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CAST = [
+    "s2_bf16_dp2", "s2_fp16_dp2", "s1_fp32_dp3", "s3_bf16_dp3", "s3_fp16_dp2", "s3_fp32_dp2", "s0_fp32_dp2",
+    "s0_bf16_dp2", "s2_bf16_dp2_bf16master", "s2_bf16_dp2_rr", "moe_ep2_s2_bf16_dp2", "hf_llama_s2_bf16_dp2",
+    "tp2_s1_bf16_dp2",
+]  # fmt: skip
+
+
+def model_of(truth: Truth, dtype: str | None) -> dict[str, torch.Tensor]:
+    """What a consolidated model must hold, in torch's rounding; buffers and frozen parameters as they are."""
+    expected = {}
+    for name, weight in truth.weights.items():
+        if name in truth.buffers:
+            continue
+        master = truth.masters.get(name)
+        if name in truth.frozen or master is None or dtype == "keep":
+            expected[name] = weight
+        else:
+            expected[name] = master.to(TORCH_DTYPES[dtype or "float32"])
+    for alias, owner in truth.tied.items():
+        if owner in expected:
+            expected[alias] = expected[owner]
+    return expected
+
+
+def assert_model(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], truth: Truth) -> None:
+    assert set(found) == set(expected) | set(truth.buffers)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert torch.equal(bits(found[name]), bits(value)), name
+    for name, value in truth.buffers.items():
+        assert torch.equal(bits(found[name]), value), name
+
+
+def names_of(name: str, directory: Path) -> tuple[object, ...]:
+    """The option that says what the optimizer's numbers are, where a file does not tell."""
+    if name != "s0_fp32_dp2":
+        return ()
+    path = directory / "names.txt"
+    path.write_text("\n".join(n for group in Truth(FIXTURES / name).facts["order"] for n in group))
+    return ("--names", path)
+
+
+def nothing_in(directory: Path) -> bool:
+    return not any(directory.iterdir())
+
+
+# --- what is written
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16", "keep"])
+@pytest.mark.parametrize("name", CAST)
+def test_dtype_is_rounded_as_torch_rounds_it(name: str, dtype: str | None, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    options = (*names_of(name, tmp_path), *(() if dtype is None else ("--dtype", dtype)))
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
+    assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, dtype), truth)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "bin", "pth"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "keep"])
+def test_torch_file_holds_the_same_and_loads_weights_only(suffix: str, dtype: str, tmp_path: Path) -> None:
+    truth, path = Truth(SOURCE), tmp_path / f"model.{suffix}"
+    succeeded("consolidate", SOURCE, path, "--dtype", dtype)
+    assert_model(torch.load(path, weights_only=True), model_of(truth, dtype), truth)
+
+
+def test_torch_file_can_be_mapped(tmp_path: Path) -> None:
+    truth = Truth(SOURCE)
+    succeeded("consolidate", SOURCE, tmp_path / "model.pt")
+    assert_model(torch.load(tmp_path / "model.pt", mmap=True, weights_only=True), model_of(truth, None), truth)
+
+
+@pytest.mark.parametrize("name", ["s3_bf16_dp4", "moe_ep2_s2_fp32_dp4", "tp2_s3_bf16_dp2", "s1_bf16_dp2_empty"])
+def test_torch_file_of_any_layout_is_the_truth(name: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.pt")
+    assert_model(torch.load(tmp_path / "model.pt", weights_only=True), model_of(truth, None), truth)
+
+
+def test_names_come_in_the_models_order(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.pt")
+    order = list(torch.load(tmp_path / "model.pt", weights_only=True))
+    weights = [name for name in Truth(SOURCE).facts["shapes"] if name in order]
+    assert [name for name in order if name in weights] == weights
+
+
+# --- tied parameters
+
+
+def test_tied_parameter_is_written_under_both_names(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--tied", "duplicate")
+    model = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(model["head.weight"], model["emb.weight"])
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
+def test_tied_drop_writes_the_owner_only(target: str, tmp_path: Path) -> None:
+    done = succeeded("consolidate", SOURCE, tmp_path / target, "--tied", "drop", "--json")
+    model = read_model(tmp_path / target)
+    assert "emb.weight" in model
+    assert "head.weight" not in model
+    assert json.loads(done.stdout)["num_tensors"] == len(model)
+
+
+def read_model(path: Path) -> dict[str, torch.Tensor]:
+    if path.is_dir():
+        return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def test_tied_parameters_share_their_storage_in_a_torch_file(tmp_path: Path) -> None:
+    for tied in ("duplicate", "drop"):
+        succeeded("consolidate", SOURCE, tmp_path / f"{tied}.pt", "--tied", tied)
+    model = torch.load(tmp_path / "duplicate.pt", weights_only=True)
+    assert model["head.weight"].data_ptr() == model["emb.weight"].data_ptr()
+    larger, smaller = ((tmp_path / f"{tied}.pt").stat().st_size for tied in ("duplicate", "drop"))
+    assert larger - smaller < model["emb.weight"].nbytes
+
+
+# --- frozen parameters
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s1_fp32_dp2", "s0_bf16_dp2", "s0_fp32_dp2"])
+def test_exclude_frozen_leaves_out_frozen_parameters_and_nothing_else(name: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    options = ("--exclude-frozen", *names_of(name, tmp_path))
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", *options)
+    model = load_file(tmp_path / "model.safetensors")
+    assert set(truth.weights) - set(model) == set(truth.frozen)
+    assert set(truth.buffers) <= set(model)
+
+
+def test_trained_parameters_without_certain_names_are_not_taken_for_frozen(tmp_path: Path) -> None:
+    truth, options = Truth(FIXTURES / "s0_fp32_dp2"), ("--exclude-frozen", "--dtype", "bfloat16")
+    succeeded("consolidate", FIXTURES / "s0_fp32_dp2", tmp_path / "model.safetensors", *options)
+    model = load_file(tmp_path / "model.safetensors")
+    for name in truth.masters:
+        assert model[name].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3"])
+def test_frozen_parameters_keep_their_own_dtype(name: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", "--dtype", "float16")
+    model = load_file(tmp_path / "model.safetensors")
+    assert truth.frozen
+    for frozen in truth.frozen:
+        assert model[frozen].dtype == torch.bfloat16
+        assert torch.equal(bits(model[frozen]), bits(truth.weights[frozen]))
+
+
+# --- a directory
+
+
+@pytest.mark.parametrize("size", ["1KB", "3000", "2KiB", "1GB", "1"])
+def test_directory_is_cut_into_shards_of_at_most_the_size(size: str, tmp_path: Path) -> None:
+    truth, limit = Truth(SOURCE), {"1KB": 1000, "3000": 3000, "2KiB": 2048, "1GB": 10**9, "1": 1}[size]
+    target = tmp_path / "model"
+    succeeded("consolidate", SOURCE, target, "--max-shard-size", size)
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert sorted(p.name for p in target.iterdir()) == [*names, "model.safetensors.index.json"]
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    found = {}
+    for name in names:
+        shard = load_file(target / name)
+        assert sum(t.nbytes for t in shard.values()) <= limit or len(shard) == 1
+        assert all(index["weight_map"][key] == name for key in shard)
+        found.update(shard)
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    assert_model(found, model_of(truth, None), truth)
+
+
+def test_directory_can_be_inspected_and_consolidated_again(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model", "--max-shard-size", "1KB")
+    assert inspected(tmp_path / "model")["format"] == "safetensors"
+    succeeded("consolidate", tmp_path / "model", tmp_path / "one.safetensors")
+    truth = Truth(SOURCE)
+    assert_model(load_file(tmp_path / "one.safetensors"), model_of(truth, None), truth)
+
+
+def test_optimizer_of_a_directory_is_inside_it(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model", "--slots", "all")
+    assert (tmp_path / "model" / "optimizer.safetensors").is_file()
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+# --- slots
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_lion", "s0_bf16_dp2"])
+def test_slots_all_writes_every_slot_beside_the_model(name: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", "--slots", "all")
+    optimizer = load_file(tmp_path / "optimizer.safetensors")
+    expected = {f"{slot}/{n}": t for slot in truth.slots for n, t in truth.kind(slot).items()}
+    assert {key for key in optimizer if not key.startswith("step/")} == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(bits(optimizer[key]), bits(value)), key
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--slots", "exp_avg"), {"exp_avg"}),
+        (("--slots", "exp_avg_sq,exp_avg"), {"exp_avg", "exp_avg_sq"}),
+        (("--slots", "exp_avg", "--slots", "exp_avg_sq"), {"exp_avg", "exp_avg_sq"}),
+        (("--slots", "master"), {"master"}),
+        (("--slots", "all", "--dtype", "bfloat16"), {"master", "exp_avg", "exp_avg_sq"}),
+    ],
+)
+def test_slots_that_are_named_are_written(options: tuple[str, ...], expected: set[str], tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", *options)
+    optimizer = load_file(tmp_path / "optimizer.safetensors")
+    assert {key.split("/")[0] for key in optimizer} == expected
+    truth = Truth(SOURCE)
+    for key, value in optimizer.items():
+        slot, name = key.split("/", 1)
+        assert torch.equal(bits(value), bits(truth.tensors[f"{slot.replace('master', 'fp32')}/{name}"]))
+
+
+def test_without_slots_there_is_no_optimizer_file(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", "all")
+    with safe_open(tmp_path / "optimizer.safetensors", "pt") as file:
+        metadata = file.metadata()
+    facts = Truth(SOURCE).facts
+    groups = json.loads(metadata["param_groups"])
+    assert len(groups) == 3
+    for found, expected, order in zip(groups, facts["param_groups"], facts["order"], strict=True):
+        assert {key: found[key] for key in expected} == expected
+        assert found["state"]["step"] == 5
+        assert found["parameters"] == order
+    assert json.loads(metadata["step"]) == 5
+
+
+@pytest.mark.parametrize("slots", ["momentum", "exp_avg,momentum", "weight", "all,momentum"])
+def test_unknown_slot_is_refused_with_the_slots_there_are(slots: str, tmp_path: Path) -> None:
+    refused(2, "consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", slots, words=("exp_avg", "exp_avg_sq"))
+    assert nothing_in(tmp_path)
+
+
+def test_slots_of_a_model_without_optimizer_are_refused(tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "model.safetensors")
+    refused(2, "consolidate", tmp_path / "model.safetensors", tmp_path / "again.safetensors", "--slots", "all")
+
+
+def test_target_may_not_take_the_optimizers_name(tmp_path: Path) -> None:
+    target = tmp_path / "optimizer.safetensors"
+    refused(2, "consolidate", SOURCE, target, "--slots", "all", words=("optimizer",))
+    assert nothing_in(tmp_path)
+
+
+# --- names, root and tag
+
+
+def test_names_file_names_the_optimizers_parameters(tmp_path: Path) -> None:
+    directory = FIXTURES / "s0_fp32_dp2"
+    truth = Truth(directory)
+    assert inspected(directory)["unnamed"]
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(n for group in truth.facts["order"] for n in group) + "\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    succeeded("consolidate", directory, out / "model.safetensors", "--slots", "all", "--names", names)
+    optimizer = load_file(out / "optimizer.safetensors")
+    for slot in truth.slots:
+        for name, value in truth.kind(slot).items():
+            assert torch.equal(bits(optimizer[f"{slot}/{name}"]), bits(value)), name
+
+
+@pytest.mark.parametrize("change", ["one less", "twice the same", "unknown", "another shape"])
+def test_names_that_do_not_fit_are_refused(change: str, tmp_path: Path) -> None:
+    directory = FIXTURES / "s0_fp32_dp2"
+    names = [n for group in Truth(directory).facts["order"] for n in group]
+    if change == "one less":
+        names.pop()
+    elif change == "twice the same":
+        names[1] = names[0]
+    elif change == "unknown":
+        names[0] = "nobody"
+    else:
+        names[0], names[1] = names[1], names[0]
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(2, "consolidate", directory, out / "m.safetensors", "--slots", "all", "--names", tmp_path / "names.txt")
+    assert nothing_in(out)
+
+
+def test_tag_chooses_the_checkpoint(tmp_path: Path) -> None:
+    multi = FIXTURES / "s2_bf16_dp2_multitag"
+    for tag in ("global_step3", "global_step5"):
+        succeeded("consolidate", multi, tmp_path / f"{tag}.safetensors", "--tag", tag)
+    first, last = (load_file(tmp_path / f"{tag}.safetensors") for tag in ("global_step3", "global_step5"))
+    truth = Truth(multi)
+    assert_model(last, model_of(truth, None), truth)
+    assert not torch.equal(first["fc1.weight"], last["fc1.weight"])
+
+
+def test_files_of_several_nodes_become_one_model(tmp_path: Path) -> None:
+    run_directory = copy("s3_bf16_dp4", tmp_path)
+    nodes = []
+    for rank in (1, 2, 3):
+        node = tmp_path / f"node{rank}" / "global_step5"
+        node.mkdir(parents=True)
+        for path in (run_directory / "global_step5").glob(f"*zero_pp_rank_{rank}_*"):
+            path.rename(node / path.name)
+        nodes += ["--root", node.parent]
+    succeeded("consolidate", run_directory, tmp_path / "model.safetensors", *nodes)
+    truth = Truth(FIXTURES / "s3_bf16_dp4")
+    assert_model(load_file(tmp_path / "model.safetensors"), model_of(truth, None), truth)
+
+
+# --- the weight check
+
+
+def damaged_master(tmp_path: Path) -> tuple[Path, str]:
+    """A checkpoint in which the first master of rank 1 is changed, in bytes."""
+    directory = copy("s2_bf16_dp2", tmp_path)
+    truth = Truth(SOURCE)
+    shard = directory / "global_step5" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    value = truth.masters["unused.weight"].numpy().tobytes()
+    data = shard.read_bytes()
+    assert data.count(value) == 1
+    shard.write_bytes(data.replace(value, (truth.masters["unused.weight"] + 1).numpy().tobytes()))
+    return directory, "unused.weight"
+
+
+def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path: Path) -> None:
+    directory, name = damaged_master(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(3, "consolidate", directory, out / "m.safetensors", words=(name, "rank_1_", "--no-weight-check"))
+    assert nothing_in(out)
+
+
+def test_no_weight_check_takes_masters_as_they_are(tmp_path: Path) -> None:
+    directory, name = damaged_master(tmp_path)
+    succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check")
+    model = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(model[name], Truth(SOURCE).masters[name] + 1)
+
+
+def test_weight_check_comes_before_a_dry_run_too(tmp_path: Path) -> None:
+    directory, name = damaged_master(tmp_path)
+    refused(3, "consolidate", directory, tmp_path / "m.safetensors", "--dry-run", words=(name,))
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("memory", ["1", "100KB", "1GiB"])
+def test_memory_bound_changes_nothing_in_the_result(memory: str, tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "default.safetensors", "--dtype", "bfloat16")
+    succeeded("consolidate", SOURCE, tmp_path / "bound.safetensors", "--dtype", "bfloat16", "--memory", memory)
+    assert (tmp_path / "bound.safetensors").read_bytes() == (tmp_path / "default.safetensors").read_bytes()
+
+
+def test_memory_bound_is_reported(tmp_path: Path) -> None:
+    done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--memory", "3MB", "--json")
+    assert json.loads(done.stdout)["memory_nbytes"] == 3_000_000
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "abc", "1XB", ""])
+@pytest.mark.parametrize("option", ["--memory", "--max-shard-size"])
+def test_size_that_is_none_is_refused(option: str, size: str, tmp_path: Path) -> None:
+    done = run("consolidate", SOURCE, tmp_path / "m.safetensors", f"{option}={size}")
+    assert done.returncode == 2
+    assert option in done.stderr
+    assert nothing_in(tmp_path)
+
+
+# --- the target
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
+def test_existing_target_is_refused_and_untouched(target: str, tmp_path: Path) -> None:
+    path = tmp_path / target
+    if path.suffix:
+        path.write_bytes(b"precious")
+    else:
+        path.mkdir()
+        (path / "precious").touch()
+    refused(4, "consolidate", SOURCE, path, words=(str(path), "exists already", "--overwrite"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [target]
+    assert path.read_bytes() == b"precious" if path.suffix else (path / "precious").exists()
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
+def test_overwrite_replaces_the_target(target: str, tmp_path: Path) -> None:
+    path = tmp_path / target
+    succeeded("consolidate", FIXTURES / "s3_fp32_dp2", path, "--max-shard-size", "1KB", "--slots", "all")
+    optimizer = {p.name for p in tmp_path.iterdir()} - {target}
+    succeeded("consolidate", SOURCE, path, "--overwrite")
+    truth = Truth(SOURCE)
+    assert_model(read_model(path), model_of(truth, None), truth)
+    assert {p.name for p in tmp_path.iterdir()} == {target} | optimizer
+
+
+def test_overwrite_replaces_a_file_of_any_kind(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(b"old")
+    succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--overwrite")
+    truth = Truth(SOURCE)
+    assert_model(load_file(tmp_path / "m.safetensors"), model_of(truth, None), truth)
+
+
+def test_overwrite_does_not_remove_a_directory_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("precious")
+    refused(4, "consolidate", SOURCE, tmp_path / "home", "--overwrite", words=("thesis.tex",))
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
+
+
+def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path: Path) -> None:
+    (tmp_path / "optimizer.safetensors").write_bytes(b"precious")
+    refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("optimizer.safetensors",))
+    assert [p.name for p in tmp_path.iterdir()] == ["optimizer.safetensors"]
+    assert (tmp_path / "optimizer.safetensors").read_bytes() == b"precious"
+
+
+def test_dangling_link_is_an_existing_target(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").symlink_to(tmp_path / "absent")
+    refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors")
+    assert (tmp_path / "m.safetensors").is_symlink()
+
+
+def test_target_below_a_directory_that_is_absent_is_refused(tmp_path: Path) -> None:
+    refused(4, "consolidate", SOURCE, tmp_path / "absent" / "m.safetensors", words=(str(tmp_path / "absent"),))
+    assert nothing_in(tmp_path)
+
+
+def test_target_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(4, "consolidate", SOURCE, tmp_path / "file" / "m.safetensors")
+
+
+@pytest.mark.parametrize("target", ["/proc/m.safetensors", "/proc/model"])
+def test_target_where_nothing_can_be_created_is_refused(target: str) -> None:
+    refused(4, "consolidate", SOURCE, target)
+
+
+def test_name_too_long_for_a_target_is_refused(tmp_path: Path) -> None:
+    refused(4, "consolidate", SOURCE, tmp_path / ("x" * 300 + ".safetensors"))
+    assert nothing_in(tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["", "global_step5", ".."])
+def test_source_is_never_replaced_by_the_target(inside: str, tmp_path: Path) -> None:
+    directory = copy("s2_bf16_dp2", tmp_path)
+    before = {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+    target = directory.parent if inside == ".." else directory / inside
+    done = run("consolidate", directory, target, "--overwrite")
+    assert done.returncode in (2, 4), done.stderr
+    assert {p: p.read_bytes() for p in directory.rglob("*") if p.is_file()} == before
+
+
+def test_source_file_is_never_replaced_by_the_target(tmp_path: Path) -> None:
+    path = Path(shutil.copy(FIXTURES / "other/plain_adamw/ckpt.pt", tmp_path))
+    before = path.read_bytes()
+    done = run("consolidate", path, path, "--overwrite")
+    assert done.returncode in (2, 4), done.stderr
+    assert path.read_bytes() == before
+
+
+# --- dry run
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
+def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target: str, tmp_path: Path) -> None:
+    options = ("--slots", "all", "--json", "--max-shard-size", "1KB")
+    planned = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options, "--dry-run").stdout)
+    assert nothing_in(tmp_path)
+    written = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options).stdout)
+    assert planned == {**written, "dry_run": True}
+    files = sorted(str(p) for p in tmp_path.rglob("*") if p.is_file())
+    assert sorted(planned["files"]) == files
+    assert planned["write_nbytes"] == sum(Path(p).stat().st_size for p in files)
+
+
+def test_dry_run_is_printed_for_a_person(tmp_path: Path) -> None:
+    done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--dry-run")
+    assert "would write" in done.stdout
+    assert str(tmp_path / "m.safetensors") in done.stdout
+
+
+# --- what is printed where
+
+
+def test_json_is_one_document_and_nothing_else(tmp_path: Path) -> None:
+    done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--json")
+    document = json.loads(done.stdout)
+    assert document["files"] == [str(tmp_path / "m.safetensors")]
+    assert document["checked_elements"] > 0
+    assert document["num_tensors"] == len(load_file(tmp_path / "m.safetensors"))
+
+
+def test_messages_go_to_standard_error(tmp_path: Path) -> None:
+    done = succeeded("consolidate", SOURCE, tmp_path / "m.safetensors")
+    assert done.stdout == ""
+    assert str(tmp_path / "m.safetensors") in done.stderr
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    for option in ("--quiet", "-q"):
+        done = succeeded("consolidate", SOURCE, tmp_path / f"{option}.safetensors", option)
+        assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_warnings_are_shown_and_in_the_document(tmp_path: Path) -> None:
+    elastic = FIXTURES / "s2_bf16_dp2_elastic"
+    assert "warning: " in succeeded("consolidate", elastic, tmp_path / "a.safetensors").stderr
+    document = json.loads(succeeded("consolidate", elastic, tmp_path / "b.safetensors", "--json").stdout)
+    assert any("elastic" in warning for warning in document["warnings"])
+
+
+def on_a_terminal(*arguments: object) -> tuple[str, str]:
+    """Standard output of a process whose standard error is a terminal, and what the terminal got."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=slave, env=environment()) as process:
+        os.close(slave)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(master, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+        output, _ = process.communicate()
+    os.close(master)
+    assert process.returncode == 0, shown
+    return output.decode(), shown.decode()
+
+
+def test_bar_is_drawn_on_a_terminal_only(tmp_path: Path) -> None:
+    _, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors")
+    assert "100%" in shown
+    assert "%" not in succeeded("consolidate", SOURCE, tmp_path / "b.safetensors").stderr
+
+
+def test_quiet_draws_no_bar_on_a_terminal(tmp_path: Path) -> None:
+    assert on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--quiet") == ("", "")
+
+
+def test_bar_does_not_disturb_the_document(tmp_path: Path) -> None:
+    output, shown = on_a_terminal("consolidate", SOURCE, tmp_path / "a.safetensors", "--json")
+    assert json.loads(output)["dry_run"] is False
+    assert "100%" in shown
+
+
+# --- errors
+
+
+def test_absent_source_has_status_3(tmp_path: Path) -> None:
+    refused(3, "consolidate", tmp_path / "absent", tmp_path / "m.safetensors", words=(str(tmp_path / "absent"),))
+    assert nothing_in(tmp_path)
+
+
+def test_missing_rank_has_status_3_and_writes_nothing(tmp_path: Path) -> None:
+    directory = copy("s2_bf16_dp4", tmp_path)
+    (directory / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(3, "consolidate", directory, out / "m.safetensors", words=("missing for rank", " 2:", "--root"))
+    assert nothing_in(out)
+
+
+@pytest.mark.parametrize("target", ["m.safetensors", "m.pt", "m"])
+def test_source_that_shrinks_after_it_was_read_is_status_3_and_leaves_nothing(target: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    succeeded("consolidate", SOURCE, path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 100)
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(3, "consolidate", path, out / target, words=(str(path),))
+    assert nothing_in(out)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--dtype", "int8"), ("--tied", "both"), ("--frobnicate",), ("--dtype",), ("more",), ("--tag", "x", "--tag")],
+)
+def test_unusable_arguments_have_status_2_and_one_line(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *arguments)
+    assert nothing_in(tmp_path)
+
+
+def test_optimizer_without_model_is_refused(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    out = tmp_path / "out"
+    out.mkdir()
+    refused(2, "consolidate", tmp_path / "optimizer.pt", out / "m.safetensors", words=("no model",))
+    assert nothing_in(out)
+
+
+def test_debug_shows_a_traceback(tmp_path: Path) -> None:
+    done = run("consolidate", tmp_path / "absent", tmp_path / "m.safetensors", "--debug")
+    assert "Traceback" in done.stderr
+    assert "SourceError" in done.stderr
+
+
+# --- interruption
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file whose conversion in the smallest pieces takes a while."""
+    path = tmp_path / "large.pt"
+    torch.save({f"layer{i}.weight": torch.zeros(1_000_000) for i in range(60)}, path)
+    return path
+
+
+def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
+    """A process that has begun to write its target."""
+    process = subprocess.Popen(
+        command(*arguments, target, "--dtype", "bfloat16", "--memory", "1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    partial = target.with_name(f".{target.name}.zckpt-partial")
+    while not partial.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    return process
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m"])
+def test_interrupted_run_leaves_nothing_behind(name: str, large: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    process = started("consolidate", large, target=out / name)
+    process.send_signal(signal.SIGINT)
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert output == ""
+    assert len(error.strip().splitlines()) == 1  # after the line that the terminal has the ^C in
+    assert nothing_in(out)
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m"])
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
+    name: str, kind: signal.Signals, large: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    process = started("consolidate", large, target=out / name)
+    process.send_signal(kind)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert not (out / name).exists()
+    succeeded("consolidate", SOURCE, out / name)
+    assert [p.name for p in out.iterdir()] == [name]
+    truth = Truth(SOURCE)
+    assert_model(read_model(out / name), model_of(truth, None), truth)
+
+
+def test_killed_run_leaves_the_old_target_whole(large: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    target.write_bytes(b"precious")
+    process = started("consolidate", large, "--overwrite", target=target)
+    process.kill()
+    process.communicate(timeout=60)
+    assert target.read_bytes() == b"precious"
+
+
+def test_two_runs_to_one_target_do_not_mix(large: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    target = out / "m.safetensors"
+    process = started("consolidate", large, target=target)
+    try:
+        refused(4, "consolidate", SOURCE, target, words=("another run",))
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def test_reader_that_goes_away_does_not_undo_the_work(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as pipe:
+        done = subprocess.run(
+            command("consolidate", SOURCE, tmp_path / "m.safetensors", "--json"),
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            check=False,
+        )
+    assert done.stderr == b""
+    assert (tmp_path / "m.safetensors").is_file()

@@ -1,0 +1,96 @@
+"""Checkpoints that the real DeepSpeed engine writes here and now come out bit-equal to its live state."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.engine import Spec, produce
+from tests.truth import Truth, assert_consolidated
+
+pytestmark = pytest.mark.interop
+
+BATCH_OF_5 = 60
+
+MEGATRON = {"model": "megatron", "world_size": 4, "tensor_parallel": 2, "universal_info": True, "groups": 2}
+PIPELINE = {"model": "pipeline", "pipeline_parallel": 2, "groups": 2}
+
+MADE = [
+    # every stage at every data-parallel size
+    Spec("s1_dp1", stage=1, world_size=1),
+    Spec("s1_dp2_fp16", stage=1, world_size=2, dtype="fp16"),
+    Spec("s1_dp3_fp32", stage=1, world_size=3, dtype="fp32"),
+    Spec("s1_dp5_fp32", stage=1, world_size=5, dtype="fp32", batch=BATCH_OF_5),
+    Spec("s1_dp12", stage=1, world_size=12),
+    Spec("s2_dp1_fp32", stage=2, world_size=1, dtype="fp32"),
+    Spec("s2_dp2", stage=2, world_size=2),
+    Spec("s2_dp3", stage=2, world_size=3),
+    Spec("s2_dp5", stage=2, world_size=5, batch=BATCH_OF_5),
+    Spec("s2_dp12", stage=2, world_size=12),
+    Spec("s3_dp1", stage=3, world_size=1),
+    Spec("s3_dp2_fp32", stage=3, world_size=2, dtype="fp32"),
+    Spec("s3_dp3", stage=3, world_size=3),
+    Spec("s3_dp5", stage=3, world_size=5, batch=BATCH_OF_5),
+    Spec("s3_dp12_fp16", stage=3, world_size=12, dtype="fp16"),
+    # optimizers: other slots, or none
+    Spec("s1_dp5_sgdm", stage=1, world_size=5, batch=BATCH_OF_5, optimizer="sgdm"),
+    Spec("s2_dp3_lion", world_size=3, optimizer="lion"),
+    Spec("s2_dp2_sgd", optimizer="sgd"),
+    Spec("s3_dp3_lion", stage=3, world_size=3, optimizer="lion"),
+    Spec("s2_dp3_amsgrad", world_size=3, optimizer="adam_amsgrad"),
+    Spec("s3_dp2_sgdm_fp32", stage=3, dtype="fp32", optimizer="sgdm"),
+    # options that change the order or the form
+    Spec("s2_dp3_rr", world_size=3, round_robin=True),
+    Spec("s1_dp5_rr_fp32", stage=1, world_size=5, batch=BATCH_OF_5, dtype="fp32", round_robin=True),
+    Spec("s2_dp3_palign", world_size=3, parameter_alignment=True),
+    Spec("s2_dp5_rr_palign", world_size=5, batch=BATCH_OF_5, round_robin=True, parameter_alignment=True),
+    Spec("s2_dp3_elastic", world_size=3, elastic=True),
+    Spec("s1_dp5_elastic", stage=1, world_size=5, batch=BATCH_OF_5, elastic=True, optimizer="fused_layout"),
+    Spec("s2_dp12_elastic_rr", world_size=12, elastic=True, round_robin=True),
+    Spec("s1_dp3_bf16opt", stage=1, world_size=3, bf16_optimizer=True),
+    Spec("s1_dp12_bf16opt", stage=1, world_size=12, bf16_optimizer=True),
+    Spec("s2_dp3_bf16master", world_size=3, bf16_master=True),
+    Spec("s3_dp3_subgroup", stage=3, world_size=3, sub_group_size=50),
+    # parameters of odd kinds
+    Spec("s2_dp5_frozen_in_group", world_size=5, batch=BATCH_OF_5, frozen_in_group=True),
+    Spec("s3_dp5_frozen_in_group", stage=3, world_size=5, batch=BATCH_OF_5, frozen_in_group=True),
+    Spec("s1_dp3_empty", stage=1, world_size=3, empty=True),
+    Spec("s2_dp3_zerodim_fp32", world_size=3, dtype="fp32", zero_dim=True),
+    Spec("s2_dp5_untied_1g", world_size=5, batch=BATCH_OF_5, tied=False, groups=1),
+    Spec("s3_dp3_2g", stage=3, world_size=3, groups=2),
+    # experts, tensor and pipeline parallelism
+    Spec("moe_ep2_dp4", model="moe", expert_parallel=2, world_size=4),
+    Spec("moe_ep2_dp4_s1_fp32", model="moe", expert_parallel=2, world_size=4, stage=1, dtype="fp32"),
+    Spec("moe_ep4_dp4", model="moe", expert_parallel=4, world_size=4),
+    Spec("tp2_s1_dp3", **{**MEGATRON, "world_size": 6}, stage=1),
+    Spec("tp2_s2_fp32_dp2", **MEGATRON, dtype="fp32", universal_version=0.4),
+    Spec("tp2_s3_dp2", **MEGATRON, stage=3),
+    Spec("pp2_s1_dp3_fp32", **PIPELINE, world_size=6, stage=1, dtype="fp32"),
+    Spec("pp2_s1_dp1", **PIPELINE, world_size=2, stage=1),
+    # no ZeRO
+    Spec("s0_dp3_fp32", stage=0, world_size=3, dtype="fp32"),
+    Spec("s0_dp2_bf16", stage=0),
+]
+
+
+@pytest.mark.parametrize("spec", MADE, ids=lambda spec: spec.name)
+def test_what_deepspeed_writes_is_read_bit_for_bit(spec: Spec, tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec, steps=3, steps_after=0)
+    folder = produce([spec], tmp_path)[spec.name]
+    output = tmp_path / "output"
+    output.mkdir()
+    assert_consolidated(folder / spec.run_folder, Truth(folder), output)
+    opened = zckpt.open(folder / spec.run_folder)
+    assert opened.step == 3
+    if spec.stage:
+        assert opened.topology.dp == spec.data_parallel
+    assert opened.topology.tp == spec.tensor_parallel
+    assert opened.topology.ep == spec.expert_parallel
+
+
+def test_every_stage_is_made_at_every_data_parallel_size() -> None:
+    assert {1, 2, 3, 5, 12} <= {spec.data_parallel for spec in MADE}
+    assert {(spec.stage, spec.data_parallel) for spec in MADE} >= {(s, n) for s in (1, 2, 3) for n in (1, 2, 3, 5, 12)}

@@ -1,0 +1,163 @@
+"""What zckpt imports: no torch to inspect or to write safetensors, and DeepSpeed never."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.console import FIXTURES, ROOT, environment
+from tests.truth import Truth, assert_same
+
+PROGRAM = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"{{name}} is not to be imported", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from zckpt.cli import main
+sys.argv[0] = "zckpt"
+main()
+"""
+
+EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
+MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
+MAY_IMPORT_TORCH = ("opened.py", "optim/", "training.py")
+
+SOURCES = [
+    "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2",
+    "tp2_s1_bf16_dp2", "ds0145_s2_bf16_dp4", "s2_bf16_dp2_elastic", "other/plain_adamw/ckpt.pt",
+    "other/plain_mixed/ckpt.pt", "other/plain_legacy/ckpt.pt", "other/trainer_ds2_gpt2/checkpoint-4",
+    "other/trainer_ds2_gpt2/checkpoint-4/model.safetensors",
+]  # fmt: skip
+
+
+def without(modules: tuple[str, ...], *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line where these modules cannot be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(blocked=set(modules)), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+
+
+def test_blocked_module_cannot_be_imported() -> None:
+    program = PROGRAM.format(blocked={"torch"}).replace("from zckpt.cli import main", "import torch")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "torch is not to be imported" in done.stderr
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("options", [("--json",), ("--parameters", "--files", "--globals")])
+def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...], source: str) -> None:
+    done = without(EVERYTHING, "inspect", FIXTURES / source, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    if options == ("--json",):
+        assert json.loads(done.stdout)["num_parameters"] > 0
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2"])
+def test_safetensors_are_written_without_torch(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    done = without(EVERYTHING, "consolidate", FIXTURES / name, target, "--slots", "all")
+    assert done.returncode == 0, done.stderr
+    model, truth = load_file(target), Truth(FIXTURES / name)
+    for parameter, value in truth.masters.items():
+        assert_same(model[parameter], value, parameter)
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "keep"])
+def test_everything_works_without_deepspeed(dtype: str, target: str, tmp_path: Path) -> None:
+    done = without(
+        ("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / target, "--dtype", dtype, "--slots", "all"
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / target).exists()
+
+
+def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path: Path) -> None:
+    done = without(("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model.pt", "--slots", "all")
+    assert done.returncode == 0, done.stderr
+    model = torch.load(tmp_path / "model.pt", weights_only=True)
+    optimizer = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
+    for name, value in Truth(FIXTURES / "s2_bf16_dp2").masters.items():
+        assert_same(model[name], value, name)
+
+
+def test_public_functions_work_without_deepspeed(tmp_path: Path) -> None:
+    program = PROGRAM.format(blocked={"deepspeed"}).replace(
+        "main()",
+        f"""
+import zckpt
+checkpoint = zckpt.open({str(FIXTURES / "s2_bf16_dp2")!r})
+assert checkpoint.read("fc1.weight", "exp_avg").shape == (13, 8)
+zckpt.inspect(checkpoint)
+zckpt.consolidate(checkpoint, {str(tmp_path / "m.safetensors")!r}, dtype="bfloat16")
+""",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "m.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "statement", ["import zckpt", "import zckpt.cli", "import zckpt.formats", "from zckpt import open"]
+)
+def test_import_of_zckpt_loads_neither_torch_nor_deepspeed(statement: str) -> None:
+    program = f"import sys; {statement}; print(sorted(m for m in sys.modules if m in ('torch', 'deepspeed', 'tqdm')))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The packages that a tree imports."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def at_module_level(tree: ast.Module) -> ast.Module:
+    """What runs when the module is imported: no function bodies, nothing under TYPE_CHECKING."""
+
+    class Outer(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    visited = Outer().visit(tree)
+    assert isinstance(visited, ast.Module)
+    return visited
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_module_imports_torch_only_where_it_may(path: Path) -> None:
+    inside = path.relative_to(ROOT / "zckpt").as_posix()
+    tree = ast.parse(path.read_text())
+    assert "deepspeed" not in imported(tree)
+    assert "pickle" not in imported(tree)
+    if not inside.startswith(MAY_IMPORT_TORCH):
+        assert "torch" not in imported(at_module_level(tree))

@@ -1,0 +1,210 @@
+"""The public face: which names there are, what they are, and that reading gives the truth."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests.truth import Truth, assert_same, bits
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+READ = [
+    "s0_bf16_dp2", "s1_bf16_dp2_bf16opt", "s1_fp32_dp3_palign", "s2_bf16_dp2_rr", "s2_bf16_dp2_elastic",
+    "s2_bf16_dp2_bf16master", "s2_fp16_dp2", "s2_bf16_dp2_lion", "s2_bf16_dp2_zerodim", "s3_bf16_dp3",
+    "s3_bf16_dp2_subgroup", "moe_ep2_s2_fp32_dp4", "tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "hf_llama_s2_bf16_dp2",
+]  # fmt: skip
+
+
+def test_exported_names() -> None:
+    assert zckpt.__all__ == [
+        "Checkpoint", "Consolidated", "DamagedFileError", "Extent", "LayoutError", "OpenedCheckpoint", "ParamGroup",
+        "Parameter", "PickleError", "Scalar", "ShardError", "Slot", "SourceError", "Span", "TargetError",
+        "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
+        "WeightMismatchError", "ZckptError", "__version__", "consolidate", "inspect", "open",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", zckpt.__all__)
+def test_exported_name_is_there_and_documented(name: str) -> None:
+    value = getattr(zckpt, name)
+    if name == "__version__":
+        assert value.count(".") == 2
+        return
+    assert inspect.getdoc(value)
+    assert value.__doc__
+
+
+def test_other_names_are_none() -> None:
+    with pytest.raises(AttributeError, match="frobnicate"):
+        zckpt.frobnicate  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["open", "consolidate"])
+def test_arguments_after_the_first_two_are_keyword_only(name: str) -> None:
+    parameters = list(inspect.signature(getattr(zckpt, name)).parameters.values())
+    positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert len(positional) <= 2
+
+
+@pytest.mark.parametrize("name", [n for n in zckpt.__all__ if n.endswith("Error")])
+def test_errors_are_one_family_with_an_exit_status(name: str) -> None:
+    kind = getattr(zckpt, name)
+    assert issubclass(kind, zckpt.ZckptError)
+    expected = {zckpt.UsageError: 2, zckpt.SourceError: 3, zckpt.TargetError: 4}
+    assert [s for base, s in expected.items() if issubclass(kind, base)] in ([kind.exit_status], [])
+    assert issubclass(kind, (ValueError, OSError)) or kind is zckpt.ZckptError
+
+
+# --- reading
+
+
+@pytest.mark.parametrize("name", READ)
+def test_read_gives_every_slot_of_every_parameter(name: str) -> None:
+    truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
+    for slot in truth.slots:
+        for parameter, value in truth.kind(slot).items():
+            assert_same(opened.read(parameter, slot), value, f"{slot}/{parameter}")
+    for parameter, value in truth.masters.items():
+        assert_same(opened.read(parameter, "master"), value, parameter)
+
+
+@pytest.mark.parametrize("name", [n for n in READ if "s3_" not in n])
+def test_read_gives_the_models_own_weights(name: str) -> None:
+    truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
+    for parameter, value in truth.weights.items():
+        if parameter not in truth.buffers:
+            found = opened.read(parameter, "weight")
+            assert found.dtype == value.dtype, parameter
+            assert_same(found, value, parameter)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s0_fp32_dp2", "tp2_s1_bf16_dp2"])
+def test_read_gives_buffers(name: str) -> None:
+    truth, opened = Truth(FIXTURES / name), zckpt.open(FIXTURES / name)
+    assert set(opened.buffers) == set(truth.buffers)
+    for buffer, value in truth.buffers.items():
+        assert torch.equal(bits(opened.read(buffer)), value)
+
+
+def test_read_of_a_tied_name_gives_its_owners_values() -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    for slot in ("weight", "master", "exp_avg", None):
+        assert torch.equal(opened.read("head.weight", slot), opened.read("emb.weight", slot))
+
+
+def test_read_without_a_slot_is_the_master_or_else_the_weight() -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    assert torch.equal(opened.read("fc1.weight"), opened.read("fc1.weight", "master"))
+    assert torch.equal(opened.read("frozen_odd"), opened.read("frozen_odd", "weight"))
+
+
+def test_read_of_frozen_fragments_of_stage_3_joins_them() -> None:
+    truth, opened = Truth(FIXTURES / "s3_bf16_dp3"), zckpt.open(FIXTURES / "s3_bf16_dp3")
+    for name in truth.frozen:
+        assert_same(opened.read(name), truth.weights[name], name)
+
+
+@pytest.mark.parametrize("name", ["plain_mixed", "plain_adamw", "plain_bf16", "plain_proto4", "plain_legacy"])
+def test_read_of_a_plain_file_is_what_torch_loads(name: str) -> None:
+    path = FIXTURES / "other" / name / "ckpt.pt"
+    opened = zckpt.open(path)
+    loaded = torch.load(path, weights_only=False)
+    tensors = next((v for k, v in loaded.items() if k in ("model", "state_dict", "module")), loaded)
+    compared = 0
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            found = opened.read(key)
+            assert found.dtype == value.dtype, key
+            assert found.shape == value.shape, key
+            assert torch.equal(bits(found), bits(value)), key
+            compared += 1
+    assert compared > 5
+
+
+def test_read_of_a_strided_tensor_is_in_row_major_order() -> None:
+    path = FIXTURES / "other" / "plain_mixed" / "ckpt.pt"
+    loaded = torch.load(path, weights_only=False)
+    tensors = next((v for k, v in loaded.items() if k in ("model", "state_dict", "module")), loaded)
+    strided = [k for k, v in tensors.items() if isinstance(v, torch.Tensor) and not v.is_contiguous()]
+    assert strided
+    opened = zckpt.open(path)
+    for name in strided:
+        assert torch.equal(opened.read(name), tensors[name])
+
+
+def test_tensor_that_was_read_can_be_written_to() -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    first = opened.read("fc1.weight")
+    first.zero_()
+    assert opened.read("fc1.weight").any()
+
+
+@pytest.mark.parametrize(("name", "slot"), [("nobody", None), ("fc1.weight", "momentum"), ("frozen_odd", "master")])
+def test_read_of_what_is_not_there_is_a_usage_error(name: str, slot: str | None) -> None:
+    with pytest.raises(zckpt.UsageError, match=slot or name):
+        zckpt.open(FIXTURES / "s2_bf16_dp2").read(name, slot)
+
+
+# --- the fields of a checkpoint
+
+
+def test_fields_of_a_checkpoint() -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp3")
+    truth = Truth(FIXTURES / "s2_bf16_dp3")
+    assert (opened.format, opened.format_version, opened.zero_stage) == ("deepspeed", "0.19.8", 2)
+    assert opened.topology == zckpt.Topology(dp=3)
+    assert (opened.world_size, opened.step, opened.loss_scale) == (3, 5, 1.0)
+    assert opened.slot_names() == ["weight", "master", "exp_avg", "exp_avg_sq"]
+    assert list(opened.parameters["head.weight"].slots) == []
+    assert opened.parameters["head.weight"].tied_to == "emb.weight"
+    assert opened.owner("head.weight") is opened.parameters["emb.weight"]
+    assert opened.parameters["emb.weight"].shape == (37, 8)
+    assert opened.parameters["emb.weight"].numel == 37 * 8
+    assert [group.parameters for group in opened.param_groups] == truth.facts["order"]
+    assert opened.param_groups[0].state["step"] == zckpt.Scalar(5.0, "float32")
+    assert len(opened.files) == 4
+    assert opened.warnings == []
+    assert opened.unnamed == {}
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp3", "moe_ep2_s2_fp32_dp4"])
+def test_spans_of_a_slot_cover_every_element_once(name: str) -> None:
+    for parameter in zckpt.open(FIXTURES / name).parameters.values():
+        for slot in parameter.slots.values():
+            ends = sorted((span.extent.start, span.extent.start + span.extent.numel) for span in slot.spans)
+            assert sum(end - start for start, end in ends) == slot.numel
+            at = 0
+            for start, end in ends:
+                assert start == at
+                at = end
+
+
+def test_loss_scale_of_a_dynamic_scaler() -> None:
+    assert zckpt.open(FIXTURES / "s2_fp16_dp2").loss_scale == Truth(FIXTURES / "s2_fp16_dp2").facts["loss_scale"]
+
+
+def test_client_state_is_kept_as_inert_data() -> None:
+    metadata = zckpt.open(FIXTURES / "s2_bf16_dp2_client").metadata
+    assert metadata["epoch"] == 3
+    assert metadata["note"] == "na\u00efve \u2713"
+    assert {"args", "rng", "np_rng", "lr_scheduler"} <= set(metadata)
+
+
+def test_opened_checkpoint_is_a_checkpoint_and_can_be_consolidated(tmp_path: Path) -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    assert isinstance(opened, zckpt.Checkpoint)
+    done = zckpt.consolidate(opened, tmp_path / "model.safetensors")
+    assert done.files == (tmp_path / "model.safetensors",)
+
+
+def test_errors_carry_their_data_and_survive_pickling() -> None:
+    with pytest.raises(zckpt.SourceError) as caught:
+        zckpt.open(FIXTURES / "absent")
+    assert caught.value.path == str(FIXTURES / "absent")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
