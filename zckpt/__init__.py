@@ -1,4 +1,4 @@
-"""zckpt: open, inspect and consolidate the checkpoints of sharded optimizers, without running their pickles.
+"""zckpt: open, inspect, consolidate and reshard the checkpoints of sharded optimizers, without running their pickles.
 
     import zckpt
 
@@ -7,6 +7,7 @@
     checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
     zckpt.inspect(checkpoint)                              # what is in it, as JSON-able data
     zckpt.consolidate("run/global_step500", "model.safetensors")
+    zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
 
 The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zckpt.opened import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.inspect import inspect
+    from zckpt.operations.reshard import Resharded, reshard
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
 
 __version__ = "0.1.0"
@@ -42,6 +44,7 @@ _HOMES = {
     "zckpt.opened": ("OpenedCheckpoint", "open"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
     "zckpt.operations.inspect": ("inspect",),
+    "zckpt.operations.reshard": ("Resharded", "reshard"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
     "zckpt.errors": (
         "DamagedFileError",
@@ -70,6 +73,7 @@ __all__ = [
     "ParamGroup",
     "Parameter",
     "PickleError",
+    "Resharded",
     "Scalar",
     "ShardError",
     "Slot",
@@ -87,6 +91,7 @@ __all__ = [
     "consolidate",
     "inspect",
     "open",
+    "reshard",
 ]
 
 

@@ -93,9 +93,9 @@ def alignment_padding(numels: Sequence[int], multiple: int) -> list[int]:
 
     Notes
     -----
-    Source: `parameter_alignment` of DeepSpeed 0.19; the last parameter is padded too.
+    Source: `parameter_alignment` of DeepSpeed 0.19; after the last parameter there is none.
     """
-    return [-n % multiple for n in numels]
+    return [-n % multiple for n in numels[:-1]] + [0] * bool(numels)
 
 
 def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> list[int]:
@@ -150,6 +150,36 @@ def shard_numel(numel: int, world_size: int) -> int:
     """
     check_world_size(world_size)
     return -(-numel // world_size)
+
+
+def sub_groups(numels: Sequence[int], world_size: int, most: int) -> list[list[int]]:
+    """Return the indices of a param group's parameters in each of its sub-groups.
+
+    A sub-group is closed as soon as one rank's shards of its parameters reach `most` elements.
+
+    Parameters
+    ----------
+    numels : sequence of int, elements
+    world_size : int
+    most : int, elements
+        `sub_group_size` of the configuration.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14 to 0.19, ZeRO-3.
+    """
+    shards = [shard_numel(numel, world_size) for numel in numels]
+    if most >= sum(shards):
+        return [list(range(len(numels)))]
+    found: list[list[int]] = [[]]
+    size = 0
+    for index, shard in enumerate(shards):
+        if size >= most:
+            found.append([])
+            size = 0
+        found[-1].append(index)
+        size += shard
+    return found
 
 
 def shard_fragment(numel: int, world_size: int, rank: int) -> tuple[int, int]:

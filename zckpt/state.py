@@ -257,6 +257,8 @@ class Checkpoint:
         Facts of the format worth showing (rigid or elastic, round robin, ...), JSON-able.
     metadata : dict
         Everything else the files hold, by key: client state, scheduler, random states; inert.
+    origin : object
+        What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
     files : list of SourceFile
     warnings : list of str
@@ -276,6 +278,7 @@ class Checkpoint:
     loss_scale: float | None = None
     details: dict[str, object] = field(default_factory=dict)
     metadata: dict[str, object] = field(default_factory=dict)
+    origin: object = None
     padding: list[Padding] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

@@ -15,6 +15,7 @@ import click
 from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.inspect_command import inspect_command
+from zckpt.cli.reshard_command import reshard_command
 from zckpt.errors import TargetError, ZckptError
 
 INTERRUPTED = 130
@@ -24,7 +25,7 @@ INTERRUPTED = 130
 @click.version_option(__version__, prog_name="zckpt")
 @click.option("--debug", is_flag=True, help="Show a traceback for errors.")
 def cli(debug: bool) -> None:
-    """Open, inspect and consolidate the checkpoints of sharded optimizers.
+    """Open, inspect, consolidate and reshard the checkpoints of sharded optimizers.
 
     No pickle is ever executed, and a target appears whole or not at all.
     """
@@ -32,6 +33,7 @@ def cli(debug: bool) -> None:
 
 cli.add_command(inspect_command)
 cli.add_command(consolidate_command)
+cli.add_command(reshard_command)
 
 
 def main() -> None:

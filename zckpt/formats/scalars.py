@@ -44,6 +44,22 @@ def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
         ]
 
 
+def encode(scalar: Scalar) -> bytes:
+    """Return the bytes of a 0-d tensor that holds a single value, little-endian.
+
+    Raises
+    ------
+    UnsupportedError
+        An element type that is no number.
+    """
+    if scalar.dtype == "bfloat16":
+        return struct.pack("<f", scalar.value)[2:]
+    code = _FORMATS.get(scalar.dtype)
+    if code is None:
+        raise UnsupportedError(f"a single value of type {scalar.dtype}")
+    return struct.pack("<" + code, scalar.value)
+
+
 def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
     """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.shape == ()}

@@ -7,24 +7,15 @@ optimizer.pt            {state: {number: {slot: tensor}}, param_groups}, for `to
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.jsonable import jsonable
+from zckpt.formats.scalars import encode
 from zckpt.plan import TargetFile
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Tensor
-
-_SCALAR_FORMATS = {
-    "float64": "<d",
-    "float32": "<f",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "bool": "<?",
-}
 
 
 def optimizer_names(*, torch: bool) -> str:
@@ -108,8 +99,4 @@ def _value(value: object, key: str) -> object:
         raise UnsupportedError(f"{key} is a tensor for a whole param group, which no single parameter's state can hold")
     if not isinstance(value, Scalar):
         return value
-    code = _SCALAR_FORMATS.get(value.dtype)
-    if code is None:
-        data = struct.pack("<f", value.value)
-        return torch_archive.ValueTensor(data, "float32", ())
-    return torch_archive.ValueTensor(struct.pack(code, value.value), value.dtype, ())
+    return torch_archive.ValueTensor(encode(value), value.dtype, ())

@@ -8,6 +8,7 @@ from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, Unsup
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
+from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
@@ -57,6 +58,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
         state.groups,
     )
     checkpoint.padding = state.padding
+    checkpoint.origin = Origin(directory, models[0], members)
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     if not optimizers:

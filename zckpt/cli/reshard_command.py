@@ -1,0 +1,88 @@
+"""`zckpt reshard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import ByteSize
+
+
+@click.command("reshard")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
+@click.option("--stage", type=click.Choice(["1", "2", "3"]), help="ZeRO stage of TARGET. Default: SOURCE's, as below.")
+@click.option("--elastic/--rigid", default=None, help="Form of the optimizer state (ZeRO-1, 2).")
+@click.option("--round-robin/--no-round-robin", default=None, help="As round_robin_gradients of the training.")
+@click.option(
+    "--parameter-alignment/--no-parameter-alignment",
+    default=None,
+    help="As parameter_alignment of the training.",
+)
+@click.option("--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them.")
+@click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers.")
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+@click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names.")
+@click.option(
+    "--root",
+    "roots",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The same directory on another node, whose files belong in too; may be repeated.",
+)
+def reshard_command(
+    source: Path,
+    target: Path,
+    world_size: int,
+    stage: str | None,
+    elastic: bool | None,
+    round_robin: bool | None,
+    parameter_alignment: bool | None,
+    no_weight_check: bool,
+    memory: int,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    tag: str | None,
+    roots: tuple[Path, ...],
+) -> None:
+    """Cut a DeepSpeed ZeRO checkpoint for another number of data-parallel ranks, or another stage.
+
+    Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
+    comes out as a run directory with `latest`, a tag directory as a tag directory.
+    """
+    from zckpt.cli.progress import reporter
+    from zckpt.operations.reshard import reshard
+    from zckpt.report.resharding import document, render
+
+    done = reshard(
+        source,
+        target,
+        world_size=world_size,
+        stage=None if stage is None else int(stage),
+        elastic=elastic,
+        round_robin=round_robin,
+        parameter_alignment=parameter_alignment,
+        weight_check=not no_weight_check,
+        memory=memory,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        reporter=reporter("reshard", quiet=quiet),
+        tag=tag,
+        roots=roots,
+    )
+    if as_json:
+        import json
+
+        click.echo(json.dumps(document(done, dry_run=dry_run), indent=1, ensure_ascii=False))
+    elif dry_run:
+        click.echo(render(done, dry_run=True))
+    elif not quiet:
+        click.echo(render(done, dry_run=False), err=True)

@@ -1,0 +1,236 @@
+"""The optimizer files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zckpt.formats.deepspeed.target import Target, TargetGroup
+from zckpt.formats.scalars import encode
+from zckpt.formats.torch_archive import FromFile, SlotPart, ValueTensor, new_storage, view
+from zckpt.partition import (
+    Fragment,
+    flat_fragments,
+    flat_padding,
+    flat_partition_numel,
+    flat_starts,
+    shard_fragment,
+    shard_numel,
+)
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar
+from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
+
+_STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+
+_COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+"""What the forms of all stages have in common and is carried over."""
+
+_FLAT_KEYS = (
+    *_COMMON_KEYS, "clip_grad", "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage",
+    "group_paddings",
+    "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
+)  # fmt: skip
+_PARAMETERWISE_KEYS = (
+    "zero_stage", *_COMMON_KEYS, "partition_count", "optimizer_state_dict", "fp32_flat_groups",
+)  # fmt: skip
+
+
+def optimizer_tree(target: Target, rank: int) -> object:
+    """Return the content of one rank's optimizer file."""
+    source = target.origin.members[0]
+    old = source.content
+    made = _parameterwise(target, rank) if target.stage == 3 else _flat(target, rank)
+    same = (source.stage == 3) == (target.stage == 3)
+    keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
+    if target.elastic != source.elastic and same:
+        keys = [key for key in keys if key != "base_optimizer_state_step"]
+    content = {key: made[key] if key in made else FromFile.of(source.file, old[key]) for key in keys
+               if key in made or key in old}  # fmt: skip
+    root = source.file.root
+    top = root if isinstance(root, dict) else {}
+    return {
+        key: content if key == "optimizer_state_dict" else FromFile.of(source.file, value)
+        for key, value in top.items()
+        if key != "ds_config"
+    } | {"ds_config": config_tree(target)}
+
+
+def config_tree(target: Target) -> object:
+    """Return DeepSpeed's configuration, true of the target where it speaks of what was changed."""
+    config = target.origin.model.content.get("ds_config")
+    if not isinstance(config, dict):
+        return config
+    changed = dict(config)
+    zero = changed.get("zero_optimization")
+    if isinstance(zero, dict):
+        flat = {"elastic_checkpoint": target.elastic, "round_robin_gradients": target.round_robin,
+                "parameter_alignment": target.alignment}  # fmt: skip
+        changed["zero_optimization"] = {**zero, "stage": target.stage} | {
+            key: value for key, value in flat.items() if key in zero or value
+        }
+    batch, steps = changed.get("train_batch_size"), changed.get("gradient_accumulation_steps", 1)
+    if type(batch) is int and type(steps) is int and steps > 0 and batch % (target.world_size * steps) == 0:
+        changed["train_micro_batch_size_per_gpu"] = batch // (target.world_size * steps)
+    return FromFile.of(target.origin.model.file, changed)
+
+
+def _stage(target: Target) -> Object:
+    return Object(_STAGE_ENUM, args=(target.stage,))
+
+
+def _values(group: ParamGroup) -> dict[object, object]:
+    """Return a group's single values as a file has them."""
+    return {key: _value(value) for key, value in group.state.items()}
+
+
+def _value(value: object) -> object:
+    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
+
+
+def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, object]:
+    return {**{key: _value(value) for key, value in group.hyperparameters.items()}, "params": params}
+
+
+def _slot_keys(parameters: list[Parameter]) -> list[str]:
+    """Return the optimizer's keys for these parameters, each once."""
+    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
+
+
+def _ordered(target: Target, group: ParamGroup, tensors: dict[object, object]) -> dict[object, object]:
+    """Return one state with its keys in the order that the source's have."""
+    state = {**_values(group), **tensors}
+    first = target.origin.members[0]
+    known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
+    order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
+    return {key: state[key] for key in order if key in state}
+
+
+def _dtype(parameters: list[Parameter], key: str) -> str:
+    return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
+
+
+def _flat(target: Target, rank: int) -> dict[str, object]:
+    """Return the keys of a flat file that depend on how it is cut."""
+    masters: list[object] = []
+    states: list[dict[object, object]] = []
+    paddings: list[object] = []
+    mappings: list[object] = []
+    for group in target.groups:
+        numels = [p.numel for p in group.parameters]
+        starts = flat_starts(numels, group.pads)
+        partition = flat_partition_numel(starts[-1], target.world_size)
+        fragments = list(flat_fragments(numels, starts, partition, rank))
+        padding = flat_padding(starts[-1], partition, rank)
+        stripped = partition - padding
+        old = target.origin.members[0].masters[group.index] if target.origin.members[0].stage != 3 else None
+        full = partition if target.bf16_optimizer else stripped
+        masters.append(_partition(group, MASTER, fragments, partition, full, like=old))
+        length = stripped if target.elastic else partition
+        tensors: dict[object, object] = {
+            key: _partition(group, key, fragments, partition, length) for key in _slot_keys(group.parameters)
+        }
+        states.append(_ordered(target, target.checkpoint.param_groups[group.index], tensors))
+        last = rank == target.world_size - 1
+        on_last = target.world_size * partition - starts[-1] if last else 0
+        paddings.append(on_last if target.bf16_optimizer else padding)
+        mappings.append(_mapping(group, fragments))
+    groups = target.checkpoint.param_groups
+    rigid = {
+        "state": {index: state for index, state in enumerate(states) if state},
+        "param_groups": [_hyperparameters(group, [index]) for index, group in enumerate(groups)],
+    }
+    made: dict[str, object] = {
+        "base_optimizer_state": states if target.elastic else rigid,
+        "single_partition_of_fp32_groups": masters,
+        "group_paddings": paddings,
+        "partition_count": [target.world_size] * len(groups),
+        "param_slice_mappings": mappings,
+    }
+    if not target.bf16_optimizer:
+        made["zero_stage"] = _stage(target)
+        made["clip_grad"] = _clip(target)
+        made["ds_version"] = target.origin.members[0].version
+    if not target.bf16_optimizer and (target.alignment or _knows_alignment(target)):
+        made["param_alignment_paddings"] = [list(group.pads) for group in target.groups]
+    return made
+
+
+def _knows_alignment(target: Target) -> bool:
+    """Tell whether the version that wrote the source writes alignment pads down, be they zero."""
+    source = target.origin.members[0]
+    return source.alignment_paddings is not None
+
+
+def _clip(target: Target) -> object:
+    old = target.origin.members[0].content.get("clip_grad")
+    configured = target.origin.model.config.get("gradient_clipping", 0.0)
+    return configured if old is None else old
+
+
+def _partition(
+    group: TargetGroup, key: str, fragments: list[Fragment], numel: int, length: int, *, like: Tensor | None = None
+) -> Tensor:
+    """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
+    parts = [_part(group.parameters[f.index], key, f.start, f.position, f.numel) for f in fragments
+             if key in group.parameters[f.index].slots]  # fmt: skip
+    return view(new_storage(_dtype(group.parameters, key), numel, parts), (length,), like=like)
+
+
+def _part(parameter: Parameter, key: str, start: int, position: int, numel: int) -> SlotPart:
+    extent = Extent.flat(parameter.shape, start, numel)
+    return SlotPart(position, parameter.slots[key], f"{key}/{parameter.name}", extent)
+
+
+def _mapping(group: TargetGroup, fragments: list[Fragment]) -> OrderedMapping:
+    mapping = OrderedMapping()
+    for f in fragments:
+        state: dict[object, object] = {"numel": f.numel, "start": f.position}
+        mapping[group.parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
+    return mapping
+
+
+def _parameterwise(target: Target, rank: int) -> dict[str, object]:
+    """Return the keys of a ZeRO-3 file that depend on how it is cut."""
+    masters: list[object] = []
+    states: dict[object, object] = {}
+    groups: list[object] = []
+    source = target.origin.members[0]
+    for group, old in zip(target.groups, target.checkpoint.param_groups, strict=True):
+        numbers = []
+        for parameters in target.sub_groups(group):
+            numbers.append(len(masters))
+            like = source.masters[0] if source.stage == 3 and source.masters else None
+            master, tensors = _shards(target, parameters, rank, like)
+            state = _ordered(target, old, tensors)
+            if state:
+                states[len(masters)] = state
+            masters.append(master)
+        groups.append(_hyperparameters(old, numbers))
+    return {
+        "zero_stage": _stage(target),
+        "partition_count": target.world_size,
+        "optimizer_state_dict": {"state": states, "param_groups": groups},
+        "fp32_flat_groups": masters,
+    }
+
+
+def _shards(
+    target: Target, parameters: list[Parameter], rank: int, like: Tensor | None
+) -> tuple[Tensor, dict[object, object]]:
+    """Return one rank's master and slots of a sub-group: its shards of the parameters, end to end."""
+    numel = sum(shard_numel(p.numel, target.world_size) for p in parameters)
+
+    def tensor(key: str, like: Tensor | None = None) -> Tensor:
+        storage = new_storage(_dtype(parameters, key), numel, list(_shard_parts(target, parameters, key, rank)))
+        return view(storage, (numel,), like=like)
+
+    return tensor(MASTER, like), {key: tensor(key) for key in _slot_keys(parameters)}
+
+
+def _shard_parts(target: Target, parameters: list[Parameter], key: str, rank: int) -> Iterator[SlotPart]:
+    at = 0
+    for p in parameters:
+        start, count = shard_fragment(p.numel, target.world_size, rank)
+        if count and key in p.slots:
+            yield _part(p, key, start, at, count)
+        at += shard_numel(p.numel, target.world_size)
