@@ -8,15 +8,10 @@ from __future__ import annotations
 import math
 from itertools import pairwise, product
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from zckpt.plan import row_major
 from zckpt.state import Extent
-
-# A test that is slow once, because the machine is busy or numpy is being loaded, has not failed.
-settings.register_profile("zckpt", deadline=None)
-settings.load_profile("zckpt")
 
 PRIMES = (2, 3, 5, 7, 11, 13)
 MOST_RANKS = 17

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
@@ -202,8 +202,7 @@ def test_compensating_gap_and_overlap_are_refused(data, shape):
     """As many elements as there should be, but one is missing and another there twice."""
     numel = math.prod(shape)
     tiles = [t for t in data.draw(tilings(shape)) if t.numel]
-    if numel < 2 or len(tiles) < 2:
-        return
+    assume(len(tiles) > 1)
     lost, doubled = data.draw(st.permutations(range(len(tiles))))[:2]
     spans = [flat_span(tile) for i, tile in enumerate(tiles) if i != lost]
     rest = replace(tiles[lost], numel=tiles[lost].numel - 1)

@@ -23,9 +23,9 @@ READ = [
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Checkpoint", "Consolidated", "DamagedFileError", "Extent", "LayoutError", "OpenedCheckpoint", "ParamGroup",
-        "Parameter", "PickleError", "Scalar", "ShardError", "Slot", "SourceError", "Span", "TargetError",
+        "Parameter", "PickleError", "Resharded", "Scalar", "ShardError", "Slot", "SourceError", "Span", "TargetError",
         "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "WeightMismatchError", "ZckptError", "__version__", "consolidate", "inspect", "open",
+        "WeightMismatchError", "ZckptError", "__version__", "consolidate", "inspect", "open", "reshard",
     ]  # fmt: skip
 
 

@@ -194,8 +194,9 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
     with opened(str(path)) as descriptor:
         size = path.stat().st_size
         length = int.from_bytes(read_at(descriptor, 0, 8, path=str(path)), "little")
-        if length > min(size - 8, MAXIMUM_HEADER_NBYTES):
-            raise DamagedFileError("unreadable header", path=path, expected=f"at most {size - 8} bytes", found=length)
+        most = min(size - 8, MAXIMUM_HEADER_NBYTES)
+        if length > most:
+            raise DamagedFileError("unreadable header", path=path, expected=f"at most {most} bytes", found=length)
         text = read_at(descriptor, 8, length, path=str(path))
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)

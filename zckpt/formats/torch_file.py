@@ -115,8 +115,8 @@ def _optimizer_key(root: Mapping[object, object]) -> object:
 def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
-    A file does not say which entries are buffers. Integers and bools cannot be trained, so they are; the rest
-    are taken for parameters.
+    A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the
+    running statistics of a batch norm; the rest are taken for parameters.
     """
     owners: dict[tuple[object, ...], str] = {}
     for key, tensor in model.items():
@@ -124,7 +124,7 @@ def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) ->
             continue
         name = str(key)
         slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-        if not is_floating(tensor.dtype) and not tensor.dtype.startswith("complex"):
+        if not _trainable(tensor) or _is_running_statistic(name, model):
             checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
             continue
         place = (tensor.storage.key, tensor.storage_offset, tensor.shape, tensor.strides)
@@ -133,6 +133,17 @@ def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) ->
             checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
         else:
             checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+
+
+def _trainable(tensor: Tensor) -> bool:
+    return is_floating(tensor.dtype) or tensor.dtype.startswith("complex")
+
+
+def _is_running_statistic(name: str, model: Mapping[object, object]) -> bool:
+    """Tell whether an entry is a batch norm's running mean or variance: the integer count beside it says so."""
+    module, _, last = name.rpartition(".")
+    count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
+    return last in ("running_mean", "running_var") and isinstance(count, Tensor) and not _trainable(count)
 
 
 def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:

@@ -1,0 +1,40 @@
+"""Tensors of any element type with any bits, and slots of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zckpt.dtypes import itemsize
+from zckpt.state import WEIGHT, Extent, Slot, Span
+
+
+def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor of random bits: NaNs and subnormals too."""
+    kind = getattr(torch, dtype)
+    nbytes = itemsize(dtype) * math.prod(shape)
+    if not nbytes:
+        return torch.empty(shape, dtype=kind)
+    data = np.random.default_rng(nbytes).integers(0, 2 if dtype == "bool" else 256, nbytes, np.uint8)
+    return torch.from_numpy(data).view(kind).reshape(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def stored(path: Path, tensor: torch.Tensor, *, before: int = 5) -> Slot:
+    """Put a tensor's bytes in a file of their own, after `before` others, and return a slot of it."""
+    path.write_bytes(bytes(before) + as_bytes(tensor))
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    spans = (Span(Extent.whole(shape), str(path), before, dtype),) if tensor.numel() else ()
+    return Slot(WEIGHT, dtype, shape, spans)
+
+
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert as_bytes(found) == as_bytes(expected)

@@ -1,0 +1,376 @@
+"""What zckpt writes the safetensors library reads, what the library writes zckpt reads, and nothing else passes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.formats.some_tensors import assert_same, random_tensor, stored
+from tests.strategies import shapes
+from zckpt.dtypes import DTYPES
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.execute import execute, execute_directory
+from zckpt.formats.safetensors_file import (
+    INDEX_NAME,
+    MAXIMUM_HEADER_NBYTES,
+    Entry,
+    is_safetensors,
+    lay_out,
+    lay_out_directory,
+    read,
+    read_header,
+)
+from zckpt.plan import plan
+from zckpt.read import read_slot
+from zckpt.state import WEIGHT, Extent, Slot, Span
+
+CODES = [info.name for info in DTYPES.values() if info.safetensors]
+
+
+def entry(path: Path, name: str, tensor: torch.Tensor) -> Entry:
+    """Put a tensor's bytes in a file of their own and return the entry that writes them."""
+    slot = stored(path, tensor)
+    return Entry(name, slot, slot.dtype, name)
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_same(found[name], tensor)
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    return {
+        "z.weight": random_tensor("bfloat16", (3, 5)),
+        "a.bias": random_tensor("float32", ()),
+        "empty": random_tensor("float16", (0, 4)),
+        "flags": random_tensor("bool", (7,)),
+        "empty too": random_tensor("int64", (0,)),
+        'naïve "名前"\n': random_tensor("uint8", (1,)),
+    }
+
+
+# --- what zckpt writes the library reads ------------------------------------------------------------------------
+
+
+def test_library_reads_what_is_written(tmp_path):
+    tensors = some_tensors()
+    entries = [entry(tmp_path / str(i), name, tensor) for i, (name, tensor) in enumerate(tensors.items())]
+    execute(plan([lay_out("m.safetensors", entries)]), [tmp_path / "m.safetensors"])
+    assert_equal(load_file(tmp_path / "m.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_library_reads_every_element_type(dtype, tmp_path):
+    tensor = random_tensor(dtype, (6, 4))
+    execute(plan([lay_out("m", [entry(tmp_path / "s", "t", tensor)])]), [tmp_path / "m"])
+    assert_equal(load_file(tmp_path / "m"), {"t": tensor})
+
+
+@given(shapes())
+def test_any_shape_is_laid_out_exactly(shape):
+    slot = Slot(WEIGHT, "float32", shape, (Span(Extent.whole(shape), "s", 0, "float32"),))
+    file = lay_out("m", [Entry("a", slot, "float32", "a"), Entry("b", slot, "bfloat16", "b")])
+    (header,) = file.literals
+    first, second = file.holes
+    assert first.offset == len(header.data)
+    assert first.offset % 8 == 0
+    assert second.offset == first.offset + 4 * slot.numel
+    assert file.nbytes == second.offset + 2 * slot.numel
+
+
+def test_cast_is_said_in_the_header(tmp_path):
+    tensor = torch.randn(100)
+    one = entry(tmp_path / "s", "t", tensor)
+    execute(plan([lay_out("m", [Entry("t", one.slot, "bfloat16", "t")])]), [tmp_path / "m"])
+    assert_equal(load_file(tmp_path / "m"), {"t": tensor.bfloat16()})
+
+
+def test_metadata_is_written_and_read_back(tmp_path):
+    execute(plan([lay_out("m", [], {"step": "7", "näme": "wört"})]), [tmp_path / "m"])
+    with safe_open(tmp_path / "m", "pt") as file:
+        assert file.metadata() == {"format": "pt", "step": "7", "näme": "wört"}
+    assert read_header(tmp_path / "m")[1] == {"format": "pt", "step": "7", "näme": "wört"}
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float8_e4m3fnuz", "qint8"])
+def test_element_type_without_a_code_is_refused(dtype):
+    with pytest.raises(UnsupportedError, match=f"no element type {dtype}, which t has; write a .pt file"):
+        lay_out("m", [Entry("t", Slot(WEIGHT, dtype, (1,), ()), dtype, "t")])
+
+
+def test_header_beyond_the_formats_bound_is_refused():
+    slot = Slot(WEIGHT, "float32", (0,), ())
+    names = [str(i) + "x" * (MAXIMUM_HEADER_NBYTES // 10) for i in range(10)]
+    with pytest.raises(UnsupportedError, match="too many tensors"):
+        lay_out("m", [Entry(name, slot, "float32", name) for name in names])
+
+
+def test_directory_has_shards_and_an_index_as_hugging_face_lays_them_out(tmp_path):
+    tensors = {f"layer.{i}": random_tensor("float32", (25,)) for i in range(7)}
+    entries = [entry(tmp_path / name, name, tensor) for name, tensor in tensors.items()]
+    execute_directory(plan(lay_out_directory(entries, 250)), tmp_path / "out")
+    names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*names, INDEX_NAME]
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    assert index["metadata"] == {"total_size": 700}
+    found = {}
+    for name in names:
+        shard = load_file(tmp_path / "out" / name)
+        assert all(index["weight_map"][tensor] == name for tensor in shard)
+        assert sum(tensor.nbytes for tensor in shard.values()) <= 250
+        found.update(shard)
+    assert_equal(found, tensors)
+    assert list(read(tmp_path / "out").parameters) == list(tensors)
+
+
+def test_tensor_larger_than_a_shard_has_one_to_itself():
+    sizes = [10, 100, 10, 10]
+    entries = [Entry(str(i), Slot(WEIGHT, "uint8", (n,), ()), "uint8", str(i)) for i, n in enumerate(sizes)]
+    assert [[hole.nbytes for hole in file.holes] for file in lay_out_directory(entries, 50)[:-1]] == [
+        [10],
+        [100],
+        [10, 10],
+    ]
+
+
+# --- what the library writes zckpt reads ------------------------------------------------------------------------
+
+
+def loaded(path: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a file or directory with zckpt."""
+    checkpoint = read(path)
+    found = {}
+    for parameter in checkpoint.tensors():
+        data = bytearray(read_slot(parameter.slots[WEIGHT]).tobytes())
+        dtype = getattr(torch, parameter.dtype)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        found[parameter.name] = flat.reshape(parameter.shape)
+    return found
+
+
+def test_what_the_library_writes_is_read(tmp_path):
+    tensors = some_tensors()
+    save_file(tensors, tmp_path / "m.safetensors", {"format": "pt"})
+    assert_equal(loaded(tmp_path / "m.safetensors"), tensors)
+
+
+@pytest.mark.parametrize("dtype", CODES)
+def test_every_element_type_of_the_library_is_read(dtype, tmp_path):
+    tensors = {"t": random_tensor(dtype, (3, 4))}
+    save_file(tensors, tmp_path / "m")
+    assert_equal(loaded(tmp_path / "m"), tensors)
+
+
+def test_whole_numbers_are_buffers_and_the_rest_parameters(tmp_path):
+    save_file(some_tensors(), tmp_path / "m")
+    checkpoint = read(tmp_path / "m")
+    assert set(checkpoint.parameters) == {"z.weight", "a.bias", "empty"}
+    assert set(checkpoint.buffers) == {"flags", "empty too", 'naïve "名前"\n'}
+
+
+def test_directory_with_one_file_and_no_index_is_read(tmp_path):
+    tensors = {"a": random_tensor("float32", (3,))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert is_safetensors(tmp_path)
+    assert_equal(loaded(tmp_path), tensors)
+
+
+def test_directory_with_an_index_is_read(tmp_path):
+    tensors = {name: random_tensor("float32", (3,)) for name in "abc"}
+    save_file({"a": tensors["a"], "c": tensors["c"]}, tmp_path / "one.safetensors")
+    save_file({"b": tensors["b"]}, tmp_path / "two.safetensors")
+    write_index(tmp_path, {"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "one.safetensors"}})
+    assert is_safetensors(tmp_path)
+    assert_equal(loaded(tmp_path), tensors)
+
+
+def test_other_files_are_not_taken_for_safetensors(tmp_path):
+    torch.save({"a": torch.ones(1)}, tmp_path / "m.pt")
+    (tmp_path / "short").write_bytes(b"1234")
+    (tmp_path / "empty").write_bytes(b"")
+    assert not any(is_safetensors(path) for path in tmp_path.iterdir())
+    assert not is_safetensors(tmp_path)
+
+
+# --- files that are not what they should be ---------------------------------------------------------------------
+
+
+def made(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
+    """Write a file with a header of one's own, given as data, text or bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def one(begin: object, end: object, shape: object = (1,), dtype: object = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+MALFORMED = {
+    "hole before the first tensor": ({"a": one(4, 8)}, 8),
+    "hole between tensors": ({"a": one(0, 4), "b": one(8, 12)}, 12),
+    "hole at the end": ({"a": one(0, 4)}, 8),
+    "overlap": ({"a": one(0, 4), "b": one(2, 6)}, 6),
+    "same place twice": ({"a": one(0, 4), "b": one(0, 4)}, 4),
+    "place beyond the file": ({"a": one(0, 4), "b": one(4, 8)}, 4),
+    "negative place": ({"a": one(-4, 0)}, 0),
+    "end before begin": ({"a": one(4, 0)}, 4),
+    "size that is not the shape's": ({"a": one(0, 8)}, 8),
+    "negative size": ({"a": one(0, 4, [-1, -1])}, 4),
+    "size that overflows": ({"a": one(0, 4, [2**40, 2**40])}, 4),
+    "size that is no number": ({"a": one(0, 4, ["1"])}, 4),
+    "size that is a fraction": ({"a": one(0, 4, [1.0])}, 4),
+    "size that is a truth value": ({"a": one(0, 4, [True])}, 4),
+    "place that is a fraction": ({"a": one(0, 4.0), "b": one(4.0, 8)}, 8),
+    "place that is a truth value": ({"a": one(False, True, dtype="U8")}, 1),
+    "place that is a text": ({"a": one("0", "4")}, 4),
+    "three places": ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, 4),
+    "no places": ({"a": {"dtype": "F32", "shape": [1]}}, 4),
+    "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4),
+    "no element type": ({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4),
+    "unknown element type": ({"a": one(0, 4, dtype="F31")}, 4),
+    "element type that is a list": ({"a": one(0, 4, dtype=["F32"])}, 4),
+    "entry that is no object": ({"a": 5}, 4),
+    "entry that is null": ({"a": None}, 4),
+    "header that is a list": ([], 0),
+    "header that is a number": (5, 0),
+    "header that is no JSON": (b"{'a': 1}", 0),
+    "header that is not UTF-8": (b'{"\xff": 1}', 0),
+    "header that is empty": (b"", 0),
+    "header nested without end": (b'{"a":' + b"[" * 100_000, 0),
+    "header with a name twice": (
+        f'{{"a":{json.dumps(one(0, 4))},"a":{json.dumps(one(0, 4, dtype="I32"))}}}'.encode(),
+        4,
+    ),
+    "metadata that is a number": ({"__metadata__": 5, "a": one(0, 4)}, 4),
+    "metadata that is null": ({"__metadata__": None, "a": one(0, 4)}, 4),
+    "metadata that is a text": ({"__metadata__": "param_groups", "a": one(0, 4)}, 4),
+    "metadata that is not all text": ({"__metadata__": {"param_groups": [1]}, "a": one(0, 4)}, 4),
+}
+
+
+@pytest.mark.parametrize(("header", "nbytes"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_header_is_refused(header, nbytes, tmp_path):
+    with pytest.raises(DamagedFileError) as caught:
+        read(made(tmp_path / "m", header, bytes(nbytes)))
+    assert str(caught.value).startswith(f"{tmp_path}/m: ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("length", [9, 100, MAXIMUM_HEADER_NBYTES + 1, 2**63, 2**64 - 1])
+def test_header_longer_than_the_file_is_refused_without_reading_it(length, tmp_path):
+    with pytest.raises(DamagedFileError, match=f"unreadable header: expected at most 2 bytes, found {length}"):
+        read(made(tmp_path / "m", {}, length=length))
+
+
+def test_header_longer_than_the_formats_bound_is_refused(tmp_path):
+    path = made(tmp_path / "m", {}, length=MAXIMUM_HEADER_NBYTES + 1)
+    with path.open("r+b") as file:
+        file.truncate(2 * MAXIMUM_HEADER_NBYTES)
+    with pytest.raises(DamagedFileError, match=f"unreadable header: .*found {MAXIMUM_HEADER_NBYTES + 1}$"):
+        read(path)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 8, 20])
+def test_truncated_header_is_refused(kept, tmp_path):
+    save_file({"a": torch.ones(4)}, tmp_path / "m")
+    content = (tmp_path / "m").read_bytes()
+    (tmp_path / "m").write_bytes(content[:kept])
+    with pytest.raises(DamagedFileError):
+        read(tmp_path / "m")
+
+
+@given(data=st.data())
+def test_truncated_data_is_refused(data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cut") / "m"
+    save_file({"a": torch.ones(4)}, path)
+    content = path.read_bytes()
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(DamagedFileError):
+        read(path)
+
+
+def test_bytes_after_the_last_tensor_are_refused(tmp_path):
+    save_file({"a": torch.ones(4)}, tmp_path / "m")
+    with (tmp_path / "m").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DamagedFileError, match="do not fill the file"):
+        read(tmp_path / "m")
+
+
+# --- an index that is not what it should be ---------------------------------------------------------------------
+
+
+def write_index(directory: Path, index: object) -> None:
+    (directory / INDEX_NAME).write_text(index if isinstance(index, str) else json.dumps(index))
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "below/x", "..", "."])
+def test_index_that_names_a_file_elsewhere_is_refused(name, tmp_path):
+    write_index(tmp_path, {"weight_map": {"a": name}})
+    with pytest.raises(SourceError):
+        read(tmp_path)
+
+
+def test_file_outside_the_directory_is_not_read_even_where_it_exists(tmp_path):
+    (tmp_path / "in").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "x")
+    write_index(tmp_path / "in", {"weight_map": {"a": "../x"}})
+    with pytest.raises(DamagedFileError, match="the index names a file outside its directory"):
+        read(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "{", "[]", "{}", "5", '{"weight_map": 5}', '{"weight_map": []}', '{"weight_map": {"a": 5}}',
+     '{"weight_map": {"a": ["x"]}}', '{"weight_map": {"a": null, "b": "x"}}', "[" * 100_000],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_malformed_index_is_refused(index, tmp_path):
+    write_index(tmp_path, index)
+    with pytest.raises(DamagedFileError, match="unreadable index"):
+        read(tmp_path)
+
+
+def test_index_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / INDEX_NAME).write_bytes(b'{"weight_map": {"\xff": "x"}}')
+    with pytest.raises(DamagedFileError, match="unreadable index"):
+        read(tmp_path)
+
+
+def test_shard_that_is_missing_is_named(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "one")
+    write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
+    with pytest.raises(SourceError, match=r"two: cannot be opened: found No such file"):
+        read(tmp_path)
+
+
+def test_tensor_that_is_in_two_shards_is_refused(tmp_path):
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(1)}, tmp_path / name)
+    write_index(tmp_path, {"weight_map": {"a": "one", "b": "two"}})
+    with pytest.raises(DamagedFileError, match="a is in two files"):
+        read(tmp_path)
+
+
+def test_tensor_that_is_not_where_the_index_says_is_refused(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "one")
+    save_file({"b": torch.ones(1)}, tmp_path / "two")
+    write_index(tmp_path, {"weight_map": {"a": "one", "b": "one", "c": "two"}})
+    with pytest.raises(DamagedFileError, match="b is not where the index says: expected one, found two"):
+        read(tmp_path)
+
+
+def test_tensor_that_no_shard_has_is_refused(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "one")
+    write_index(tmp_path, {"weight_map": {"a": "one", "b": "one"}})
+    with pytest.raises(DamagedFileError, match="b is not where the index says: expected one"):
+        read(tmp_path)

@@ -1,0 +1,299 @@
+"""What zckpt writes as a torch file, torch loads: restricted to weights, mapped, and bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.formats.some_tensors import assert_same, random_tensor, stored
+from zckpt.dtypes import DTYPES
+from zckpt.errors import UnsupportedError
+from zckpt.execute import execute
+from zckpt.formats.torch_archive import SlotTensor, ValueTensor, lay_out
+from zckpt.plan import plan
+from zckpt.state import WEIGHT, Slot
+from zckpt.torchfile import Device, DType, OrderedMapping, Size, read_torchfile, walk_tensors
+from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, Record, lay_out_archive
+
+WRITABLE = [name for name in DTYPES if not name.startswith(("q", "complex32"))]
+GIBIBYTE = 1 << 30
+LIMIT = (1 << 32) - 1
+"""A number that a zip file's 32 bits cannot hold: all ones say that it is in the zip64 field."""
+
+
+def written(path: Path, root: object) -> Path:
+    execute(plan([lay_out(path.name, root)]), [path])
+    return path
+
+
+def load(path: Path, *, mmap: bool = False) -> object:
+    return torch.load(path, weights_only=True, mmap=mmap)
+
+
+def tensor_of(path: Path, tensor: torch.Tensor) -> SlotTensor:
+    slot = stored(path, tensor)
+    return SlotTensor(slot, slot.dtype, path.name)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("dtype", WRITABLE)
+def test_every_element_type_is_loaded_bit_for_bit(dtype, mmap, tmp_path):
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
+    tensor = random_tensor(dtype, (5, 7))
+    found = load(written(tmp_path / "m.pt", {"t": tensor_of(tmp_path / "s", tensor)}), mmap=mmap)
+    assert_same(found["t"], tensor)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (1, 1, 1), (13,), (2, 3, 4, 5)], ids=str)
+def test_every_shape_is_loaded_as_a_contiguous_tensor(shape, tmp_path):
+    tensor = random_tensor("float32", shape)
+    found = load(written(tmp_path / "m.pt", [tensor_of(tmp_path / "s", tensor)]))
+    assert_same(found[0], tensor)
+    assert found[0].is_contiguous()
+    assert found[0].stride() == tensor.contiguous().stride()
+
+
+def test_cast_tensor_is_loaded_in_the_type_it_was_cast_to(tmp_path):
+    slot = stored(tmp_path / "s", torch.arange(10.0))
+    found = load(written(tmp_path / "m.pt", {"t": SlotTensor(slot, "bfloat16", "t")}))
+    assert_same(found["t"], torch.arange(10.0).bfloat16())
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_tied_tensors_share_their_storage(mmap, tmp_path):
+    one, other = tensor_of(tmp_path / "a", torch.ones(4, 3)), tensor_of(tmp_path / "b", torch.ones(4, 3))
+    found = load(written(tmp_path / "m.pt", {"wte": one, "lm_head": one, "other": other}), mmap=mmap)
+    assert found["wte"].data_ptr() == found["lm_head"].data_ptr() != found["other"].data_ptr()
+    assert len(list(zipfile.ZipFile(tmp_path / "m.pt").namelist())) == len({"wte", "other"}) + 6
+
+
+def test_tensor_of_known_bytes_is_loaded(tmp_path):
+    step = ValueTensor(struct.pack("<f", 7), "float32", ())
+    found = load(written(tmp_path / "m.pt", {"step": step, "same": step, "empty": ValueTensor(b"", "int64", (0,))}))
+    assert_same(found["step"], torch.tensor(7.0))
+    assert_same(found["empty"], torch.empty(0, dtype=torch.int64))
+    assert found["step"].data_ptr() == found["same"].data_ptr()
+
+
+def test_element_types_newer_than_typed_storages_share_their_storage_too(tmp_path):
+    one = tensor_of(tmp_path / "a", random_tensor("float8_e4m3fn", (3,)))
+    found = load(written(tmp_path / "m.pt", {"a": one, "b": one}))
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+
+
+def test_tensors_are_mapped_where_they_are_aligned(tmp_path):
+    tensors = {str(i): tensor_of(tmp_path / str(i), random_tensor("uint8", (i,))) for i in range(1, 70)}
+    path = written(tmp_path / "m.pt", tensors)
+    places = [tensor.offset for _, tensor in walk_tensors(read_torchfile(path).root)]
+    assert len(places) == 69
+    assert all(place % ALIGNMENT == 0 for place in places)
+
+
+# --- everything else --------------------------------------------------------------------------------------------
+
+plain_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(plain_values)
+def test_plain_data_is_loaded_as_it_was(tmp_path_factory, value):
+    path = tmp_path_factory.mktemp("plain") / "m.pt"
+    found = load(written(path, {"value": value}))["value"]
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [0, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**63, 2**2038, -1, -(2**31), -(2**31) - 1],
+    ids=lambda number: f"{'-' * (number < 0)}{abs(number).bit_length()} bits",
+)
+def test_whole_numbers_about_the_limits_of_their_opcodes(number, tmp_path):
+    assert load(written(tmp_path / "m.pt", [number])) == [number]
+
+
+def test_ordered_dict_is_loaded_as_one(tmp_path):
+    root = OrderedMapping()
+    root["b"], root["a"] = 1, 2
+    found = load(written(tmp_path / "m.pt", root))
+    assert type(found).__name__ == "OrderedDict"
+    assert list(found.items()) == [("b", 1), ("a", 2)]
+
+
+def test_torchs_own_values_are_loaded(tmp_path):
+    root = {"shape": Size((2, 3)), "dtype": DType("bfloat16"), "cpu": Device("cpu"), "cuda": Device("cuda", 1)}
+    found = load(written(tmp_path / "m.pt", root))
+    assert found["shape"] == torch.Size([2, 3])
+    assert isinstance(found["shape"], torch.Size)
+    assert found["dtype"] is torch.bfloat16
+    assert (found["cpu"], found["cuda"]) == (torch.device("cpu"), torch.device("cuda", 1))
+
+
+def test_optimizer_state_dict_is_loaded_into_an_optimizer(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    step = ValueTensor(struct.pack("<f", 3), "float32", ())
+    state = {
+        number: {
+            "step": step,
+            "exp_avg": tensor_of(tmp_path / f"m{number}", torch.full(parameter.shape, 2.0)),
+            "exp_avg_sq": tensor_of(tmp_path / f"v{number}", torch.full(parameter.shape, 3.0)),
+        }
+        for number, parameter in enumerate(model.parameters())
+    }
+    groups = [{**optimizer.state_dict()["param_groups"][0], "lr": 0.125}]
+    optimizer.load_state_dict(load(written(tmp_path / "o.pt", {"state": state, "param_groups": groups})))
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.state[model.weight]["step"] == 3
+    assert torch.equal(optimizer.state[model.bias]["exp_avg_sq"], torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", torch.ones(1)], ids=lambda v: type(v).__name__)
+def test_value_that_cannot_be_written_is_refused_or_comes_back(value, tmp_path):
+    try:
+        path = written(tmp_path / "m.pt", {"value": value})
+    except UnsupportedError:
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert torch.load(path, weights_only=False) == {"value": value}
+
+
+def test_same_tree_gives_the_same_file(tmp_path):
+    tensor = tensor_of(tmp_path / "s", torch.ones(10))
+    one = written(tmp_path / "m.pt", {"t": tensor}).read_bytes()
+    (tmp_path / "m.pt").unlink()
+    assert written(tmp_path / "m.pt", {"t": tensor}).read_bytes() == one
+
+
+# --- the archive ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "root"),
+    [("m.pt", "m"), ("a.b.pt", "a.b"), ("below/m.pt", "m"), ("m", "m"), ("名前.pt", "名前"), (".pt", "archive")],
+)
+def test_root_of_the_archive_is_the_stem_of_its_name(name, root, tmp_path):
+    path = tmp_path / "file"
+    execute(plan([lay_out(name, {"t": tensor_of(tmp_path / "s", torch.ones(2))})]), [path])
+    assert {entry.split("/")[0] for entry in zipfile.ZipFile(path).namelist()} == {root}
+    assert torch.equal(load(path)["t"], torch.ones(2))
+
+
+def test_records_are_those_that_torch_writes(tmp_path):
+    torch.save({"t": torch.ones(2)}, tmp_path / "theirs.pt")
+    written(tmp_path / "ours.pt", {"t": tensor_of(tmp_path / "s", torch.ones(2))})
+    theirs, ours = (
+        {name.split("/", 1)[1] for name in zipfile.ZipFile(tmp_path / f"{which}.pt").namelist()}
+        for which in ("theirs", "ours")
+    )
+    assert ours == theirs
+
+
+def sparse(path: Path, layout: ArchiveLayout) -> Path:
+    """Write all of an archive but the data of its tensors."""
+    with path.open("wb") as file:
+        file.truncate(layout.nbytes)
+        for offset, data in layout.literals:
+            file.seek(offset)
+            file.write(data)
+    return path
+
+
+def assert_sound(layout: ArchiveLayout, path: Path) -> None:
+    """Hold the archive that another program reads against what was laid out."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        assert [info.filename for info in archive.infolist()] == [placed.record.name for placed in layout.placed]
+        for info, placed in zip(archive.infolist(), layout.placed, strict=True):
+            assert info.compress_type == zipfile.ZIP_STORED
+            assert info.file_size == info.compress_size == placed.record.nbytes
+            assert placed.offset % ALIGNMENT == 0
+            assert (placed.record.nbytes >= LIMIT or info.header_offset >= LIMIT) == info.extra.startswith(b"\x01\x00")
+            file.seek(info.header_offset)
+            signature, *_, name, extra = struct.unpack("<IHHHHHIIIHH", file.read(30))
+            assert signature == 0x04034B50
+            assert info.header_offset + 30 + name + extra == placed.offset
+            fields = file.read(name + extra)[name:]
+            assert (placed.record.nbytes >= LIMIT) == fields.startswith(b"\x01\x00")
+            for at in placed.checksum_offsets:
+                file.seek(at)
+                assert int.from_bytes(file.read(4), "little") == info.CRC
+
+
+def records(*sizes: int) -> list[Record]:
+    head = [Record("m/data.pkl", b"pickle", 6)]
+    return head + [Record(f"m/data/{i}", None, size) for i, size in enumerate(sizes)] + [Record("m/version", b"3\n", 2)]
+
+
+@given(st.lists(st.integers(0, 200), max_size=8), st.lists(st.text("añ/名", min_size=1, max_size=80), max_size=4))
+def test_layout_of_any_records_is_sound(tmp_path_factory, sizes, names):
+    layout = lay_out_archive(records(*sizes) + [Record(f"{i}{name}", b"x" * i, i) for i, name in enumerate(names)])
+    assert_sound(layout, sparse(tmp_path_factory.mktemp("zip") / "m", layout))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [LIMIT - 1, 10],
+        [LIMIT, 10],
+        [LIMIT + 1, 10],
+        [5 * GIBIBYTE, 1],
+        [3 * GIBIBYTE, 3 * GIBIBYTE, 5],
+        [1, 6 * GIBIBYTE],
+    ],
+    ids=str,
+)
+def test_records_beyond_four_gibibytes_are_sound(sizes, tmp_path):
+    layout = lay_out_archive(records(*sizes))
+    assert_sound(layout, sparse(tmp_path / "m.pt", layout))
+
+
+def test_more_records_than_a_plain_zip_file_can_count(tmp_path):
+    layout = lay_out_archive(records(*[1] * 70_000))
+    path = sparse(tmp_path / "m.pt", layout)
+    assert_sound(layout, path)
+    if shutil.which("unzip"):
+        listing = subprocess.run(["unzip", "-Z1", path], capture_output=True, text=True, check=True).stdout
+        assert len(listing.splitlines()) == 70_002
+
+
+def test_torch_maps_a_file_beyond_four_gibibytes(tmp_path):
+    big, small = Slot(WEIGHT, "uint8", (5 * GIBIBYTE,), ()), ValueTensor(b"\x07\x00\x00\x00", "int32", (1,))
+    file = lay_out("m.pt", {"big": SlotTensor(big, "uint8", "big"), "small": small})
+    literals = [(literal.offset, literal.data) for literal in file.literals]
+    path = sparse(tmp_path / "m.pt", ArchiveLayout(file.nbytes, literals, []))
+    found = load(path, mmap=True)
+    assert found["small"].item() == 7
+    assert found["big"].shape == (5 * GIBIBYTE,)
+    assert found["big"][-1] == 0
+
+
+def test_file_beyond_four_gibibytes_is_read_back_by_zckpt(tmp_path):
+    big, small = Slot(WEIGHT, "uint8", (5 * GIBIBYTE,), ()), ValueTensor(b"\x07\x00\x00\x00", "int32", (1,))
+    file = lay_out("m.pt", {"big": SlotTensor(big, "uint8", "big"), "small": small})
+    literals = [(literal.offset, literal.data) for literal in file.literals]
+    root = read_torchfile(sparse(tmp_path / "m.pt", ArchiveLayout(file.nbytes, literals, []))).root
+    assert root["big"].offset == file.holes[0].offset
+    assert root["big"].nbytes == 5 * GIBIBYTE
+    assert root["small"].offset > 5 * GIBIBYTE

@@ -1,0 +1,446 @@
+"""Files of torch.save, of any usual shape: the model's tensors, what the optimizer holds of each, and nothing run."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.formats.some_tensors import assert_same
+from zckpt.errors import SourceError, UnsupportedError, UsageError
+from zckpt.formats.torch_file import read
+from zckpt.opened import open as open_checkpoint
+from zckpt.state import WEIGHT, Checkpoint, Scalar
+
+
+def network() -> torch.nn.Module:
+    """Return a model of which the parameters can be told apart by their shapes and order, with two buffers."""
+    torch.manual_seed(0)
+    layers = {"embed": torch.nn.Embedding(11, 5), "up": torch.nn.Linear(5, 7), "norm": torch.nn.LayerNorm(7)}
+    model = torch.nn.Sequential(OrderedDict(layers, out=torch.nn.Linear(7, 2)))
+    model.norm.register_buffer("scale", torch.randn(9))
+    model.norm.register_buffer("steps", torch.tensor(3))
+    return model
+
+
+def trained(
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW, *, named: bool = False, steps: int = 3, **options: object
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after some steps."""
+    model = network()
+    optimizer = kind(model.named_parameters() if named else model.parameters(), lr=0.01, **options)
+    for _ in range(steps):
+        model(torch.tensor([1, 2, 3])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(path: Path, root: object, **options: object) -> Path:
+    torch.save(root, path, **options)
+    return path
+
+
+def assert_holds(path: Path, state: dict[str, torch.Tensor]) -> Checkpoint:
+    """Assert that a file is read as this model, name by name and bit by bit."""
+    checkpoint = open_checkpoint(path)
+    assert {p.name for p in checkpoint.tensors()} == state.keys()
+    for name, tensor in state.items():
+        assert_same(checkpoint.read(name, WEIGHT), tensor)
+    return checkpoint
+
+
+def assert_optimizer(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, prefix: str = ""
+) -> Checkpoint:
+    """Assert that every parameter has the optimizer's own slots, bit by bit."""
+    checkpoint = open_checkpoint(path)
+    assert not checkpoint.unnamed
+    for name, parameter in model.named_parameters():
+        state = {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
+        assert checkpoint.parameters[prefix + name].slots.keys() - {WEIGHT} == state.keys()
+        for key, value in state.items():
+            assert_same(checkpoint.read(prefix + name, key), value)
+    return checkpoint
+
+
+# --- a model by itself ------------------------------------------------------------------------------------------
+
+
+def test_state_dict_by_itself(tmp_path):
+    state = network().state_dict()
+    checkpoint = assert_holds(saved(tmp_path / "m.pt", state), state)
+    assert checkpoint.format == "torch"
+    assert list(checkpoint.buffers) == ["norm.steps"]
+    assert checkpoint.param_groups == []
+    assert checkpoint.metadata == {}
+
+
+def test_state_dict_in_the_format_before_zip_files(tmp_path):
+    state = network().state_dict()
+    assert_holds(saved(tmp_path / "m.pt", state, _use_new_zipfile_serialization=False), state)
+
+
+@pytest.mark.parametrize("key", ["model", "module", "state_dict", "net", "something_else"])
+def test_model_under_any_key(key, tmp_path):
+    state = network().state_dict()
+    checkpoint = assert_holds(saved(tmp_path / "m.pt", {"epoch": 4, key: state, "note": "x"}), state)
+    assert checkpoint.metadata == {"epoch": 4, "note": "x"}
+
+
+def test_prefix_of_data_parallel_models_is_left_as_it_is(tmp_path):
+    state = {f"module.{name}": tensor for name, tensor in network().state_dict().items()}
+    assert_holds(saved(tmp_path / "m.pt", {"model": state}), state)
+
+
+def test_state_dict_with_something_that_is_no_tensor(tmp_path):
+    state = network().state_dict()
+    assert_holds(saved(tmp_path / "m.pt", {**state, "_extra_state": {"scale": 1}, "version": 3}), state)
+
+
+def test_views_are_read_in_their_own_order(tmp_path):
+    base = torch.randn(6, 8)
+    state = {
+        "rows": base[2:4],
+        "columns": base[:, 3],
+        "turned": base.t(),
+        "expanded": torch.ones(1).expand(5),
+        "number": base[0, 0],
+    }
+    assert_holds(saved(tmp_path / "m.pt", state), state)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float16", "bfloat16", "float8_e4m3fn", "complex64", "int8", "bool", "uint16"]
+)
+def test_any_element_type(dtype, tmp_path):
+    state = {"t": torch.ones(3, 2).to(getattr(torch, dtype))}
+    assert_holds(saved(tmp_path / "m.pt", state), state)
+
+
+def test_numbers_and_empty_tensors_and_parameters(tmp_path):
+    state = {"number": torch.tensor(3.0), "empty": torch.empty(0, 4), "parameter": torch.nn.Parameter(torch.ones(2))}
+    assert_holds(saved(tmp_path / "m.pt", state), {**state, "parameter": torch.ones(2)})
+
+
+def test_two_names_of_one_tensor_are_tied(tmp_path):
+    weight = torch.randn(4, 3)
+    checkpoint = assert_holds(
+        saved(tmp_path / "m.pt", {"wte": weight, "head": weight, "same values": weight.clone()}),
+        {"wte": weight, "head": weight, "same values": weight},
+    )
+    assert [p.tied_to for p in checkpoint.parameters.values()] == [None, "wte", None]
+    assert checkpoint.parameters["head"].slots == {}
+
+
+def test_different_views_of_one_storage_are_not_tied(tmp_path):
+    fused = torch.randn(6, 4)
+    state = {"q": fused[:3], "k": fused[3:], "all": fused, "turned": fused.t()}
+    checkpoint = assert_holds(saved(tmp_path / "m.pt", state), state)
+    assert all(p.tied_to is None for p in checkpoint.parameters.values())
+
+
+def test_averaged_copy_beside_the_model_is_named_in_a_warning(tmp_path):
+    model = network().state_dict()
+    ema = {name: tensor * 0 for name, tensor in model.items()}
+    checkpoint = assert_holds(saved(tmp_path / "m.pt", {"ema": ema, "model": model}), model)
+    assert checkpoint.warnings == ["several dicts of tensors (ema, model); the model is taken to be 'model'"]
+
+
+# --- a model and its optimizer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"centered": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", "-".join(value) if isinstance(value, dict) else None),
+)
+def test_every_parameter_has_its_own_state(kind, options, named, tmp_path):
+    model, optimizer = trained(kind, named=named, **options)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = assert_optimizer(path, model, optimizer)
+    assert checkpoint.warnings == []
+    (group,) = checkpoint.param_groups
+    assert group.parameters == [name for name, _ in model.named_parameters()]
+    assert group.hyperparameters["lr"] == 0.01
+    assert {p.group for p in checkpoint.parameters.values() if len(p.slots) > 1} == {0}
+
+
+def test_optimizer_without_state_has_its_group(tmp_path):
+    model, optimizer = trained(torch.optim.SGD)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = read(path)
+    assert len(checkpoint.param_groups[0].parameters) == 7
+    assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
+
+
+def test_groups_keep_their_members_and_hyperparameters(tmp_path):
+    model = network()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others, "weight_decay": 0.0}])
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    names = [name for dims in (2, 1) for name, p in model.named_parameters() if p.ndim == dims]
+    checkpoint = read(path, names=names)
+    assert [group.hyperparameters["weight_decay"] for group in checkpoint.param_groups] == [0.5, 0.0]
+    assert checkpoint.param_groups[0].parameters == ["embed.weight", "up.weight", "out.weight"]
+    assert checkpoint.parameters["up.bias"].group == 1
+
+
+def test_step_is_that_of_the_optimizer(tmp_path):
+    model, optimizer = trained(steps=4)
+    checkpoint = read(saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert checkpoint.param_groups[0].state == {"step": Scalar(4.0, "float32")}
+    assert checkpoint.step == 4
+
+
+@pytest.mark.parametrize("key", ["step", "global_step", "iteration"])
+def test_step_of_the_file_comes_first(key, tmp_path):
+    model, optimizer = trained(steps=4)
+    root = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), key: 900}
+    assert read(saved(tmp_path / "c.pt", root)).step == 900
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["numbered", "named"])
+def test_optimizer_of_a_model_that_was_saved_wrapped(named, tmp_path):
+    """The optimizer was made of the bare model, the state dict comes from the wrapper: names differ by a prefix."""
+    model, optimizer = trained(named=named)
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    path = saved(tmp_path / "c.pt", {"model": state, "optimizer": optimizer.state_dict()})
+    assert_optimizer(path, model, optimizer, prefix="module.")
+
+
+def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+    reverse = list(model.named_parameters())[::-1]
+    optimizer = torch.optim.AdamW(reverse)
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = assert_optimizer(path, model, optimizer)
+    assert checkpoint.param_groups[0].parameters == ["2.weight", "1.weight", "0.weight"]
+
+
+def doubtful(path: Path) -> Path:
+    """Save a model of equal layers of which the optimizer has one, without saying which."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)])
+    optimizer = torch.optim.AdamW([model[1].weight])
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return saved(path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def test_state_that_fits_several_tensors_stays_under_its_number(tmp_path):
+    checkpoint = read(doubtful(tmp_path / "c.pt"))
+    assert list(checkpoint.unnamed) == ["0"]
+    assert checkpoint.unnamed["0"].slots.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(list(p.slots) == [WEIGHT] for p in checkpoint.parameters.values())
+    assert "the optimizer's parameters 0 have no names" in checkpoint.warnings[0]
+
+
+def test_names_from_the_user_settle_it(tmp_path):
+    checkpoint = read(doubtful(tmp_path / "c.pt"), names=["1.weight"])
+    assert checkpoint.unnamed == {}
+    assert checkpoint.parameters["1.weight"].slots.keys() == {WEIGHT, "step", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("names", [[], ["1.weight", "2.weight"], ["no such"]], ids=str)
+def test_names_that_do_not_fit_are_refused(names, tmp_path):
+    with pytest.raises(UsageError):
+        read(doubtful(tmp_path / "c.pt"), names=names)
+
+
+def test_name_of_a_tensor_of_another_shape_is_refused(tmp_path):
+    model, optimizer = trained()
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    names = [name for name, _ in model.named_parameters()][::-1]
+    with pytest.raises(
+        UsageError, match=r"parameter 0 of the optimizer is not out.bias: expected shape \(2,\), found \(11, 5\)"
+    ):
+        read(path, names=names)
+
+
+def test_same_name_twice_is_refused(tmp_path):
+    model, optimizer = trained(torch.optim.SGD)
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(UsageError, match="expected 7 different names, found 1 different ones of 7"):
+        read(path, names=["up.bias"] * 7)
+
+
+def test_tied_parameter_has_its_state_under_the_owners_name(tmp_path):
+    model = torch.nn.Module()
+    model.wte, model.head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+    model.head.weight = model.wte.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.wte(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    checkpoint = read(saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
+    assert checkpoint.parameters["head.weight"].tied_to == "wte.weight"
+    assert checkpoint.parameters["wte.weight"].slots.keys() == {WEIGHT, "step", "exp_avg", "exp_avg_sq"}
+
+
+def test_statistics_of_batch_norm_get_nothing_of_its_parameters(tmp_path):
+    """Four tensors of one shape, of which the optimizer has two; a file does not say which are buffers."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    path = saved(tmp_path / "c.pt", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint = open_checkpoint(path)
+    of = dict(model.named_parameters())
+    for name, parameter in checkpoint.parameters.items():
+        for slot in parameter.slots.keys() - {WEIGHT}:
+            assert_same(checkpoint.read(name, slot), optimizer.state[of[name]][slot])
+    assert {"exp_avg"} <= checkpoint.parameters["0.weight"].slots.keys()
+
+
+def test_learning_rate_that_is_a_tensor_is_a_number(tmp_path):
+    model, optimizer = trained()
+    root = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    root["optimizer"]["param_groups"][0]["lr"] = torch.tensor(0.25)
+    assert read(saved(tmp_path / "c.pt", root)).param_groups[0].hyperparameters["lr"] == Scalar(0.25, "float32")
+
+
+# --- optimizers by themselves, and several ----------------------------------------------------------------------
+
+
+def test_optimizer_by_itself_keeps_its_numbers(tmp_path):
+    _, optimizer = trained()
+    checkpoint = read(saved(tmp_path / "o.pt", optimizer.state_dict()))
+    assert list(checkpoint.unnamed) == [str(number) for number in range(7)]
+    assert checkpoint.parameters == {}
+    assert checkpoint.step == 3
+
+
+def test_named_optimizer_by_itself_has_the_names_that_it_records(tmp_path):
+    model, optimizer = trained(named=True)
+    checkpoint = read(saved(tmp_path / "o.pt", optimizer.state_dict()))
+    assert list(checkpoint.unnamed) == [name for name, _ in model.named_parameters()]
+    assert checkpoint.warnings == []
+
+
+def test_usual_key_decides_among_several_optimizers(tmp_path):
+    model, optimizer = trained()
+    critic = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=9.0)
+    root = {"model": model.state_dict(), "critic": critic.state_dict(), "optimizer": optimizer.state_dict()}
+    path = saved(tmp_path / "c.pt", root)
+    checkpoint = assert_optimizer(path, model, optimizer)
+    assert list(checkpoint.metadata) == ["critic"]
+
+
+def test_lightning_keeps_its_optimizers_in_a_list(tmp_path):
+    model, optimizer = trained()
+    root = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1}
+    path = saved(tmp_path / "c.ckpt", root)
+    checkpoint = assert_optimizer(path, model, optimizer)
+    assert checkpoint.warnings == []
+
+
+def test_second_optimizer_of_a_list_is_named_in_a_warning(tmp_path):
+    model, optimizer = trained()
+    root = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()] * 2}
+    checkpoint = assert_optimizer(saved(tmp_path / "c.ckpt", root), model, optimizer)
+    assert checkpoint.warnings == ["optimizer_states holds 2 optimizers; the first one is read"]
+
+
+def test_scheduler_and_random_states_are_kept_beside(tmp_path):
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    root = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "rng": torch.get_rng_state(),
+        "args": {"seed": 7},
+    }
+    path = saved(tmp_path / "c.pt", root)
+    checkpoint = assert_optimizer(path, model, optimizer)
+    assert checkpoint.metadata.keys() == {"scheduler", "rng", "args"}
+    assert checkpoint.metadata["args"] == {"seed": 7}
+
+
+# --- files that hold no state dict ------------------------------------------------------------------------------
+
+
+def test_whole_module_is_refused_with_advice(tmp_path):
+    with pytest.raises(
+        UnsupportedError, match=r"holds an object of .*Sequential, not a state dict; save model.state_dict\(\)"
+    ):
+        read(saved(tmp_path / "m.pt", network()))
+
+
+class Marks:
+    """An object that leaves a mark when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["root", "in the model", "beside the model", "in the optimizer"])
+def test_nothing_that_a_file_names_is_run(place, tmp_path):
+    model, optimizer = trained()
+    marks = Marks(tmp_path / "marked")
+    root = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if place == "root":
+        root = marks
+    elif place == "in the model":
+        root["model"]["extra"] = marks
+    elif place == "beside the model":
+        root["args"] = marks
+    else:
+        root["optimizer"]["param_groups"][0]["lr"] = marks
+    path = saved(tmp_path / "c.pt", root)
+    try:
+        read(path)
+    except SourceError:
+        assert place == "root"
+    assert not (tmp_path / "marked").exists()
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "marked").exists()
+
+
+@pytest.mark.parametrize(
+    "root",
+    [{}, [], [torch.ones(1)], torch.ones(1), 5, "text", None, {"a": 1, "b": "c"}, {"a": [torch.ones(1)]}],
+    ids=repr,
+)
+def test_what_holds_no_state_dict_is_refused(root, tmp_path):
+    with pytest.raises(UnsupportedError, match="holds no state dict"):
+        read(saved(tmp_path / "m.pt", root))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state": {}, "param_groups": [5]},
+        {"state": {}, "param_groups": [{}]},
+        {"state": {}, "param_groups": [{"params": 5}]},
+        {"state": {}, "param_groups": [{"params": [0, 0]}]},
+        {"state": {}, "param_groups": [{"params": [0]}, {"params": [0]}]},
+        {"state": {7: {}}, "param_groups": [{"params": [0]}]},
+        {"state": {0: 5}, "param_groups": [{"params": [0]}]},
+        {"state": {0: {"exp_avg": torch.ones(99)}, "x": {}}, "param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"params": [True]}]},
+    ],
+    ids=repr,
+)
+def test_optimizer_that_contradicts_itself_is_refused(optimizer, tmp_path):
+    path = saved(tmp_path / "c.pt", {"model": {"a": torch.ones(2)}, "optimizer": optimizer})
+    with pytest.raises(SourceError):
+        read(path)

@@ -1,0 +1,181 @@
+"""A change of element type gives the bits that torch gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from tests.strategies import byte_strings
+from zckpt.cast import cast, mean, numpy_dtype, swapped
+from zckpt.dtypes import DTYPES, itemsize
+from zckpt.errors import UnsupportedError
+
+TARGETS = ["float32", "bfloat16", "float16"]
+SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+SOURCES = ["float64", "float32", *SMALL]
+INTEGERS = ["int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"]
+COMPLEX = ["complex32", "complex64", "complex128"]
+
+F32_EDGES = [
+    0x00000000, 0x80000000,  # zeros
+    0x00000001, 0x007FFFFF, 0x00800000, 0x33000000, 0x33000001, 0x33800000, 0x387FC000, 0x387FE000, 0x38800000,  # tiny
+    0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF,  # ties of bfloat16, to even down and up, and beside them
+    0x3F801000, 0x3F803000, 0x3F801001, 0x3F800FFF,  # the same of float16
+    0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FFFFF,  # about the largest float16
+    0x7F7F0000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF,  # about the largest bfloat16
+    0x7F800000, 0xFF800000,  # infinities
+]  # fmt: skip
+
+
+def in_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(array.tobytes()), dtype=getattr(torch, dtype))
+
+
+def assert_as_torch(array: np.ndarray, source: str, target: str) -> None:
+    """Assert equal bits, where torch has no NaN, and a NaN where it has one."""
+    expected = in_torch(array, source).to(getattr(torch, target))
+    found = in_torch(cast(array, target), target)
+    nan = expected.isnan()
+    size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize(target)]
+    assert torch.equal(found.isnan(), nan)
+    assert torch.equal(found.view(size)[~nan], expected.view(size)[~nan])
+
+
+def patterns(dtype: str) -> np.ndarray:
+    """Return an array of all values of an element type of one or two bytes."""
+    size = itemsize(dtype)
+    return np.arange(1 << 8 * size, dtype=f"u{size}").view(numpy_dtype(dtype))
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "float64"])
+@pytest.mark.parametrize("source", SMALL)
+def test_every_pattern_of_a_small_type(source, target):
+    assert_as_torch(patterns(source), source, target)
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "float64"])
+def test_millions_of_random_patterns_of_float32(target):
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 3_000_000, dtype=np.uint32)
+    assert_as_torch(bits.view(np.float32), "float32", target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("sign", [0, 1 << 31])
+def test_ties_subnormals_and_ends_of_the_range(target, sign):
+    bits = np.array(F32_EDGES, np.uint32) | np.uint32(sign)
+    assert_as_torch(bits.view(np.float32), "float32", target)
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_every_tie_between_neighbours_goes_to_even(target):
+    values = patterns(target).astype(np.float32)
+    values = np.sort(values[np.isfinite(values)]).astype(np.float64)
+    assert_as_torch(((values[1:] + values[:-1]) / 2).astype(np.float32), "float32", target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_random_patterns_of_float64(target):
+    rng = np.random.default_rng(1)
+    anything = rng.integers(0, 1 << 64, 500_000, dtype=np.uint64).view(np.float64)
+    usual = rng.standard_normal(500_000) * 10.0 ** rng.integers(-45, 40, 500_000)
+    assert_as_torch(np.concatenate([anything, usual]), "float64", target)
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_float64_is_rounded_twice_as_torch_does(target):
+    """A little above a tie: float32 rounds it to the tie, which then goes to even; rounding once would go up."""
+    step = 2.0**-11 if target == "float16" else 2.0**-8
+    above = np.array([1 + step + 2.0**-40, -1 - step - 2.0**-40])
+    assert_as_torch(above, "float64", target)
+    assert cast(above, target).astype(np.float64).tolist() == [1, -1]
+
+
+@given(st.data(), st.sampled_from(TARGETS))
+def test_any_float32(data, target):
+    numbers = data.draw(arrays(np.float32, 50, elements=st.floats(width=32)))
+    assert_as_torch(numbers, "float32", target)
+
+
+@given(st.data(), st.sampled_from(TARGETS))
+def test_any_float64(data, target):
+    numbers = data.draw(arrays(np.float64, 50, elements=st.floats()))
+    assert_as_torch(numbers, "float64", target)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_nan_stays_nan(source, target):
+    nan = np.array([np.nan], np.float64).astype(np.float32).astype(numpy_dtype(source))
+    assert np.isnan(cast(nan, target).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FBFFFFF, 0x7FC00000, 0xFF800001, 0xFFFFFFFF])
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_nan_with_any_payload_does_not_become_infinite(bits, target):
+    assert np.isnan(cast(np.array([bits], np.uint32).view(np.float32), target).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", SOURCES)
+def test_own_type_is_left_alone(dtype):
+    array = np.arange(16, dtype=np.uint8).view(numpy_dtype(dtype))
+    assert cast(array, dtype) is array
+
+
+@pytest.mark.parametrize("source", [*INTEGERS, *COMPLEX, "qint8"])
+def test_what_is_no_real_floating_point_number_is_not_cast(source):
+    array = np.zeros(2 * itemsize(source), np.uint8).view(numpy_dtype(source))
+    with pytest.raises(UnsupportedError, match="not cast to float32"):
+        cast(array, "float32")
+
+
+@pytest.mark.parametrize("target", [*INTEGERS, *COMPLEX])
+def test_nothing_is_cast_to_what_is_no_real_floating_point_number(target):
+    with pytest.raises(UnsupportedError, match=f"not cast to {target}"):
+        cast(np.ones(2, np.float32), target)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_every_element_type_has_its_size_in_numpy(dtype):
+    assert numpy_dtype(dtype).itemsize == itemsize(dtype)
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if itemsize(name) > 1])
+@given(data=byte_strings)
+def test_bytes_in_the_other_order_are_reversed_number_by_number(dtype, data):
+    part = itemsize(dtype) // (2 if dtype in COMPLEX else 1)
+    data = data[: len(data) // itemsize(dtype) * itemsize(dtype)]
+    found = swapped(np.frombuffer(data, numpy_dtype(dtype)), dtype)
+    assert found.dtype == numpy_dtype(dtype)
+    assert found.tobytes() == b"".join(data[at : at + part][::-1] for at in range(0, len(data), part))
+
+
+def test_bytes_of_a_strided_array_are_reversed_in_its_order():
+    array = np.arange(6, dtype=">f4").reshape(2, 3).T.view("<f4")
+    assert swapped(array, "float32").tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_single_bytes_have_no_order():
+    array = np.arange(3, dtype=np.int8)
+    assert swapped(array, "int8").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_mean_is_summed_in_float32_in_order_and_rounded_once(dtype, count):
+    rng = np.random.default_rng(count)
+    several = [rng.standard_normal(1000).astype(np.float32).astype(numpy_dtype(dtype)) for _ in range(count)]
+    total = in_torch(several[0], dtype).float()
+    for one in several[1:]:
+        total = total + in_torch(one, dtype).float()
+    expected = (total / count).to(getattr(torch, dtype))
+    assert mean(several, dtype).tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_mean_leaves_what_is_averaged_alone():
+    first = np.ones(3, np.float32)
+    mean([first, np.zeros(3, np.float32)], "float32")
+    assert first.tolist() == [1, 1, 1]
