@@ -21,6 +21,7 @@ from zckpt.partition import (
     round_robin_order,
     shard_fragment,
     shard_numel,
+    sub_groups,
 )
 
 PAD = -1
@@ -190,3 +191,13 @@ def test_world_without_ranks_is_refused(cut, world_size):
 def test_shard_of_a_world_without_ranks_is_refused(world_size):
     with pytest.raises(UsageError):
         shard_fragment(10, world_size, 0)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.integers(1, 17), st.integers(1, 300))
+def test_sub_groups_close_as_soon_as_they_are_large_enough(numels: list[int], world_size: int, most: int) -> None:
+    cut = sub_groups(numels, world_size, most)
+    assert [index for one in cut for index in one] == list(range(len(numels)))
+    sizes = [[shard_numel(numels[index], world_size) for index in one] for one in cut]
+    assert all(one for one in cut)
+    assert all(sum(one[:-1]) < most for one in sizes) or len(cut) == 1
+    assert all(sum(one) >= most for one in sizes[:-1])
