@@ -34,4 +34,4 @@ $(VENV)/.development: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo bench/work fixtures/generated
+	rm -rf $(VENV) build dist *.egg-info demo bench/cache fixtures/generated

@@ -241,7 +241,7 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--repeat", type=int, default=7, help="turns (default: 7)")
-    parser.add_argument("--work", type=Path, default=HERE / "work", help="folder for 10 GB (default: bench/work)")
+    parser.add_argument("--work", type=Path, default=HERE / "cache", help="folder for 10 GB (default: bench/cache)")
     parser.add_argument("--skip-reference", action="store_true", help="leave zero_to_fp32 out")
     arguments = parser.parse_args()
     work = arguments.work.resolve()

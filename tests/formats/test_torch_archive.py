@@ -23,7 +23,7 @@ from zckpt.state import WEIGHT, Slot
 from zckpt.torchfile import Device, DType, OrderedMapping, Size, read_torchfile, walk_tensors
 from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, Record, lay_out_archive
 
-WRITABLE = [name for name in DTYPES if not name.startswith(("q", "complex32"))]
+WRITABLE = [name for name in DTYPES if not name.startswith(("q", "complex32")) and hasattr(torch, name)]
 GIBIBYTE = 1 << 30
 LIMIT = (1 << 32) - 1
 """A number that a zip file's 32 bits cannot hold: all ones say that it is in the zip64 field."""
@@ -49,8 +49,6 @@ def tensor_of(path: Path, tensor: torch.Tensor) -> SlotTensor:
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("dtype", WRITABLE)
 def test_every_element_type_is_loaded_bit_for_bit(dtype, mmap, tmp_path):
-    if not hasattr(torch, dtype):
-        pytest.skip(f"this torch has no {dtype}")
     tensor = random_tensor(dtype, (5, 7))
     found = load(written(tmp_path / "m.pt", {"t": tensor_of(tmp_path / "s", tensor)}), mmap=mmap)
     assert_same(found["t"], tensor)

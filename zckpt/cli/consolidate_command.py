@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import ByteSize, read_names, source_options
+from zckpt.cli.options import ByteSize, names_option, read_names, show, source_options, write_options
 
 
 @click.command("consolidate")
@@ -35,12 +35,8 @@ from zckpt.cli.options import ByteSize, read_names, source_options
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
-@click.option("--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them.")
-@click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
-@click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
+@write_options
+@names_option
 @source_options
 def consolidate_command(
     source: Path,
@@ -86,11 +82,10 @@ def consolidate_command(
         tag=tag,
         names=read_names(names_file),
     )
-    if as_json:
-        import json
-
-        click.echo(json.dumps(document(done, dry_run=dry_run), indent=1, ensure_ascii=False))
-    elif dry_run:
-        click.echo(render(done, dry_run=True))
-    elif not quiet:
-        click.echo(render(done, dry_run=False), err=True)
+    show(
+        document(done, dry_run=dry_run),
+        render(done, dry_run=dry_run),
+        as_json=as_json,
+        dry_run=dry_run,
+        quiet=quiet,
+    )

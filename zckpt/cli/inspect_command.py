@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import read_names, source_options
+from zckpt.cli.options import names_option, read_names, source_options
 
 
 @click.command("inspect")
@@ -15,6 +15,7 @@ from zckpt.cli.options import read_names, source_options
 @click.option("--parameters", is_flag=True, help="List every parameter.")
 @click.option("--files", is_flag=True, help="List every file and rank's share.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
+@names_option
 @source_options
 def inspect_command(
     source: Path,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -46,28 +47,69 @@ class ByteSize(_IntegerType):
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-def source_options(command: Command) -> Command:
-    """Add the options that say which checkpoint is meant."""
-    for option in (
-        click.option(
-            "--names",
-            "names_file",
-            type=click.Path(path_type=Path, dir_okay=False),
-            metavar="FILE",
-            help="Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
-        ),
-        click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names."),
-        click.option(
-            "--root",
-            "roots",
-            multiple=True,
-            type=click.Path(path_type=Path),
-            metavar="DIR",
-            help="The same directory on another node, whose files belong in too; may be repeated.",
-        ),
-    ):
+def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
+    for option in reversed(options):
         command = option(command)
     return command
+
+
+def source_options(command: Command) -> Command:
+    """Add the options that say which checkpoint is meant."""
+    return _add(
+        command,
+        (
+            click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names."),
+            click.option(
+                "--root",
+                "roots",
+                multiple=True,
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="The same directory on another node, whose files belong in too; may be repeated.",
+            ),
+        ),
+    )
+
+
+def names_option(command: Command) -> Command:
+    """Add the option that names an optimizer's parameters."""
+    option = click.option(
+        "--names",
+        "names_file",
+        type=click.Path(path_type=Path, dir_okay=False),
+        metavar="FILE",
+        help="Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+    )
+    return option(command)
+
+
+def write_options(command: Command) -> Command:
+    """Add the options of every verb that writes a target."""
+    return _add(
+        command,
+        (
+            click.option(
+                "--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them."
+            ),
+            click.option(
+                "--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers."
+            ),
+            click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
+            click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+            click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),
+        ),
+    )
+
+
+def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
+    """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
+    if as_json:
+        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    elif dry_run:
+        click.echo(text)
+    elif not quiet:
+        click.echo(text, err=True)
 
 
 def read_names(path: Path | None) -> list[str] | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import ByteSize
+from zckpt.cli.options import show, source_options, write_options
 
 
 @click.command("reshard")
@@ -21,21 +21,8 @@ from zckpt.cli.options import ByteSize
     default=None,
     help="As parameter_alignment of the training.",
 )
-@click.option("--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them.")
-@click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers.")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
-@click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages.")
-@click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names.")
-@click.option(
-    "--root",
-    "roots",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The same directory on another node, whose files belong in too; may be repeated.",
-)
+@write_options
+@source_options
 def reshard_command(
     source: Path,
     target: Path,
@@ -78,11 +65,10 @@ def reshard_command(
         tag=tag,
         roots=roots,
     )
-    if as_json:
-        import json
-
-        click.echo(json.dumps(document(done, dry_run=dry_run), indent=1, ensure_ascii=False))
-    elif dry_run:
-        click.echo(render(done, dry_run=True))
-    elif not quiet:
-        click.echo(render(done, dry_run=False), err=True)
+    show(
+        document(done, dry_run=dry_run),
+        render(done, dry_run=dry_run),
+        as_json=as_json,
+        dry_run=dry_run,
+        quiet=quiet,
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.formats import open_checkpoint
-from zckpt.formats.deepspeed.names import classify
+from zckpt.formats.deepspeed.names import is_own
 from zckpt.formats.deepspeed.target import Options
 from zckpt.formats.deepspeed.writer import lay_out
 from zckpt.plan import Hole, fill, plan
@@ -113,8 +113,7 @@ def _check_apart(checkpoint: Checkpoint, path: Path, *, overwrite: bool) -> None
         if whole in Path(file.path).resolve().parents:
             raise UsageError("the target is, or contains, the source", path=path, found=file.path)
     if overwrite and path.is_dir():
-        files = [p for p in path.rglob("*") if not p.is_dir()]
-        others = [p.name for p in files if p.name != "latest" and classify(p.name, "") is None]
+        others = [p.name for p in path.rglob("*") if not p.is_dir() and not is_own(p.name)]
         if others:
             raise TargetExistsError(
                 "holds other files, which replacing it would remove",

@@ -6,6 +6,7 @@ Readers work with offsets from the start of the range; what they report is absol
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from stat import S_ISREG
@@ -14,7 +15,7 @@ from zckpt.errors import DamagedFileError, SourceError
 from zckpt.storage import opened, read_at
 
 
-class ByteSource:
+class ByteSource(ABC):
     """Where a reader gets its bytes from; `FileRange` and `Buffer` say how.
 
     Parameters
@@ -34,6 +35,7 @@ class ByteSource:
         self.base = base
         self.nbytes = nbytes
 
+    @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes from `offset`, relative to the range.
 
@@ -44,7 +46,6 @@ class ByteSource:
         SourceError
             The system cannot read them.
         """
-        raise NotImplementedError
 
 
 class FileRange(ByteSource):

@@ -71,3 +71,8 @@ def classify(name: str, path: str) -> Shard | None:
             numbers = {key: int(value) for key, value in match.groupdict().items() if value is not None}
             return Shard(path, role, numbers.get("dp"), numbers.get("mp"), numbers.get("layer"), numbers.get("expert"))
     return None
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a DeepSpeed run directory has of its own."""
+    return name == "latest" or classify(name, name) is not None
