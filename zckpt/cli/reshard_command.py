@@ -13,7 +13,11 @@ from zckpt.cli.options import show, source_options, write_options
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
-@click.option("--stage", type=click.Choice(["1", "2", "3"]), help="ZeRO stage of TARGET. Default: SOURCE's, as below.")
+@click.option(
+    "--stage",
+    type=click.Choice(["1", "2", "3"]),
+    help="ZeRO stage of TARGET. Default of this and the next three: as SOURCE.",
+)
 @click.option("--elastic/--rigid", default=None, help="Form of the optimizer state (ZeRO-1, 2).")
 @click.option("--round-robin/--no-round-robin", default=None, help="As round_robin_gradients of the training.")
 @click.option(
