@@ -56,7 +56,8 @@ def select(
 ) -> tuple[list[OptimizerShard], list[str]]:
     """Return one optimizer file for each data-parallel rank, in order, and warnings.
 
-    Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside.
+    Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside with a warning.
+    Those that tell of the same one are replicas (MiCS cuts over a part of the ranks); one set is enough.
 
     Raises
     ------
@@ -92,7 +93,8 @@ def select(
         )
     _check_alike(members, _steps(models[0]))
     warnings = []
-    extra = sorted(rank for rank in by_rank if rank >= size)
+    larger = [rank for rank, shard in by_rank.items() if max(shard.partition_count, default=1) != size]
+    extra = sorted(rank for rank in larger if rank >= size)
     if extra:
         warnings.append(f"{directory}: files of ranks {listed(extra)} are left over from a larger run; not used")
     return members, warnings

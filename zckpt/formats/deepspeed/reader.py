@@ -191,7 +191,8 @@ def _describe(
     if members:
         checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
         checkpoint.details["round_robin_gradients"] = zero_option(model, "round_robin_gradients")
-        checkpoint.details["parameter_alignment"] = any(any(p) for p in members[0].alignment_paddings or [])
+        pads = any(any(group) for group in members[0].alignment_paddings or [])
+        checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
         if members[0].elastic:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
