@@ -302,6 +302,7 @@ def test_interrupt_from_the_keyboard_leaves_nothing_behind(tmp_path):
             def advance(self, nbytes):
                 os.kill(os.getpid(), signal.SIGINT)
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         try:
             write(copying(Path(sys.argv[1]), "t"), Path(sys.argv[1], "t"), reporter=Interrupts())
         except KeyboardInterrupt:

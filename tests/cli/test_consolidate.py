@@ -658,6 +658,7 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )
     partial = target.with_name(f".{target.name}.zckpt-partial")
     while not partial.exists():
