@@ -658,7 +658,8 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+        # a test run in the background ignores interrupts, and so would its children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     partial = target.with_name(f".{target.name}.zckpt-partial")
     while not partial.exists():
