@@ -48,11 +48,8 @@ def optimizer_tree(target: Target, rank: int) -> object:
                if key in made or key in old}  # fmt: skip
     root = source.file.root
     top = root if isinstance(root, dict) else {}
-    return {
-        key: content if key == "optimizer_state_dict" else FromFile.of(source.file, value)
-        for key, value in top.items()
-        if key != "ds_config"
-    } | {"ds_config": config_tree(target)}
+    made = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
+    return {key: made[key] if key in made else FromFile.of(source.file, value) for key, value in top.items()}
 
 
 def config_tree(target: Target) -> object:
