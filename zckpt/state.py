@@ -256,7 +256,10 @@ class Checkpoint:
     details : dict
         Facts of the format worth showing (rigid or elastic, round robin, ...), JSON-able.
     metadata : dict
-        Everything else the files hold, by key: client state, scheduler, random states; inert.
+        Everything else the files hold, by key: client state, scheduler, random states; inert. A value that is more
+        than plain data is a `torchfile.FromFile`: a tree and the file in which its tensors lie.
+    optimizer_metadata : dict
+        What the optimizer keeps beside its state, in the same form: loss scaler, clipping.
     origin : object
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
@@ -278,6 +281,7 @@ class Checkpoint:
     loss_scale: float | None = None
     details: dict[str, object] = field(default_factory=dict)
     metadata: dict[str, object] = field(default_factory=dict)
+    optimizer_metadata: dict[str, object] = field(default_factory=dict)
     origin: object = None
     padding: list[Padding] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)

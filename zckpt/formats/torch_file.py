@@ -2,6 +2,7 @@
 
 {name: tensor, ...}                                            a state dict by itself
 {"model": {name: tensor}, "optimizer": {state, param_groups}, "step": 5, ...}      under any keys
+{..., "zckpt": {...}}                                          what `zckpt convert` keeps beside both, see `remainder`
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
-from zckpt.formats.tensors import describe, slot_of
+from zckpt.formats.remainder import KEY, restore
+from zckpt.formats.tensors import carried, describe, slot_of
 from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, parse
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
 from zckpt.torchfile import Object, Tensor, read_torchfile
@@ -50,7 +52,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         )
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
-    root = {key: _only(value, str(key), checkpoint) for key, value in root.items()}
+    rest = root.get(KEY)
+    root = {key: _only(value, str(key), checkpoint) for key, value in root.items() if key != KEY}
     model_key, model = _model(root, checkpoint)
     optimizer_key = _optimizer_key(root)
     if model is None and optimizer_key is None and not looks_like_optimizer(root):
@@ -65,8 +68,10 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
     if model is not root and optimizer is not root:
-        checkpoint.metadata = {str(k): v for k, v in root.items() if k not in (model_key, optimizer_key)}
+        checkpoint.metadata = {str(k): carried(file, v) for k, v in root.items() if k not in (model_key, optimizer_key)}
     checkpoint.step = _step(checkpoint, root)
+    if isinstance(rest, dict):
+        restore(checkpoint, rest, file)
     return checkpoint
 
 

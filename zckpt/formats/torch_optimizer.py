@@ -78,9 +78,10 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
             )
         groups.append(with_scalars(group, path))
     numbers = [n for group in groups for n in group["params"]]
+    known = set(numbers)
     state = {}
     for number, slots in node["state"].items():
-        if number not in numbers or not isinstance(slots, dict):
+        if number not in known or not isinstance(slots, dict):
             raise DamagedFileError("state of a parameter that is in no group", path=path, found=repr(number)[:80])
         state[int(number)] = {str(key): value for key, value in slots.items()}
     if len(set(numbers)) != len(numbers) or (masters and len(masters) != len(numbers)):

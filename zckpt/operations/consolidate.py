@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.dtypes import is_floating
 from zckpt.errors import TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
 from zckpt.plan import Plan, TargetFile, plan
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-from zckpt.torchfile import OrderedMapping
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
 TIED = ("duplicate", "drop")
-DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
 TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 
 
@@ -144,52 +142,18 @@ def _compared(checkpoint: Checkpoint) -> int:
     return check_weights(checkpoint)
 
 
-Tensors = dict[str, tuple[Slot, str]]
-"""What is written under each name: a slot and its element type in the target."""
-
-
 def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
-    tensors: Tensors = {}
-    for parameter in checkpoint.parameters.values():
-        if parameter.tied_to is not None and tied == "drop":
-            continue
-        owner = checkpoint.owner(parameter.name)
-        if owner.frozen and exclude_frozen:
-            continue
-        chosen = _chosen(owner, dtype)
-        if chosen is not None:
-            tensors[parameter.name] = chosen
-    for buffer in checkpoint.buffers.values():
-        tensors[buffer.name] = (buffer.slots[WEIGHT], buffer.slots[WEIGHT].dtype)
+    tensors = model_tensors(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
     if not tensors:
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
     return tensors
-
-
-def _chosen(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
-    """Return the slot that a parameter is written from, and its element type in the target."""
-    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
-    best = master or weight
-    if best is None:
-        return None
-    if parameter.frozen or not is_floating(best.dtype):
-        return best, best.dtype
-    if dtype == "keep":
-        return (weight, weight.dtype) if weight is not None else (best, parameter.dtype)
-    if dtype is None:
-        return best, "float32" if master is not None else best.dtype
-    return best, dtype
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
     if path.suffix in TORCH_SUFFIXES:
         from zckpt.formats import torch_archive
 
-        root = OrderedMapping()
-        made: dict[int, torch_archive.SlotTensor] = {}
-        for name, (slot, dtype) in tensors.items():
-            root[name] = made.setdefault(id(slot), torch_archive.SlotTensor(slot, dtype, name))
-        return [torch_archive.lay_out(path.name, root)]
+        return [torch_archive.lay_out(path.name, model_tree(tensors))]
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if path.suffix == ".safetensors":
         return [safetensors_file.lay_out(path.name, entries)]
@@ -202,16 +166,11 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
-    from zckpt.operations.optimizer_files import optimizer_names, optimizer_safetensors, optimizer_torch
+    from zckpt.formats.optimizer_file import optimizer_names, optimizer_safetensors, optimizer_torch
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:
-        exact = all(
-            p.slots[MASTER].dtype == _written_dtype(p, dtype)
-            for p in checkpoint.parameters.values()
-            if MASTER in p.slots
-        )
-        wanted = [name for name in available if name != MASTER or not exact]
+        wanted = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in wanted if name not in available]
     if unknown or not available:
         raise UsageError(
@@ -224,11 +183,6 @@ def _optimizer_file(
     if path.name == name:
         raise UsageError("the target has the name of the optimizer's file", path=path, advice="choose another")
     return optimizer_torch(checkpoint, name, wanted) if torch else optimizer_safetensors(checkpoint, name, wanted)
-
-
-def _written_dtype(parameter: Parameter, dtype: str | None) -> str:
-    chosen = _chosen(parameter, dtype)
-    return "" if chosen is None or chosen[0].name != MASTER else chosen[1]
 
 
 def _paths(path: Path, made: Plan) -> list[Path]:

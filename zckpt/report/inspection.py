@@ -42,7 +42,8 @@ def _heading(document: dict[str, Any]) -> list[str]:
     facts = [
         ("source", document["source"]),
         ("format", f"{document['format']}{version}{stage}"),
-        ("details", ", ".join(f"{k.replace('_', ' ')} {_yes(v)}" for k, v in document["details"].items())),
+        ("details", _facts({key: value for key, value in document["details"].items() if key != "origin"})),
+        ("origin", _facts(document["details"].get("origin", {}))),
         ("topology", f"{topology} ({count(document['world_size'], 'rank')})"),
         ("step", document["step"]),
         ("loss scale", document["loss_scale"]),
@@ -60,6 +61,10 @@ def _heading(document: dict[str, Any]) -> list[str]:
         ("also holds", ", ".join(document["metadata"])),
     ]
     return [f"{name:<11} {value}" for name, value in facts if value not in (None, "")]
+
+
+def _facts(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {_yes(value)}" for key, value in values.items())
 
 
 def _yes(value: object) -> str:

@@ -21,6 +21,7 @@ from zckpt.torchfile.objects import (
     OrderedMapping,
     Size,
 )
+from zckpt.torchfile.pickle_storage_writer import FromFile
 from zckpt.torchfile.plain import plain
 from zckpt.torchfile.reader import read_pickle, read_torchbytes, read_torchfile
 from zckpt.torchfile.tensors import (
@@ -40,6 +41,7 @@ __all__ = [
     "DefaultMapping",
     "Device",
     "DeviceTensor",
+    "FromFile",
     "Global",
     "Layout",
     "MemoryFormat",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from zckpt.errors import UnsupportedError
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.jsonable import jsonable
+from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.scalars import encode
 from zckpt.plan import TargetFile
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
-from zckpt.torchfile import Tensor
+from zckpt.state import MASTER, Checkpoint, Parameter, Scalar, Slot
 
 
 def optimizer_names(*, torch: bool) -> str:
@@ -60,6 +59,17 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
     """Return a torch file of an optimizer's state dict with some slots of all parameters."""
+    return torch_archive.lay_out(name, optimizer_tree(checkpoint, slots))
+
+
+def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, object]:
+    """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_archive`.
+
+    Raises
+    ------
+    UnsupportedError
+        State that no single parameter can hold.
+    """
     state: dict[object, object] = {}
     groups: list[object] = []
     number = 0
@@ -67,36 +77,30 @@ def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> 
     for group in checkpoint.param_groups:
         first = number
         for parameter in group.parameters:
-            found = _state(group, owners.get(parameter), parameter, slots)
+            found = _state(checkpoint, owners[parameter], slots) if parameter in owners else {}
             if found:
                 state[number] = found
             number += 1
         named = {"param_names": list(group.parameters)} if not set(group.parameters) & set(checkpoint.unnamed) else {}
-        numbers = list(range(first, number))
-        groups.append({**{k: _value(v, k) for k, v in group.hyperparameters.items()}, **named, "params": numbers})
-    return torch_archive.lay_out(name, {"state": state, "param_groups": groups})
+        hyperparameters = {key: value_node(value) for key, value in group.hyperparameters.items()}
+        groups.append({**hyperparameters, **named, "params": list(range(first, number))})
+    return {"state": state, "param_groups": groups}
 
 
-def _state(group: ParamGroup, parameter: Parameter | None, name: str, slots: Sequence[str]) -> dict[object, object]:
-    """Return one parameter's state: single values of its group, its own, and its tensors."""
-    if parameter is None:
-        return {}
+def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
+    """Return one parameter's state: single values, and the tensors that are wanted."""
+    values = parameter_values(checkpoint, parameter)
+    if MASTER in slots and MASTER in parameter.slots:
+        values[MASTER] = parameter.slots[MASTER]
     found: dict[object, object] = {}
-    own = {**group.state, **parameter.state} if parameter.slots or parameter.state else {}
-    for key, value in own.items():
-        if key not in parameter.slots:
-            found[key] = _value(value, key)
-    for slot in slots:
-        if slot in parameter.slots:
-            one = parameter.slots[slot]
-            found[slot] = torch_archive.SlotTensor(one, one.dtype, f"{slot}/{name}")
+    for key, value in values.items():
+        if not isinstance(value, Slot):
+            found[key] = value_node(value)
+        elif key in slots:
+            found[key] = torch_archive.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
     return found
 
 
-def _value(value: object, key: str) -> object:
+def value_node(value: object) -> object:
     """Return a single value as a torch file has it: a 0-d tensor stays one."""
-    if isinstance(value, Tensor):
-        raise UnsupportedError(f"{key} is a tensor for a whole param group, which no single parameter's state can hold")
-    if not isinstance(value, Scalar):
-        return value
-    return torch_archive.ValueTensor(encode(value), value.dtype, ())
+    return torch_archive.ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value

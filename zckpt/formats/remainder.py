@@ -1,0 +1,124 @@
+"""What a checkpoint holds beside tensors and param groups, as one tree for formats that have no place of their own.
+
+{"version": 1, "origin": {"format", "format_version", "zero_stage", "world_size", ...}, "step", "loss_scale",
+ "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata"}
+
+A program that does not know it can leave it alone: all of it is beside the model and the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zckpt.errors import DamagedFileError
+from zckpt.formats.jsonable import jsonable
+from zckpt.formats.tensors import carried
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.torchfile import TorchFile
+
+KEY = "zckpt"
+"""Under which the tree is kept in a dict that others read too."""
+
+VERSION = 1
+
+
+def remainder(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the tree."""
+    parameters = checkpoint.parameters.values()
+    return {
+        "version": VERSION,
+        "origin": origin(checkpoint),
+        "step": checkpoint.step,
+        "loss_scale": checkpoint.loss_scale,
+        "frozen": [p.name for p in parameters if p.frozen],
+        "tied": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
+        "buffers": list(checkpoint.buffers),
+        "masters": any(MASTER in p.slots for p in parameters),
+        "metadata": dict(checkpoint.metadata),
+        "optimizer_metadata": dict(checkpoint.optimizer_metadata),
+    }
+
+
+def origin(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what the state was read from in the first place, before any conversion; plain data."""
+    known = checkpoint.details.get("origin")
+    if isinstance(known, dict):
+        return known
+    facts = {
+        "format": checkpoint.format,
+        "format_version": checkpoint.format_version,
+        "zero_stage": checkpoint.zero_stage,
+        "world_size": checkpoint.world_size,
+        **checkpoint.details,
+    }
+    return {key: jsonable(value) for key, value in facts.items() if value is not None}
+
+
+def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
+    """Give a checkpoint, whose parameters and groups are there, what the tree says of it.
+
+    Raises
+    ------
+    DamagedFileError
+        The tree is malformed, of another version, or speaks of parameters that are not there.
+    """
+    tree = _mapping(node, file.path)
+    if tree.get("version") != VERSION:
+        raise DamagedFileError(
+            "unknown version", path=file.path, expected=f"version {VERSION}", found=repr(tree.get("version"))[:40]
+        )
+    for key in ("metadata", "optimizer_metadata"):
+        found = {str(name): carried(file, value) for name, value in _mapping(tree.get(key, {}), file.path).items()}
+        setattr(checkpoint, key, found)
+    checkpoint.details["origin"] = dict(_mapping(tree.get("origin", {}), file.path))
+    step, scale = tree.get("step"), tree.get("loss_scale")
+    checkpoint.step = step if type(step) is int else checkpoint.step
+    checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
+    _mark(checkpoint, tree, file.path)
+    if tree.get("masters") is True:
+        _give_masters(checkpoint)
+
+
+def _mapping(node: object, path: str) -> Mapping[object, object]:
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=path, expected="a dict", found=type(node).__name__)
+    return node
+
+
+def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:
+    """Say which parameters are buffers, frozen, or other names of one."""
+    for name in _names(tree.get("buffers", []), path):
+        if name in checkpoint.parameters:
+            checkpoint.buffers[name] = checkpoint.parameters.pop(name)
+        elif name not in checkpoint.buffers:
+            raise DamagedFileError(f"buffer {name} is not there", path=path)
+    for name in [name for name in checkpoint.buffers if name not in set(_names(tree.get("buffers", []), path))]:
+        checkpoint.parameters[name] = checkpoint.buffers.pop(name)
+    for name in _names(tree.get("frozen", []), path):
+        _parameter(checkpoint, name, path).frozen = True
+    for alias, owner in _mapping(tree.get("tied", {}), path).items():
+        parameter, other = _parameter(checkpoint, alias, path), _parameter(checkpoint, owner, path)
+        if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
+            raise DamagedFileError(f"{alias} cannot be {owner} under another name", path=path)
+        parameter.tied_to, parameter.slots = other.name, {}
+
+
+def _names(node: object, path: str) -> list[str]:
+    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
+    return node
+
+
+def _parameter(checkpoint: Checkpoint, name: object, path: str) -> Parameter:
+    if name not in checkpoint.parameters:
+        raise DamagedFileError(f"parameter {name} is not there", path=path)
+    return checkpoint.parameters[str(name)]
+
+
+def _give_masters(checkpoint: Checkpoint) -> None:
+    """Note that a trained weight without a master is one: only what the model does not hold exactly is kept twice."""
+    for parameter in checkpoint.parameters.values():
+        weight = parameter.slots.get(WEIGHT)
+        if parameter.group is not None and weight is not None:
+            parameter.slots.setdefault(MASTER, replace(weight, name=MASTER))
