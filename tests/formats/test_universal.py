@@ -1,0 +1,422 @@
+"""Universal checkpoints: what DeepSpeed's converter wrote is read bit for bit, and what is written comes back whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.logical import assert_same_state
+from tests.truth import Truth, assert_same, bits
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.execute import execute_directory
+from zckpt.formats import universal
+from zckpt.plan import plan
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
+from zckpt.torchfile import Global, Object
+
+SAMPLES = FIXTURES / "universal"
+WITH_TRUTH = ["hf_llama_s2_bf16_dp2", "moe_ep1_s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp2"]
+WITHOUT_TRUTH = ["s1_bf16_dp4_bf16opt_notiny", "s2_bf16_dp2_empty"]
+
+WRITTEN = [
+    "ds0145_s2_bf16_dp2_elastic_fused", "ds0145_s3_bf16_dp2", "hf_gpt2_s1_fp32_dp2", "moe_ep2_s2_fp32_dp4",
+    "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "s0_bf16_dp2", "s1_bf16_dp2_bf16opt", "s1_bf16_dp2_empty",
+    "s1_bf16_dp3_fused", "s1_fp32_dp3_palign", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_adagrad1g", "s2_bf16_dp2_bf16master",
+    "s2_bf16_dp2_client", "s2_bf16_dp2_cpuadam", "s2_bf16_dp2_elastic", "s2_bf16_dp2_frozengroup",
+    "s2_bf16_dp2_lion", "s2_bf16_dp2_rr", "s2_bf16_dp2_ucinfo", "s2_bf16_dp2_untied", "s2_bf16_dp2_zerodim",
+    "s2_fp16_dp2", "s3_bf16_dp2_fused", "s3_bf16_dp2_nofrozen", "s3_bf16_dp2_sgdm", "s3_bf16_dp2_subgroup",
+    "s3_bf16_dp4", "s3_fp32_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2", "universal/s2_bf16_dp4",
+    "universal/s3_bf16_dp2",
+]  # fmt: skip
+
+
+def written(checkpoint: Checkpoint, directory: Path) -> Path:
+    execute_directory(plan(universal.lay_out(checkpoint)), directory)
+    return directory
+
+
+def load(path: Path) -> Any:
+    pytest.importorskip("deepspeed", reason="classes of DeepSpeed are in the file")
+    return torch.load(path, weights_only=False)
+
+
+# --- read: DeepSpeed's own ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WITH_TRUTH)
+def test_what_deepspeed_converted_is_read_bit_for_bit(name: str) -> None:
+    found, truth = zckpt.open(SAMPLES / name), Truth(FIXTURES / name)
+    masters = set()
+    for key, value in truth.tensors.items():
+        kind, parameter = key.split("/", 1)
+        if kind == "module" and parameter not in truth.buffers and "weight" in found.owner(parameter).slots:
+            assert_same(found.read(parameter, "weight"), value, key)
+        elif kind == "fp32" or kind in truth.slots:
+            assert_same(found.read(parameter, "master" if kind == "fp32" else kind), value, key)
+            masters.add(parameter)
+    for buffer, value in truth.buffers.items():
+        assert torch.equal(bits(found.read(buffer)), value)
+    assert masters == {n for group in found.param_groups for n in group.parameters}
+    assert set(found.buffers) == set(truth.buffers)
+    assert {p.name for p in found.parameters.values() if p.frozen} == set(truth.frozen)
+    assert {p.name: p.tied_to for p in found.parameters.values() if p.tied_to is not None} == truth.tied
+
+
+@pytest.mark.parametrize("name", WITH_TRUTH)
+def test_groups_and_steps_of_what_deepspeed_converted(name: str) -> None:
+    found, facts = zckpt.open(SAMPLES / name), Truth(FIXTURES / name).facts
+    assert [group.parameters for group in found.param_groups] == facts["order"]
+    for group, its, scalars in zip(
+        found.param_groups, facts["param_groups"], facts["scalar_state_per_group"], strict=True
+    ):
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in group.hyperparameters.items()}
+        assert values == its
+        assert group.state == {"step": Scalar(scalars["step"]["value"], "float32")}
+    assert found.step == facts["global_steps"]
+    assert found.zero_stage == facts["spec"]["stage"]
+    assert found.world_size == facts["dp_world_size"]
+    assert found.loss_scale == facts["loss_scale"]
+    assert found.metadata["global_samples"] == 60
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_TRUTH, *WITH_TRUTH])
+def test_files_are_read_as_torch_loads_them(name: str) -> None:
+    found = zckpt.open(SAMPLES / name)
+    for group in found.param_groups:
+        for parameter in group.parameters:
+            files = {p.stem: load(p) for p in (SAMPLES / name / "zero" / parameter).glob("*.pt")}
+            slots = {"master" if stem == "fp32" else stem for stem in files if stem != "step"}
+            assert set(found.parameters[parameter].slots) - {"weight"} == slots
+            for stem, content in files.items():
+                tensor = content["param"] if isinstance(content, dict) else content
+                if stem == "step":
+                    assert group.state["step"].value == tensor
+                else:
+                    mine = found.read(parameter, "master" if stem == "fp32" else stem)
+                    assert torch.equal(bits(mine), bits(tensor))
+
+
+def test_empty_parameters_are_not_taken_for_each_other() -> None:
+    parameters = zckpt.open(SAMPLES / "s2_bf16_dp2_empty").parameters
+    assert parameters["empty"].shape == (0, 8)
+    assert parameters["empty_frozen"].shape == (3, 0)
+    assert parameters["empty_frozen"].tied_to is None
+
+
+# --- write, and read again ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_nothing_is_lost(name: str, tmp_path: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / name)
+    target = written(checkpoint, tmp_path / "u")
+    assert_same_state(zckpt.open(target), checkpoint)
+    assert_same_state(zckpt.open(written(zckpt.open(target), tmp_path / "again")), checkpoint)
+
+
+@pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16"])
+def test_a_run_that_is_not_deepspeeds_is_written(name: str, tmp_path: Path) -> None:
+    folder = FIXTURES / "other" / name
+    checkpoint = zckpt.open(folder / "ckpt.pt", names=list(Truth(folder).numbers.values()))
+    target = written(checkpoint, tmp_path / "u")
+    assert_same_state(zckpt.open(target), checkpoint)
+    model = torch.load(target / "mp_rank_00_model_states.pt", weights_only=True)
+    assert model["universal_checkpoint_info"] == {"universal_checkpoint_version": 0.2}
+    assert model["global_steps"] == 5
+    assert {"epoch", "step", "lr_scheduler", "skipped_steps", "dp_world_size", "mp_world_size"} <= set(model)
+    found = zckpt.open(target).metadata
+    assert set(found) == {"epoch", "step"}
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "s2_bf16_dp2_sgdm"])
+def test_what_each_loader_of_deepspeed_looks_for_is_there(name: str, tmp_path: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / name)
+    target = written(checkpoint, tmp_path / "u")
+    for file in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        model = load(target / file)
+        assert model["mp_world_size"] == 1
+        assert model["dp_world_size"] == 2
+        assert model["global_steps"] == 5
+        assert model["universal_checkpoint_info"]["universal_checkpoint_version"] == 0.2
+        assert (model["lr_scheduler"] is None) == ("client" not in name)
+    content = load(target / "zero/optimizer_state.pt")
+    assert content["ds_version"] == "0.19.8"
+    assert content["loss_scaler"].cur_scale == 1.0
+    lrs = [group.hyperparameters["lr"] for group in checkpoint.param_groups]
+    assert [group["lr"] for group in content["param_groups"]] == lrs
+    if name == "s2_bf16_dp2_sgdm":
+        assert "optimizer_state_dict" not in content
+        return
+    nested = content["optimizer_state_dict"]
+    assert nested["state"][0]["step"] == torch.tensor(5.0)
+    (shared,) = nested["param_groups"]
+    assert shared["betas"] == (0.9, 0.95)
+    assert ("lr" in shared) == (len(set(lrs)) == 1)
+    assert "weight_decay" not in shared
+
+
+def test_the_model_file_holds_the_whole_model(tmp_path: Path) -> None:
+    for name in ("s2_bf16_dp4", "s3_bf16_dp2"):
+        target = written(zckpt.open(FIXTURES / name), tmp_path / name)
+        module = load(target / "mp_rank_00_model_states.pt")["module"]
+        truth = load_file(FIXTURES / name / "truth.safetensors")
+        for key in module:
+            wanted = truth.get(f"module/{key}", truth.get(f"buffer/{key}"))
+            wanted = truth["module/emb.weight"] if key == "head.weight" else wanted
+            assert torch.equal(bits(module[key]), bits(wanted)), key
+        assert module["head.weight"].data_ptr() == module["emb.weight"].data_ptr()
+        empty = load(target / "zero_pp_rank_0_mp_rank_00_model_states.pt")["module"]
+        assert empty["emb.weight"].shape == (0,)
+        assert list(empty) == list(module)
+
+
+def test_zero_dimensional_parameters_are_written_with_one_dimension(tmp_path: Path) -> None:
+    target = written(zckpt.open(FIXTURES / "s2_bf16_dp2_zerodim"), tmp_path / "u")
+    for stem in ("fp32", "exp_avg", "exp_avg_sq"):
+        content = torch.load(target / f"zero/alpha/{stem}.pt", weights_only=True)
+        assert content["param"].shape == (1,)
+    assert zckpt.open(target).read("alpha", "exp_avg").shape == ()
+
+
+def test_archives_are_sound_and_load_without_running_anything(tmp_path: Path) -> None:
+    target = written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path / "u")
+    files = [path for path in target.rglob("*") if path.is_file()]
+    assert len(files) > 70
+    for file in files:
+        assert universal.is_own(file.relative_to(target).as_posix())
+        with zipfile.ZipFile(file) as archive:
+            assert archive.testzip() is None
+        if file.name != "optimizer_state.pt":  # it holds DeepSpeed's loss scaler
+            torch.load(file, weights_only=True, mmap=True)
+
+
+def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2_client")
+    one, other = written(checkpoint, tmp_path / "a"), written(checkpoint, tmp_path / "b")
+    files = [p.relative_to(one) for p in one.rglob("*") if p.is_file()]
+    assert files
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def test_files_of_other_programs_are_not_own() -> None:
+    for name in ("notes.txt", "zero/a.txt", "zero/a/b/c.pt", "latest", "other/fp32.pt", "zero/x/readme"):
+        assert not universal.is_own(name)
+    for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", "mp_rank_00_model_states.pt"):
+        assert universal.is_own(name)
+
+
+# --- state that has no place in DeepSpeed's files ----------------------------------------------------------------
+
+
+def test_a_parameter_that_no_step_has_reached_gets_zeros_and_loses_them_again(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["a"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    names = ["a.weight", "a.bias", "b.weight", "b.bias"]
+    checkpoint = zckpt.open(tmp_path / "c.pt", names=names)
+    target = written(checkpoint, tmp_path / "u")
+    for stem in ("exp_avg", "exp_avg_sq"):
+        content = torch.load(target / f"zero/b.weight/{stem}.pt", weights_only=True)
+        assert torch.equal(content["param"], torch.zeros(2, 2))
+    assert torch.load(target / "zero/b.weight/step.pt", weights_only=True) == 1
+    found = zckpt.open(target)
+    assert set(found.parameters["b.weight"].slots) == {"weight"}
+    assert_same_state(found, checkpoint)
+
+
+def test_state_of_any_kind_comes_back(tmp_path: Path) -> None:
+    """Numbers that only some parameters have, 0-d tensors, factored moments, steps that differ."""
+    weights = {name: torch.randn(4, 3) for name in ("a", "b", "c")}
+    state = {
+        0: {"step": torch.tensor(3.0), "row": torch.randn(4), "mu_product": torch.tensor(0.5), "seen": 7},
+        1: {"step": torch.tensor(4.0), "row": torch.randn(4), "mu_product": torch.tensor(0.25), "seen": 7},
+        2: {"step": 5, "moment": torch.randn(4, 3, dtype=torch.float64), "flag": True, "nothing": None},
+    }
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2]}]
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "c.pt")
+    checkpoint = zckpt.open(tmp_path / "c.pt", names=list(weights))
+    target = written(checkpoint, tmp_path / "u")
+    assert torch.load(target / "zero/b/step.pt", weights_only=True) == 4
+    assert_same_state(zckpt.open(target), checkpoint)
+    assert any("exp_avg" in note for note in universal.notes(checkpoint))
+
+
+def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_path: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    odd = {"module": "mine", "dp_world_size": 77, "zckpt": [1], "model": {"a": 1}, "epoch": 3}
+    checkpoint.metadata.update(odd)
+    checkpoint.optimizer_metadata |= {"param_groups": "mine", "ds_version": 0, "other": 1}
+    found = zckpt.open(written(checkpoint, tmp_path / "u"))
+    assert {key: found.metadata[key] for key in odd} == odd
+    assert_same_state(found, checkpoint)
+    assert found.world_size == 4
+
+
+# --- refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["../../out", "a/b", "..", "", "nul\0", "x" * 260, "optimizer_state.pt", "\ud800"])
+def test_names_that_cannot_be_files_are_refused(name: str) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    parameter = checkpoint.parameters.pop("alpha")
+    checkpoint.parameters[name] = dataclasses.replace(parameter, name=name)
+    checkpoint.param_groups[2].parameters = [name]
+    with pytest.raises(UnsupportedError, match="cannot be a file's name"):
+        universal.lay_out(checkpoint)
+
+
+@pytest.mark.parametrize("slot", ["../x", "fp32", "y" * 260])
+def test_slots_that_cannot_be_files_are_refused(slot: str) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    slots = checkpoint.parameters["alpha"].slots
+    slots[slot] = slots["exp_avg"]
+    with pytest.raises(UnsupportedError, match="name"):
+        universal.lay_out(checkpoint)
+
+
+def test_what_deepspeed_would_load_nothing_of_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"14, 16.*--names"):
+        universal.lay_out(zckpt.open(FIXTURES / "other/plain_adamw/ckpt.pt"))
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    checkpoint.param_groups = []
+    with pytest.raises(UnsupportedError, match="no optimizer"):
+        universal.lay_out(checkpoint)
+    nowhere = Checkpoint("x", "x", parameters={"a": Parameter("a", (1,), "float32", group=0)})
+    nowhere.param_groups = [ParamGroup({}, ["a"])]
+    with pytest.raises(UnsupportedError, match="no file holds the values of a"):
+        universal.lay_out(nowhere)
+
+
+def sample(directory: Path, name: str = "s2_bf16_dp4") -> Path:
+    return Path(shutil.copytree(SAMPLES / name, directory / name))
+
+
+def resaved(path: Path, **changes: Any) -> None:
+    """Change entries of a file with torch itself."""
+    torch.save({**load(path), **changes}, path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    for index, (file, error) in enumerate(
+        [
+            ("zero/emb.weight/fp32.pt", LayoutError),
+            ("zero/optimizer_state.pt", ShardError),
+            ("mp_rank_00_model_states.pt", ShardError),
+        ]
+    ):
+        target = sample(tmp_path / str(index))
+        (target / file).unlink()
+        with pytest.raises(error, match=file.rpartition("/")[2]):
+            zckpt.open(target)
+    target = sample(tmp_path, "s3_bf16_dp2")
+    (target / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(ShardError, match="missing for rank 1"):
+        zckpt.open(target)
+
+
+def test_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    target = sample(tmp_path / "a")
+    torch.save({"param": torch.zeros(37, 9), "cat_dim": 0}, target / "zero/emb.weight/fp32.pt")
+    with pytest.raises(LayoutError, match=r"emb.weight/fp32.pt.*\(37, 8\).*\(37, 9\)"):
+        zckpt.open(target)
+    target = sample(tmp_path / "b", "s3_bf16_dp2")
+    torch.save(torch.zeros(37 * 8 - 1), target / "zero/emb.weight/exp_avg.pt")
+    with pytest.raises(LayoutError, match=r"emb\.weight/exp_avg\.pt"):
+        zckpt.open(target)
+    target = sample(tmp_path / "c")
+    path = target / "zero/optimizer_state.pt"
+    resaved(path, param_groups=load(path)["param_groups"][:2])
+    with pytest.raises(LayoutError, match="different numbers of groups"):
+        zckpt.open(target)
+    target = sample(tmp_path / "d")
+    (target / "zero/emb.weight/weight.pt").write_bytes((target / "zero/emb.weight/fp32.pt").read_bytes())
+    with pytest.raises(UnsupportedError, match="'weight'"):
+        zckpt.open(target)
+
+
+@pytest.mark.parametrize("content", [5, {"param": 3}, [torch.zeros(1)], {"param": {"param": torch.zeros(1)}}], ids=str)
+def test_files_that_hold_something_else_are_refused(content: object, tmp_path: Path) -> None:
+    target = sample(tmp_path)
+    torch.save(content, target / "zero/emb.weight/exp_avg.pt")
+    with pytest.raises(DamagedFileError, match=r"emb.weight/exp_avg.pt: unexpected content"):
+        zckpt.open(target)
+
+
+def test_names_in_a_file_do_not_lead_out_of_the_directory(tmp_path: Path) -> None:
+    target = sample(tmp_path)
+    path = target / "mp_rank_00_model_states.pt"
+    shapes = load(path)["param_shapes"]
+    shapes[2] = {"../../elsewhere": torch.Size([1])}
+    resaved(path, param_shapes=shapes)
+    with pytest.raises(DamagedFileError, match="leads elsewhere"):
+        zckpt.open(target)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"groups": 3}, {"groups": [[], [], []]}, {"version": 9}, {"made": 5}, {"values": {"alpha": 1}}, {"frozen": "x"}],
+    ids=str,
+)
+def test_what_zckpt_keeps_beside_is_checked(changes: dict[str, Any], tmp_path: Path) -> None:
+    target = written(zckpt.open(FIXTURES / "s2_bf16_dp4"), tmp_path / "u")
+    path = target / "zero/optimizer_state.pt"
+    resaved(path, zckpt={**load(path)["zckpt"], **changes})
+    with pytest.raises(DamagedFileError):
+        zckpt.open(target)
+
+
+def test_classes_in_the_files_are_never_run(tmp_path: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    checkpoint.metadata["odd"] = Object(Global("os", "system"), ("touch " + str(tmp_path / "run"),))
+    target = written(checkpoint, tmp_path / "u")
+    found = zckpt.open(target)
+    odd: Any = found.metadata["odd"]
+    assert odd.node.qualified == "os.system"
+    assert not (tmp_path / "run").exists()
+
+
+# --- found -------------------------------------------------------------------------------------------------------
+
+
+def test_a_universal_checkpoint_is_found(tmp_path: Path) -> None:
+    target = sample(tmp_path)
+    assert universal.find(target) == target
+    assert universal.find(tmp_path) is None
+    latest = universal.latest_universal(target.name)
+    (tmp_path / latest.name).write_bytes(latest.literals[0].data)
+    assert universal.find(tmp_path) == target
+    (tmp_path / "latest").write_text("global_step5")
+    assert universal.find(tmp_path) is None, "an ordinary checkpoint is there"
+    assert universal.find(tmp_path, tag=target.name) == target
+    assert universal.find(tmp_path, tag="..") is None
+    assert universal.find(FIXTURES / "s2_bf16_dp4") is None
+    assert universal.find(FIXTURES / "s2_bf16_dp4", tag="global_step5") is None
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "", "nothing", "x" * 5000, "a\0b"])
+def test_latest_universal_must_name_a_directory_beside_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_universal").write_text(name)
+    with pytest.raises(UnknownFormatError, match="names no universal checkpoint"):
+        universal.find(tmp_path)
+
+
+def test_a_run_with_round_robin_is_warned_of(tmp_path: Path) -> None:
+    target = sample(tmp_path)
+    path = target / "mp_rank_00_model_states.pt"
+    config = load(path)["ds_config"]
+    config["zero_optimization"]["round_robin_gradients"] = True
+    resaved(path, ds_config=config)
+    assert any("round_robin_gradients" in warning for warning in zckpt.open(target).warnings)
+    assert zckpt.open(SAMPLES / "s2_bf16_dp4").warnings == []

@@ -1,0 +1,287 @@
+"""What is written as a universal checkpoint, stock DeepSpeed loads at another number of ranks and another stage.
+
+The model starts from another seed, so every master, slot, weight, step and hyperparameter that is right was loaded;
+they are compared bit for bit. Losses of the steps that follow are compared within the tolerances of `test_reshard`,
+for its reasons. What DeepSpeed's own loader does wrongly is shown here as well, so that a version that does better is
+noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.engine import SPECS, Spec, WorkerError, produce, resume
+from tests.engine.catalogue import odd_client_state
+from tests.engine.universal import resume_universal, steps_after_one_more
+from tests.logical import assert_same_state
+from tests.truth import bits
+from zckpt.execute import execute, execute_directory
+from zckpt.formats import universal
+from zckpt.plan import plan
+from zckpt.state import Checkpoint
+
+pytestmark = pytest.mark.interop
+
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
+
+
+def spec(name: str, **changes: Any) -> Spec:
+    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 5, "groups": 2, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, and ranks, stage and what else is different of the training that loads it."""
+
+    source: Spec
+    world_size: int
+    stage: int
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def target(self) -> Spec:
+        """The training that loads the checkpoint."""
+        return dataclasses.replace(self.source, world_size=self.world_size, stage=self.stage, **self.training)
+
+    def __str__(self) -> str:
+        return f"{self.source.name}-to-{self.world_size}-at-stage-{self.stage}"
+
+
+S1_FP32 = spec("s1_fp32", stage=1, dtype="fp32")
+S2 = spec("s2_bf16")
+S2_FP16 = spec("s2_fp16", dtype="fp16")
+S3 = spec("s3_bf16", stage=3)
+S3_FP32 = spec("s3_fp32", stage=3, dtype="fp32")
+S3_ONE_GROUP = spec("s3_fp32_1g", stage=3, dtype="fp32", groups=1)
+S3_INT_STEP = spec("s3_fp32_fused", stage=3, dtype="fp32", optimizer="fused_layout")
+S2_SGDM = spec("s2_fp32_sgdm", dtype="fp32", optimizer="sgdm")
+S3_SGDM = spec("s3_fp32_sgdm", stage=3, dtype="fp32", optimizer="sgdm")
+ROUND_ROBIN = spec("s2_rr", round_robin=True)
+THREE_GROUPS = spec("s2_fp32_3g", dtype="fp32", groups=3)
+CLIENT = spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0)
+
+NO_ZERO = spec("s0_fp32", stage=0, dtype="fp32")
+TENSOR_PARALLEL = SPECS["tp2_s1_bf16_dp2"]
+
+CASES = [
+    # ranks, stages and element types
+    Case(S1_FP32, 3, 1),
+    Case(S1_FP32, 6, 2),
+    Case(S2, 2, 2),
+    Case(S2_FP16, 3, 2),
+    Case(S3, 3, 2),
+    Case(S3_ONE_GROUP, 3, 3),
+    Case(S3_ONE_GROUP, 2, 1),
+    Case(spec("s2_bf16_1g", groups=1), 3, 3),
+    Case(S3_INT_STEP, 3, 3),
+    Case(spec("s1_bf16_fused", stage=1, optimizer="fused_layout"), 6, 3),
+    # optimizers that DeepSpeed's own converter cannot convert
+    Case(S2_SGDM, 3, 2),
+    Case(S3_SGDM, 3, 1),
+    Case(spec("s1_bf16_lion", stage=1, optimizer="lion"), 3, 1),
+    Case(spec("s3_fp32_lion", stage=3, dtype="fp32", optimizer="lion"), 3, 2),
+    Case(spec("s2_adagrad", optimizer="adagrad", groups=1), 3, 2),
+    Case(spec("s2_amsgrad", dtype="fp32", optimizer="adam_amsgrad"), 3, 2),
+    # other forms, odd parameters
+    Case(spec("s1_bf16opt", stage=1, bf16_optimizer=True), 3, 1),
+    Case(ROUND_ROBIN, 3, 2, {"round_robin": False}),
+    Case(spec("s2_rr_palign", round_robin=True, parameter_alignment=True), 3, 2),
+    Case(spec("s2_palign", parameter_alignment=True), 3, 2),
+    Case(spec("s2_frozengroup", frozen_in_group=True), 3, 2),
+    Case(spec("s1_empty", stage=1, empty=True), 3, 1),
+    Case(spec("s2_zerodim", zero_dim=True, groups=2), 2, 2),
+    Case(CLIENT, 3, 2),
+    # experts spread over two ranks, then all of them on each; stages of a pipeline
+    Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
+    Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
+    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
+    directory = tmp_path_factory.mktemp("made")
+    folders: dict[str, Path] = {}
+
+    def get(wanted: Spec) -> Path:
+        if wanted.name not in folders:
+            folders.update(produce([wanted], directory))
+        return folders[wanted.name]
+
+    return get
+
+
+def written(source: Path | Checkpoint, directory: Path) -> Path:
+    """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
+    checkpoint = zckpt.open(source) if isinstance(source, Path) else source
+    execute_directory(plan(universal.lay_out(checkpoint)), directory / "step_u")
+    latest = universal.latest_universal("step_u")
+    execute(plan([latest]), [directory / latest.name], overwrite=True)
+    return directory
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_deepspeed_loads_it(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(case.source)
+    verdict = resume_universal(written(folder, tmp_path), case.target, folder)
+    assert verdict.slots == []
+    assert verdict.weights == []
+    assert verdict.hyperparameters == []
+    assert verdict.steps == []
+    assert len(verdict.losses) == 5
+    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(TENSOR_PARALLEL, 2, 1),
+        Case(TENSOR_PARALLEL, 4, 2),
+        Case(TENSOR_PARALLEL, 2, 1, {"tensor_parallel": 1}),
+    ],
+    ids=str,
+)
+def test_deepspeed_cuts_slices_again(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """By the rules that the files carry.
+
+    Copies that drift apart are averaged, as DeepSpeed's converter does: their weights are then rounded from the mean,
+    and the steps that follow are those of another model than before.
+    """
+    folder = made(case.source)
+    verdict = resume_universal(written(folder, tmp_path), case.target, folder)
+    assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
+    assert {name for name in verdict.weights if "local_norm" not in name} == set()
+
+
+def test_deepspeed_loads_the_optimizer_of_a_run_without_zero(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """And of parameters that have no state, as without a gradient: DeepSpeed needs some for all, and gets zeros."""
+    folder = made(NO_ZERO)
+    names = [name for group in json.loads((folder / "truth.json").read_text())["order"] for name in group]
+    checkpoint = zckpt.open(folder, names=names)
+    for name in ("unused.weight", "unused.bias"):
+        for slot in ("exp_avg", "exp_avg_sq", "step"):
+            checkpoint.parameters[name].slots.pop(slot, None)
+    verdict = resume_universal(written(checkpoint, tmp_path), NO_ZERO.at(3, stage=2), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
+
+
+# --- what DeepSpeed's loaders do not do, whatever the files hold -----------------------------------------------------
+
+
+def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(S1_FP32)
+    verdict = resume(written(folder, tmp_path), S1_FP32.at(3), folder, universal=True)
+    assert verdict.slots == []
+    assert set(verdict.weights) == {"frozen_odd", "frozen_lin.weight", "frozen_lin.bias"}
+    assert any("frozen" in note for note in universal.notes(zckpt.open(folder)))
+
+
+def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Everything is right after loading, but a step that is a tensor is then counted up by each group."""
+    folder = made(S3_FP32)
+    directory = written(folder, tmp_path)
+    verdict = resume_universal(directory, S3_FP32.at(3), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert steps_after_one_more(directory, S3_FP32.at(3)) == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("source", [S2_SGDM, S3_SGDM], ids=lambda source: source.name)
+def test_zero3_stops_at_slots_that_it_would_lose(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(source)
+    with pytest.raises(WorkerError, match="KeyError: 'optimizer_state_dict'"):
+        resume_universal(written(folder, tmp_path), dataclasses.replace(source, world_size=3, stage=3), folder)
+    assert any("momentum_buffer" in note for note in universal.notes(zckpt.open(folder)))
+
+
+def test_a_rank_that_holds_nothing_of_a_group_stops(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(THREE_GROUPS)
+    with pytest.raises(WorkerError, match="IndexError: list index out of range"):
+        resume_universal(written(folder, tmp_path), THREE_GROUPS.at(3), folder)
+
+
+def test_a_training_with_round_robin_takes_parameters_for_one_another(
+    made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(ROUND_ROBIN)
+    assert resume_universal(written(folder, tmp_path), ROUND_ROBIN.at(3), folder).slots != []
+    assert any("round_robin_gradients" in note for note in universal.notes(zckpt.open(folder)))
+
+
+# --- beside DeepSpeed's own converter ---------------------------------------------------------------------------------
+
+
+def converted_by_deepspeed(source: Path, target: Path) -> Path:
+    from deepspeed.checkpoint import ds_to_universal
+
+    ds_to_universal.main(
+        argparse.Namespace(
+            input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+            keep_temp_folder=False, strict=False, inject_missing_state=True,
+        )
+    )  # fmt: skip
+    return target
+
+
+def load(path: Path) -> Any:
+    return torch.load(path, weights_only=False)
+
+
+def assert_same_files(ours: Path, theirs: Path, *, flat: bool) -> None:
+    """Every file of theirs is one of ours with the same keys and the same bits (ZeRO-3: as flat tensors by itself)."""
+    files = [path.relative_to(theirs) for path in theirs.rglob("*.pt") if path.parent != theirs]
+    assert len(files) > 20
+    for file in files:
+        mine, its = load(ours / file), load(theirs / file)
+        if file.name == "step.pt":
+            assert type(mine) is type(its)
+            assert mine == its
+            continue
+        if not flat:
+            assert list(mine) == list(its), file
+            assert {k: v for k, v in mine.items() if k != "param"} == {k: v for k, v in its.items() if k != "param"}
+        tensor = its if flat else its["param"]
+        assert mine["param"].dtype == tensor.dtype
+        assert flat or mine["param"].shape == tensor.shape
+        assert torch.equal(bits(mine["param"]), bits(tensor)), file
+
+
+@pytest.mark.parametrize("source", [S1_FP32, S2, S3, THREE_GROUPS], ids=lambda source: source.name)
+def test_files_are_those_of_the_converter(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(source)
+    theirs = converted_by_deepspeed(folder / "global_step3", tmp_path / "theirs")
+    ours = written(folder, tmp_path) / "step_u"
+    for buffer in zckpt.open(folder).buffers:
+        assert not (ours / "zero" / buffer).exists()
+        for file in (theirs / "zero" / buffer).glob("*"):
+            file.unlink()
+    (theirs / "zero/optimizer_state.pt").unlink()
+    assert_same_files(ours, theirs, flat=source.stage == 3)
+    assert (tmp_path / "latest_universal").read_text() == "step_u"
+
+
+@pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "hf_gpt2_s1_fp32_dp2"])
+def test_files_of_fixtures_are_those_of_the_converter(name: str, tmp_path: Path) -> None:
+    theirs = converted_by_deepspeed(FIXTURES / name / "global_step5", tmp_path / "theirs")
+    (theirs / "zero/optimizer_state.pt").unlink()
+    assert_same_files(written(FIXTURES / name, tmp_path) / "step_u", theirs, flat=False)
+
+
+@pytest.mark.parametrize("source", [S1_FP32, S2, S3], ids=lambda source: source.name)
+def test_what_the_converter_writes_is_read(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(source)
+    converted_by_deepspeed(folder / "global_step3", tmp_path / "theirs")
+    found = universal.find(tmp_path)
+    assert found == tmp_path / "theirs"
+    assert_same_state(zckpt.open(tmp_path), zckpt.open(folder))

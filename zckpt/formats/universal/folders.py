@@ -1,0 +1,155 @@
+"""What the folder of each parameter is to hold, as trees. Lays out nothing yet.
+
+fp32.pt, SLOT.pt    {cat_dim, ..., param: tensor}; of a parameter that is not trained {param: tensor}
+step.pt             the number, or the tensor, by itself
+
+DeepSpeed's ZeRO-1 and 2 read every file of a folder, and need the same ones for all parameters of a group: a parameter
+that no step has reached gets zeros, as DeepSpeed itself has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from zckpt.dtypes import is_floating
+from zckpt.errors import UnsupportedError
+from zckpt.formats.optimizer_values import parameter_values
+from zckpt.formats.scalars import encode
+from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM
+from zckpt.formats.universal.slices import Slices
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar, Slot
+
+TAKEN = (MASTER_STEM, WEIGHT, MASTER)
+"""Names that a slot of an optimizer cannot have here."""
+
+
+@dataclass(slots=True)
+class Folder:
+    """The folder of one parameter.
+
+    Parameters
+    ----------
+    name : str
+    files : dict of str to object
+        Content of each file, by its stem.
+    values : dict
+        State that is neither tensor nor step, which no file here can hold.
+    made : list of str
+        Stems of files that the source has nothing for.
+    """
+
+    name: str
+    files: dict[str, object] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    made: list[str] = field(default_factory=list)
+
+
+def weight(parameter: Parameter) -> Slot:
+    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
+
+    Raises
+    ------
+    UnsupportedError
+        There is neither.
+    """
+    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
+    if slot is None:
+        raise UnsupportedError(f"no file holds the values of {parameter.name}")
+    return slot
+
+
+def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
+    """Yield the folders of all parameters, in the model's order.
+
+    Raises
+    ------
+    UnsupportedError
+        State that a universal checkpoint cannot hold.
+    """
+    slices = Slices(checkpoint)
+    states = {p.name: _state(checkpoint, p) for p in checkpoint.parameters.values() if p.group is not None}
+    needed = [_needed(checkpoint, group.parameters, states) for group in checkpoint.param_groups]
+    for parameter in checkpoint.parameters.values():
+        if parameter.group is None:
+            yield _untrained(checkpoint.owner(parameter.name), parameter.name)
+        else:
+            yield _trained(parameter, states[parameter.name], needed[parameter.group], slices.keys(parameter))
+
+
+def _state(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
+    """Return a parameter's state; a single value that its group has too is taken as that, which is known already."""
+    state = parameter_values(checkpoint, parameter)
+    common = checkpoint.param_groups[parameter.group].state if parameter.group is not None else {}
+    known = {key: common[key] for key, value in state.items() if key in common and isinstance(value, Slot)}
+    clash = [key for key in state if key in TAKEN]
+    if clash:
+        raise UnsupportedError(f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here")
+    return {**state, **known}
+
+
+def _needed(checkpoint: Checkpoint, names: list[str], states: dict[str, dict[str, object]]) -> dict[str, object]:
+    """Return what every parameter of a group must have: slots by element type, and the step."""
+    needed: dict[str, object] = {}
+    for name in names:
+        shape = checkpoint.parameters[name].shape
+        for key, value in states[name].items():
+            if key == STEP_STEM:
+                needed.setdefault(key, value)
+            elif isinstance(value, Slot) and value.shape == shape:
+                needed.setdefault(key, value.dtype)
+    return needed
+
+
+def _untrained(owner: Parameter, name: str) -> Folder:
+    """Return the folder of a frozen parameter, or of another name of one: its weight, as DeepSpeed writes it."""
+    slot = weight(owner)
+    if slot.dtype.startswith("complex"):
+        return Folder(name)
+    return Folder(name, {MASTER_STEM: {"param": SlotTensor(slot, "float32", f"{MASTER_STEM}/{name}")}})
+
+
+def _trained(
+    parameter: Parameter, state: dict[str, object], needed: dict[str, object], keys: dict[str, object]
+) -> Folder:
+    master = parameter.slots.get(MASTER)
+    if master is None:
+        master = weight(parameter)
+        dtype = "float32" if is_floating(master.dtype) else master.dtype
+    else:
+        dtype = master.dtype
+    folder = Folder(parameter.name)
+    folder.files[MASTER_STEM] = {**keys, "param": _tensor(parameter, MASTER_STEM, master, dtype)}
+    for key, value in state.items():
+        if key == STEP_STEM and isinstance(value, (Slot, Scalar, int, float)):
+            folder.files[key] = _single(value, f"{key}/{parameter.name}")
+        elif isinstance(value, Slot):
+            folder.files[key] = {**keys, "param": _tensor(parameter, key, value, value.dtype)}
+        elif isinstance(value, Scalar):
+            folder.files[key] = {"param": _single(value, key)}
+        else:
+            folder.values[key] = value
+    for key, value in needed.items():
+        if key not in folder.files and key not in folder.values:
+            folder.made.append(key)
+            step = key == STEP_STEM
+            folder.files[key] = _single(value, key) if step else {**keys, "param": _zeros(parameter, str(value))}
+    return folder
+
+
+def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
+    label = f"{key}/{parameter.name}"
+    if slot.shape == () == parameter.shape:  # DeepSpeed's loader cuts a dimension, and there must be one
+        return view(new_storage(dtype, 1, [SlotPart(0, slot, label)]), (1,))
+    return SlotTensor(slot, dtype, label)
+
+
+def _zeros(parameter: Parameter, dtype: str) -> object:
+    return view(new_storage(dtype, parameter.numel), parameter.shape or (1,))
+
+
+def _single(value: object, label: str) -> object:
+    if isinstance(value, Scalar):
+        return ValueTensor(encode(value), value.dtype, ())
+    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value

@@ -1,0 +1,220 @@
+"""From the files of a universal checkpoint to a Checkpoint. Structure and single values only; no tensor is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
+from zckpt.formats.remainder import KEY, restore
+from zckpt.formats.tensors import carried, describe
+from zckpt.formats.universal.folder_files import StoredFolder, read_folder
+from zckpt.formats.universal.groups import give_state, read_groups
+from zckpt.formats.universal.model_files import ModelFiles, read_models
+from zckpt.formats.universal.names import FOLDER, OPTIMIZER_NAME
+from zckpt.formats.universal.write_model import STRUCTURE
+from zckpt.formats.universal.write_optimizer import OWN_KEYS
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Topology
+from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
+
+CUT_KEYS = OWN_KEYS | {
+    "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
+}  # fmt: skip
+"""Keys of DeepSpeed's optimizer file that say how the source was cut."""
+
+SHOWN_NAMES = 4
+
+
+def read(directory: Path) -> Checkpoint:
+    """Read the structure of a universal checkpoint, of zckpt or of DeepSpeed.
+
+    Parameters
+    ----------
+    directory : Path
+        As `find` returns it.
+
+    Raises
+    ------
+    SourceError
+        A file is missing or damaged, or the files contradict each other.
+    """
+    path = directory / FOLDER / OPTIMIZER_NAME
+    if not path.is_file():
+        raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups")
+    file = read_torchfile(path)
+    content = _mapping(file.root, file.path)
+    rest = _mapping(content.get(KEY, {}), file.path)
+    models = read_models(directory)
+    checkpoint = Checkpoint(str(directory), "universal")
+    checkpoint.files = [
+        describe(m.file, "model", m.shard.dp_rank, m.shard.mp_rank) for one in models.ranks for m in one
+    ]
+    checkpoint.files.append(describe(file, "optimizer"))
+    checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
+    _place_untrained(checkpoint, models, shapes)
+    values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
+    checkpoint.parameters = _ordered(checkpoint, models)
+    _complete_aliases(checkpoint, models.first.shard.path)
+    give_state(checkpoint, values)
+    _describe(checkpoint, models, content)
+    _carry(checkpoint, models, file, content, rest)
+    _warn(checkpoint, models, directory / FOLDER, written_by_zckpt=bool(rest))
+    return checkpoint
+
+
+def _mapping(node: object, path: str) -> Mapping[object, object]:
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=path, expected="a dict", found=type(node).__name__)
+    return node
+
+
+def _place_untrained(checkpoint: Checkpoint, models: ModelFiles, trained: Shapes) -> None:
+    """Place buffers, aliases and frozen parameters, whose values are in the model's files."""
+    aliases = models.aliases(trained)
+    lost = []
+    for name in models.names():
+        if models.is_buffer(name):
+            checkpoint.buffers[name] = models.buffer(name)
+        elif name in trained:
+            continue
+        elif name in aliases:
+            checkpoint.parameters[name] = Parameter(name, (), models.dtype(name), tied_to=aliases[name])
+        elif (slot := models.frozen(name)) is not None:
+            checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
+        else:
+            lost.append(name)
+    if lost:
+        checkpoint.warnings.append(f"no file holds the whole values of {_listed(lost)}; left out")
+
+
+def _place_trained(
+    checkpoint: Checkpoint,
+    folder: Path,
+    models: ModelFiles,
+    shapes: Shapes,
+    rest: Mapping[object, object],
+    file: TorchFile,
+) -> dict[str, dict[str, object]]:
+    """Place trained parameters with their slots; return the single values of each."""
+    values: dict[str, dict[str, object]] = {}
+    made, extra = _mapping(rest.get("made", {}), file.path), _mapping(rest.get("values", {}), file.path)
+    without_master = set(_names(rest.get("without_master", []), file.path))
+    for index, group in enumerate(checkpoint.param_groups):
+        for name in group.parameters:
+            if "/" in name or "\0" in name or name in ("", ".", ".."):
+                raise DamagedFileError("a parameter's name leads elsewhere", path=file.path, found=repr(name[:80]))
+            stored = read_folder(folder / name)
+            checkpoint.files += stored.files
+            parameter = _trained(name, stored, models, shapes[name])
+            parameter.group = index
+            own = {str(k): carried(file, v) for k, v in _mapping(extra.get(name, {}), file.path).items()}
+            own = {**stored.values, **own}
+            for key in _names(made.get(name, []), file.path):
+                parameter.slots.pop(key, None)
+                own.pop(key, None)
+            if name in without_master:
+                parameter.slots.pop(MASTER, None)
+            checkpoint.parameters[name], values[name] = parameter, own
+    return values
+
+
+def _names(node: object, path: str) -> list[str]:
+    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
+    return node
+
+
+def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[int, ...]) -> Parameter:
+    """Return a trained parameter. Its shape is that of the model's file, unless that has a slice, or padding."""
+    master = stored.tensors[MASTER]
+    if not master.flat and (len(models.ranks) > 1 or master.padding_stripped):
+        shape = master.tensor.shape
+    slots = {}
+    weight = models.weight(name, shape, padded=master.padding_stripped)
+    if weight is not None:
+        slots[WEIGHT] = weight
+    for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
+        slots[key] = stored.tensors[key].slot(key, shape)
+    return Parameter(name, shape, models.dtype(name), slots)
+
+
+def _ordered(checkpoint: Checkpoint, models: ModelFiles) -> dict[str, Parameter]:
+    """Return the parameters in the model's order, and then those that its file does not name."""
+    names = dict.fromkeys([*models.names(), *checkpoint.parameters])
+    return {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
+
+
+def _complete_aliases(checkpoint: Checkpoint, path: str) -> None:
+    for name, parameter in checkpoint.parameters.items():
+        if parameter.tied_to is None:
+            continue
+        owner = checkpoint.parameters.get(parameter.tied_to)
+        if owner is None or owner.tied_to is not None:
+            raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
+        parameter.shape, parameter.dtype = owner.shape, owner.dtype
+
+
+def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[object, object]) -> None:
+    """Fill in what is true of the checkpoint as a whole; ranks are those of the run that it is from."""
+    model = models.first
+    world = model.content.get("dp_world_size")
+    checkpoint.world_size = world if type(world) is int and world > 0 else 1
+    checkpoint.topology = Topology(dp=checkpoint.world_size)
+    version = content.get("ds_version", model.content.get("ds_version"))
+    checkpoint.format_version = version if isinstance(version, str) else None
+    step = model.content.get("global_steps")
+    checkpoint.step = step if type(step) is int else None
+    zero = model.config.get("zero_optimization")
+    stage = plain(content.get("zero_stage", zero.get("stage") if isinstance(zero, dict) else None))
+    checkpoint.zero_stage = stage if isinstance(stage, int) else None
+    scaler = content.get("loss_scaler")
+    scale = scaler.get("cur_scale") if isinstance(scaler, Object) else None
+    checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
+    checkpoint.details["tag"] = Path(checkpoint.source).name
+
+
+def _carry(
+    checkpoint: Checkpoint,
+    models: ModelFiles,
+    file: TorchFile,
+    content: Mapping[object, object],
+    rest: Mapping[object, object],
+) -> None:
+    """Keep what the files hold beside parameters and groups, but not what was only filled in for DeepSpeed."""
+    if rest:
+        frozen = set(_names(rest.get("frozen", []), file.path))
+        for parameter in checkpoint.parameters.values():
+            parameter.frozen = parameter.name in frozen
+        restore(checkpoint, rest, file)
+    filled_in = set(_names(rest.get("filled_in", []), file.path))
+    model = models.first
+    checkpoint.metadata |= {
+        key: carried(model.file, value)
+        for key, value in model.content.items()
+        if key not in STRUCTURE and key not in filled_in and (rest or value is not None or key not in MODEL_KEYS)
+    }
+    checkpoint.optimizer_metadata |= {
+        str(key): carried(file, value) for key, value in content.items() if key not in CUT_KEYS
+    }
+
+
+def _warn(checkpoint: Checkpoint, models: ModelFiles, folder: Path, *, written_by_zckpt: bool) -> None:
+    unknown = sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir() and entry.name not in checkpoint.parameters and entry.name not in models.names()
+    )
+    if unknown:
+        checkpoint.warnings.append(f"folders that no model file names are left out: {_listed(unknown)}")
+    if zero_option(models.first, "round_robin_gradients") and not written_by_zckpt:
+        checkpoint.warnings.append(
+            "the run had round_robin_gradients, with which DeepSpeed's converter takes parameters for one another"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
