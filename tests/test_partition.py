@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import alignments, groups, orders, shapes, world_sizes
-from zckpt.errors import UsageError
+from zckpt.errors import LayoutError, UsageError
 from zckpt.partition import (
     FLAT_ALIGNMENT,
     Fragment,
@@ -18,6 +18,8 @@ from zckpt.partition import (
     flat_padding,
     flat_partition_numel,
     flat_starts,
+    greedy_order,
+    greedy_partition,
     round_robin_order,
     shard_fragment,
     shard_numel,
@@ -201,3 +203,81 @@ def test_sub_groups_close_as_soon_as_they_are_large_enough(numels: list[int], wo
     assert all(one for one in cut)
     assert all(sum(one[:-1]) < most for one in sizes) or len(cut) == 1
     assert all(sum(one) >= most for one in sizes[:-1])
+
+
+# --- whole parameters, dealt largest first ------------------------------------------------------------------------
+
+dealings = st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=4)
+"""Sizes of the parameters of some groups, many of them equal and some zero."""
+
+
+def dealt_by_torchs_rule(groups: list[list[int]], world_size: int) -> list[list[list[int]]]:
+    """The rule word for word: sort each group, then give each parameter to the first of the least loaded ranks."""
+    sizes = [0] * world_size
+    held: list[list[list[int]]] = [[[] for _ in groups] for _ in range(world_size)]
+    for number, numels in enumerate(groups):
+        for index, numel in sorted(enumerate(numels), key=lambda item: item[1], reverse=True):
+            rank = sizes.index(min(sizes))
+            held[rank][number].append(index)
+            sizes[rank] += numel
+    return held
+
+
+@given(dealings, world_sizes)
+def test_greedy_partition_is_torchs_rule(groups, world_size):
+    assert greedy_partition(groups, world_size) == dealt_by_torchs_rule(groups, world_size)
+
+
+@given(dealings, world_sizes)
+def test_every_parameter_is_dealt_to_one_rank(groups, world_size):
+    held = greedy_partition(groups, world_size)
+    for number, numels in enumerate(groups):
+        assert sorted(index for rank in held for index in rank[number]) == list(range(len(numels)))
+
+
+@given(dealings, world_sizes)
+def test_order_of_dealing_follows_from_what_ranks_hold(groups, world_size):
+    held = greedy_partition(groups, world_size)
+    sizes = [[[groups[number][i] for i in mine] for number, mine in enumerate(rank)] for rank in held]
+    for number, order in enumerate(greedy_order(sizes)):
+        found = [held[rank][number][at] for rank, at in order]
+        assert found == sorted(range(len(groups[number])), key=lambda i: -groups[number][i])
+
+
+def test_real_partition_of_two_groups_over_two_ranks():
+    """Sizes and dealing of fixtures/other/zro_dp2_adamw: the second group goes on from the load of the first."""
+    weights = [5, 296, 104, 104, 96, 512, 512, 15]
+    others = [1, 7, 8, 8, 13, 8, 64, 8, 5]
+    assert greedy_partition([weights, others], 2) == [
+        [[5, 1, 7], [4, 2, 3, 5, 7, 1, 8, 0]],
+        [[6, 2, 3, 4, 0], [6]],
+    ]
+
+
+def test_parameters_of_one_size_go_round_in_their_order():
+    assert greedy_partition([[2, 2, 2, 2, 2]], 2) == [[[0, 2, 4]], [[1, 3]]]
+
+
+def test_parameters_without_elements_all_go_to_one_rank():
+    assert greedy_partition([[0, 0, 0]], 3) == [[[0, 1, 2]], [[]], [[]]]
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [[[1, 2]], [[2]]],  # not largest first
+        [[[2]], [[3]]],  # the larger one goes to the first rank
+        [[[3, 1]], [[]]],  # the second rank is given nothing
+        [[[]], [[4]]],
+        [[[4]], [[4, 1]], [[]]],
+    ],
+    ids=str,
+)
+def test_what_was_not_dealt_that_way_is_refused(held):
+    with pytest.raises(LayoutError, match="not dealt largest first"):
+        greedy_order(held)
+
+
+def test_dealing_to_no_ranks_is_refused():
+    with pytest.raises(UsageError, match="expected at least 1, found 0"):
+        greedy_partition([[1]], 0)

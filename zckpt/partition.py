@@ -8,15 +8,21 @@ Flat (ZeRO-1/2): the parameters of a group lie end to end in one buffer, cut in 
 Per parameter (ZeRO-3): every parameter is cut in equal shards of its own.
 
     a: | a a | a a | a . |    b: | b | b | b |    rank 0 holds the first shard of each, one after the other
+
+Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, the largest dealt first.
+
+    | a a a a a a |   | b b b b | d |   | c c c | e e |
+         rank 0           rank 1            rank 2
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import UsageError
+from zckpt.errors import LayoutError, UsageError
 
 FLAT_ALIGNMENT = 2
 """Partitions of a flat group start on a multiple of two elements: 4 bytes for 16-bit types, which NCCL wants."""
@@ -187,3 +193,76 @@ def shard_fragment(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     per_rank = shard_numel(numel, world_size)
     start = min(rank * per_rank, numel)
     return start, min(per_rank, numel - start)
+
+
+def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
+    """Return which whole parameters each rank holds, in the order in which its optimizer has them.
+
+    Each group's parameters are dealt largest first, equal ones in their order, to the rank that holds the least
+    elements so far, groups before included; the lowest of equal ranks.
+
+    Parameters
+    ----------
+    groups : sequence of sequence of int, elements
+        The sizes of each param group's parameters, in the optimizer's order, frozen ones included.
+    world_size : int
+
+    Returns
+    -------
+    list of list of list of int
+        For each rank and each group, indices of the group's parameters.
+
+    Notes
+    -----
+    Source: torch 2.13 and 2.15, `ZeroRedundancyOptimizer._partition_parameters`
+    (torch/distributed/optim/zero_redundancy_optimizer.py).
+    """
+    check_world_size(world_size)
+    ranks = [(0, rank) for rank in range(world_size)]
+    found: list[list[list[int]]] = [[[] for _ in groups] for _ in range(world_size)]
+    for number, numels in enumerate(groups):
+        for index in sorted(range(len(numels)), key=lambda i: -numels[i]):
+            held, rank = ranks[0]
+            found[rank][number].append(index)
+            heapq.heapreplace(ranks, (held + numels[index], rank))
+    return found
+
+
+def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int, int]]]:
+    """Return the order in which `greedy_partition` dealt the parameters that ranks hold, which is largest first.
+
+    Parameters
+    ----------
+    held : sequence of sequence of sequence of int, elements
+        For each rank and each group, the sizes of the rank's parameters in its optimizer's order.
+
+    Returns
+    -------
+    list of list of (int, int)
+        For each group, (rank, position among the rank's parameters of the group).
+
+    Raises
+    ------
+    LayoutError
+        They were not dealt that way.
+    """
+    ranks = [(0, rank) for rank in range(len(held))]
+    found: list[list[tuple[int, int]]] = []
+    for number in range(len(held[0]) if held else 0):
+        taken = [0] * len(held)
+        dealt: list[tuple[int, int]] = []
+        last = math.inf
+        for _ in range(sum(len(groups[number]) for groups in held)):
+            size, rank = ranks[0]
+            mine = held[rank][number]
+            if taken[rank] == len(mine) or mine[taken[rank]] > last:
+                raise LayoutError(
+                    "parameters are not dealt largest first to the rank that holds least",
+                    found=f"rank {rank}'s parameter {taken[rank]} of group {number}",
+                )
+            last = mine[taken[rank]]
+            dealt.append((rank, taken[rank]))
+            taken[rank] += 1
+            heapq.heapreplace(ranks, (size + int(last), rank))
+        found.append(dealt)
+    return found

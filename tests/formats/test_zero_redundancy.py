@@ -1,0 +1,597 @@
+"""Directories of torch's ZeroRedundancyOptimizer: what torch wrote, what zckpt writes, and what neither of them did.
+
+The files in `fixtures/other/zro_*` are the real optimizer's; that the real one loads ours is in `tests/interop`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.formats.some_tensors import assert_same
+from tests.logical import assert_same_state
+from tests.truth import Truth, bits
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+)
+from zckpt.execute import execute_directory
+from zckpt.formats import open_checkpoint, torch_file, zero_redundancy
+from zckpt.formats.zero_redundancy import find, is_own, lay_out
+from zckpt.opened import OpenedCheckpoint
+from zckpt.plan import plan
+from zckpt.state import Checkpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+ZRO = ["zro_dp2_adamw", "zro_dp3_sgdm_1g"]
+FORMS = [{"world_size": 1, "per_rank": False}, {"world_size": 1, "per_rank": True}, {"world_size": 3, "per_rank": True}]
+
+
+def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
+    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
+
+
+def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
+    return opened(zero_redundancy.read(path, names=names))
+
+
+def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 3, per_rank: bool = True) -> Path:
+    execute_directory(plan(lay_out(checkpoint, world_size=world_size, per_rank=per_rank)), directory)
+    return directory
+
+
+def truth_of(name: str) -> Truth:
+    return Truth(FIXTURES / "other" / name)
+
+
+def names_of(name: str) -> list[str]:
+    return [parameter for group in truth_of(name).facts["param_groups"] for parameter in group["params"]]
+
+
+def consolidated(name: str) -> OpenedCheckpoint:
+    path = FIXTURES / "other" / name / "ckpt" / "consolidated.pt"
+    return opened(torch_file.read(path, names=names_of(name)))
+
+
+def ranks(name: str, directory: Path, pattern: str = "zero_rank{}.pt", model: str = "model.pt") -> Path:
+    """What each rank of the real optimizer saved, under names of one's choice, and the model beside them."""
+    source = FIXTURES / "other" / name / "ckpt"
+    directory.mkdir()
+    for rank in range(truth_of(name).facts["world_size"]):
+        shutil.copy(source / f"zero_rank{rank}.pt", directory / pattern.format(rank))
+    if model:
+        torch.save(torch.load(source / "consolidated.pt")["model"], directory / model)
+    return directory
+
+
+def changed(path: Path, change: Any) -> None:
+    root = torch.load(path, weights_only=False)
+    change(root)
+    torch.save(root, path)
+
+
+def assert_truth(checkpoint: OpenedCheckpoint, name: str) -> None:
+    """Every weight, slot, hyperparameter and name is that of the live optimizer."""
+    truth = truth_of(name)
+    for parameter, value in truth.weights.items():
+        assert_same(checkpoint.read(parameter, "weight"), value)
+    kinds = [*truth.slots] + (["step"] if truth.kind("step") else [])
+    for kind in kinds:
+        of = truth.kind(kind)
+        assert {p.name for p in checkpoint.parameters.values() if kind in p.slots} == of.keys()
+        for parameter, value in of.items():
+            assert torch.equal(bits(checkpoint.read(parameter, kind)), bits(value)), (kind, parameter)
+    assert checkpoint.unnamed == {}
+    assert checkpoint.step == truth.facts["step"] or not truth.kind("step")
+    for group, expected in zip(checkpoint.param_groups, truth.facts["param_groups"], strict=True):
+        assert group.parameters == expected["params"]
+        for key, value in group.hyperparameters.items():
+            assert (list(value) if isinstance(value, tuple) else value) == expected[key], key
+        assert {*group.hyperparameters, "params"} == expected.keys()
+
+
+# --- what the real optimizer wrote ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZRO)
+def test_consolidated_file_is_read_as_any_file_of_torch(name):
+    assert_truth(consolidated(name), name)
+
+
+@pytest.mark.parametrize("pattern", ["zero_rank{}.pt", "rank_{}.pth", "optim-{}.bin", "step5.optim_states.{:03}.ckpt"])
+@pytest.mark.parametrize("name", ZRO)
+def test_ranks_files_are_read_under_any_name(name, pattern, tmp_path):
+    checkpoint = read(ranks(name, tmp_path / "ranks", pattern), names_of(name))
+    assert_truth(checkpoint, name)
+    assert (checkpoint.format, checkpoint.world_size) == ("zero-redundancy", truth_of(name).facts["world_size"])
+    assert checkpoint.warnings == []
+
+
+@pytest.mark.parametrize("name", ZRO)
+def test_consolidated_state_beside_ranks_files_is_what_is_read(name):
+    checkpoint = read(FIXTURES / "other" / name / "ckpt", names_of(name))
+    assert_truth(checkpoint, name)
+    assert checkpoint.warnings == ["consolidated.pt holds the state of all ranks; their own files are not read"]
+
+
+@pytest.mark.parametrize("name", ZRO)
+def test_what_is_written_for_ranks_is_what_torch_wrote(name, tmp_path):
+    """Same keys, numbers, groups and bits, from the consolidated state."""
+    world_size = truth_of(name).facts["world_size"]
+    out = written(consolidated(name), tmp_path / "out", world_size=world_size)
+    for rank in range(world_size):
+        mine = torch.load(out / f"optimizer_rank_{rank}.pt", weights_only=True)
+        its = torch.load(FIXTURES / "other" / name / "ckpt" / f"zero_rank{rank}.pt", weights_only=True)["optimizer"]
+        assert mine["param_groups"] == its["param_groups"]
+        assert mine["state"].keys() == its["state"].keys()
+        for number, slots in its["state"].items():
+            assert mine["state"][number].keys() == slots.keys()
+            for key, value in slots.items():
+                assert_same(mine["state"][number][key], value)
+
+
+@pytest.mark.parametrize("name", ZRO)
+def test_what_is_written_consolidated_is_what_torch_wrote(name, tmp_path):
+    out = written(consolidated(name), tmp_path / "out", per_rank=False)
+    mine = torch.load(out / "optimizer.pt", weights_only=True)
+    its = torch.load(FIXTURES / "other" / name / "ckpt" / "consolidated.pt", weights_only=True)["optimizer"]
+    names = [name for group in mine["param_groups"] for name in group.pop("param_names")]
+    assert names == names_of(name)
+    assert mine["param_groups"] == its["param_groups"]
+    assert mine["state"].keys() == its["state"].keys()
+    for number, slots in its["state"].items():
+        for key, value in slots.items():
+            assert_same(mine["state"][number][key], value)
+
+
+def test_model_in_every_ranks_file_is_read_from_the_first(tmp_path):
+    name = "zro_dp3_sgdm_1g"
+    directory = ranks(name, tmp_path / "ranks")
+    model = torch.load(directory / "model.pt")
+    (directory / "model.pt").unlink()
+    for rank in range(3):
+        changed(directory / f"zero_rank{rank}.pt", lambda root: root.update(model=model, seed=rank))  # noqa: B023
+    checkpoint = read(directory, names_of(name))
+    assert_truth(checkpoint, name)
+    assert checkpoint.warnings == ["the model is read from zero_rank0.pt"]
+    assert checkpoint.metadata == {"zero_rank0.seed": 0, "zero_rank1.seed": 1, "zero_rank2.seed": 2}
+
+
+def test_files_that_hold_no_model_are_named(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    torch.save({"last_epoch": 3, "base_lrs": [0.1]}, directory / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state()}, directory / "rng.pt")
+    assert read(directory, names_of("zro_dp3_sgdm_1g")).warnings == ["not read: rng.pt, scheduler.pt"]
+
+
+def test_world_of_one_rank_is_read_where_its_file_says_so(tmp_path):
+    name = "zro_dp2_adamw"
+    one = torch.load(written(consolidated(name), tmp_path / "out", world_size=1) / "optimizer_rank_0.pt")
+    directory = ranks(name, tmp_path / "ranks")
+    (directory / "zero_rank1.pt").unlink()
+    torch.save({"optimizer": one, "rank": 0}, directory / "zero_rank0.pt")
+    assert find(directory) is None
+    torch.save({"optimizer": one, "rank": 0, "world_size": 1}, directory / "zero_rank0.pt")
+    assert_truth(read(directory, names_of(name)), name)
+
+
+# --- names that the model tells -------------------------------------------------------------------------------------
+
+
+def trained(*, tied: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of equal layers, all of them trained, in two groups."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)], torch.nn.Linear(4, 3))
+    if tied:
+        model[1].weight = model[0].weight
+    groups = [[p for p in model.parameters() if (p.dim() > 1) is flag] for flag in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "lr": 0.5}])
+    for _ in range(2):
+        model(torch.rand(2, 4)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def as_others_save_it(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tmp_path: Path, world_size: int = 2
+) -> Path:
+    """Each rank's share of an optimizer, as torch deals it, in files without a word about names."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    directory = written(torch_file.read(tmp_path / "c.pt", names=listed), tmp_path / "own", world_size=world_size)
+    (directory / "metadata.pt").unlink()
+    return directory
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_follow_from_shapes_and_the_models_order(tied, world_size, tmp_path):
+    model, optimizer = trained(tied=tied)
+    checkpoint = read(as_others_save_it(model, optimizer, tmp_path, world_size))
+    assert len(checkpoint.warnings) == 1
+    assert checkpoint.warnings[0].startswith("the files do not tell the order of the optimizer's parameters")
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        assert checkpoint.read(name, "exp_avg").equal(optimizer.state[parameter]["exp_avg"]), name
+    for group, expected in zip(checkpoint.param_groups, optimizer.param_groups, strict=True):
+        assert [id(parameters[name]) for name in group.parameters] == [id(p) for p in expected["params"]]
+        assert group.hyperparameters["lr"] == expected["lr"]
+
+
+def test_group_of_all_parameters_needs_no_state(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    directory = as_others_save_it(model, torch.optim.SGD(model.parameters(), lr=0.25), tmp_path)
+    checkpoint = read(directory)
+    assert checkpoint.param_groups[0].parameters == [name for name, _ in model.named_parameters()]
+    assert checkpoint.param_groups[0].hyperparameters["lr"] == 0.25
+
+
+@pytest.mark.parametrize("name", ZRO)
+def test_parameter_without_state_leaves_names_untold(name, tmp_path):
+    directory = ranks(name, tmp_path / "ranks")
+    with pytest.raises(UnsupportedError, match=r"rank \d's parameter \d has no state that tells its shape.*--names"):
+        read(directory)
+
+
+def test_tensor_that_could_be_a_trained_one_leaves_names_untold(tmp_path):
+    model, optimizer = trained()
+    directory = as_others_save_it(model, optimizer, tmp_path)
+    changed(directory / "model.pt", lambda root: root.update(table=torch.ones(4, 4)))
+    with pytest.raises(UnsupportedError, match=r"of shape \(4, 4\), has no name that is certain; give --names FILE"):
+        read(directory)
+
+
+def test_without_a_model_nothing_tells_which_parameter_is_which(tmp_path):
+    directory = ranks("zro_dp2_adamw", tmp_path / "ranks", model="")
+    for names in (None, names_of("zro_dp2_adamw")):
+        with pytest.raises(UnsupportedError, match=r"only the sizes .* put the model's state dict beside them"):
+            read(directory, names)
+
+
+def test_state_that_every_rank_has_whole_is_not_taken_for_shares(tmp_path):
+    """Programs without a sharded optimizer save the same state on every rank."""
+    model, optimizer = trained()
+    for rank in range(2):
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer_rank{rank}.pt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match="has no name that is certain"):
+        read(tmp_path)
+    with pytest.raises(UsageError, match="expected 16 different names, found 8"):
+        read(tmp_path, [name for name, _ in model.named_parameters()])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda names: names[:-1], "expected 17 different names, found 16 different ones of 16"),
+        (lambda names: [names[0], *names[:-1]], "found 16 different ones of 17"),
+        (lambda names: ["no such", *names[1:]], "the model has no parameter no such"),
+        (lambda names: ["head.weight", *names[1:]], "two of the names are of one tied parameter"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(change, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        read(ranks("zro_dp2_adamw", tmp_path / "ranks"), change(names_of("zro_dp2_adamw")))
+
+
+def test_names_in_another_order_are_refused(tmp_path):
+    with pytest.raises(LayoutError, match=r"zero_rank\d.pt: "):
+        read(ranks("zro_dp2_adamw", tmp_path / "ranks"), names_of("zro_dp2_adamw")[::-1])
+
+
+# --- there and back -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "s1_fp32_dp3", "s2_bf16_dp2_client", "s2_bf16_dp2_frozengroup", "s2_bf16_dp2_zerodim", "s1_bf16_dp2_empty",
+        "ds0145_s2_bf16_dp2_elastic_fused", "s2_fp16_dp2", "s3_bf16_dp3", "s3_bf16_dp2_nofrozen", "s0_bf16_dp2",
+        "s1_fp32_dp4_sgdm", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2", "hf_llama_s2_bf16_dp2",
+    ],
+)  # fmt: skip
+def test_nothing_of_a_deepspeed_checkpoint_is_lost(name, form, tmp_path):
+    source = opened(open_checkpoint(FIXTURES / name))
+    assert_same_state(read(written(source, tmp_path / "out", **form)), source)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ZRO)
+def test_nothing_of_torchs_own_is_lost(name, form, tmp_path):
+    source = consolidated(name)
+    assert_same_state(read(written(source, tmp_path / "out", **form)), source)
+
+
+def test_more_ranks_than_parameters_leave_some_without_any(tmp_path):
+    source = consolidated("zro_dp3_sgdm_1g")
+    out = written(source, tmp_path / "out", world_size=20)
+    assert [torch.load(out / f"optimizer_rank_{rank}.pt")["param_groups"][0]["params"] for rank in (17, 19)] == [[], []]
+    back = read(out)
+    assert (back.world_size, back.topology.dp) == (20, 20)
+    assert_same_state(back, source)
+
+
+def test_masters_that_weights_do_not_hold_are_state(tmp_path):
+    source = opened(open_checkpoint(FIXTURES / "s2_bf16_dp2"))
+    out = written(source, tmp_path / "out", per_rank=False)
+    state = torch.load(out / "optimizer.pt", weights_only=True)["state"]
+    assert_same(state[0]["master"], source.read(source.param_groups[0].parameters[0], "master"))
+    assert state[0]["step"].shape == ()
+    exact = written(opened(open_checkpoint(FIXTURES / "s1_fp32_dp2")), tmp_path / "exact", per_rank=False)
+    assert "master" not in torch.load(exact / "optimizer.pt", weights_only=True)["state"][0]
+
+
+def test_owner_may_come_after_its_alias(tmp_path):
+    source = consolidated("zro_dp2_adamw")
+    source.parameters = dict(sorted(source.parameters.items(), key=lambda item: item[0] != "head.weight"))
+    assert source.parameters["head.weight"].tied_to == "emb.weight"
+    assert_same_state(read(written(source, tmp_path / "out")), source)
+
+
+def test_checkpoint_without_optimizer_comes_back_as_one(tmp_path):
+    torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
+    source = opened(torch_file.read(tmp_path / "m.pt"))
+    out = written(source, tmp_path / "out")
+    assert sorted(path.name for path in out.iterdir()) == ["metadata.pt", "model.pt"]
+    assert_same_state(read(out), source)
+
+
+def test_names_are_not_needed_where_they_are_known(tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+    assert read(out, ["a", "b"]).warnings == ["--names is not used: the directory has the names of the parameters"]
+
+
+# --- parameters known by number only --------------------------------------------------------------------------------
+
+
+def unnamed(path: Path, *, model: bool = True, optimizer: Any = torch.optim.AdamW) -> OpenedCheckpoint:
+    """Two of three equal layers are trained, and the file does not tell which."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(*[torch.nn.Linear(4, 4, bias=False) for _ in range(3)], torch.nn.Linear(4, 3))
+    trained = optimizer([network[0].weight, network[2].weight, *network[3].parameters()])
+    network(torch.ones(2, 4)).square().sum().backward()
+    trained.step()
+    root = {"model": network.state_dict(), "optimizer": trained.state_dict()}
+    torch.save(root if model else root["optimizer"], path)
+    return opened(torch_file.read(path))
+
+
+@pytest.mark.parametrize("model", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_number_stays_a_number(form, model, tmp_path):
+    source = unnamed(tmp_path / "c.pt", model=model)
+    assert len(source.unnamed) == (2 if model else 4)
+    back = read(written(source, tmp_path / "out", **form))
+    assert_same_state(back, source)
+    assert back.unnamed.keys() == source.unnamed.keys()
+    for number, parameter in source.unnamed.items():
+        for slot in parameter.slots:
+            assert_same(back.read(number, slot), source.read(number, slot))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_names_from_the_user_name_it_later(form, tmp_path):
+    out = written(unnamed(tmp_path / "c.pt"), tmp_path / "out", **form)
+    names = ["0.weight", "2.weight", "3.weight", "3.bias"]
+    back = read(out, names)
+    assert back.unnamed == {}
+    assert back.param_groups[0].parameters == names
+    assert_same_state(back, opened(torch_file.read(tmp_path / "c.pt", names=names)))
+
+
+def test_parameter_of_unknown_size_cannot_be_dealt(tmp_path):
+    for optimizer in (torch.optim.SGD, torch.optim.Adafactor):
+        source = unnamed(tmp_path / "c.pt", model=False, optimizer=optimizer)
+        with pytest.raises(UnsupportedError, match=r"the size of the optimizer's parameter 0 is not known.*--names"):
+            lay_out(source, world_size=2, per_rank=True)
+        assert lay_out(source, world_size=2, per_rank=False)
+
+
+# --- directories that are something else, or damaged ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["epoch_0.pt", "epoch_1.pt"],
+        ["optim_step_0.pt", "optim_step_1.pt"],
+        ["optimizer-100.pt", "optimizer-200.pt"],
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+        ["rank0_step1.pt", "rank1_step2.pt"],
+        ["rank0.pt", "rank00.pt"],
+        ["c.pt"],
+        ["rank0.pt"],
+        [],
+    ],
+    ids=str,
+)
+def test_other_files_are_not_taken_for_ranks(names, tmp_path):
+    model, optimizer = trained()
+    for name in names:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+    assert find(tmp_path) is None
+    with pytest.raises(UnknownFormatError, match="holds no state of a ZeroRedundancyOptimizer"):
+        read(tmp_path)
+
+
+def test_ranks_files_of_something_else_are_not_taken(tmp_path):
+    for rank in range(2):
+        torch.save({"cpu": torch.get_rng_state()}, tmp_path / f"rng_rank{rank}.pt")
+    assert find(tmp_path) is None
+    assert find(tmp_path / "rng_rank0.pt") is None
+
+
+def test_metadata_of_something_else_is_a_file_like_any(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    torch.save({"epoch": 3}, directory / "metadata.pt")
+    assert_truth(read(directory, names_of("zro_dp3_sgdm_1g")), "zro_dp3_sgdm_1g")
+
+
+def test_two_sets_of_files_are_refused(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    for rank in range(2):
+        shutil.copy(directory / "zero_rank0.pt", directory / f"old_rank{rank}.pt")
+    with pytest.raises(UnknownFormatError, match=r"several sets .* found old_rank0.pt and zero_rank0.pt"):
+        find(directory)
+
+
+def test_two_models_are_refused(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    shutil.copy(directory / "model.pt", directory / "ema.pt")
+    with pytest.raises(UnknownFormatError, match=r"several files hold a model.* found ema.pt, model.pt"):
+        read(directory)
+
+
+def test_missing_rank_is_named(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    (directory / "zero_rank1.pt").unlink()
+    with pytest.raises(ShardError, match="the file of rank 1 is missing: expected 3 files, found 2"):
+        find(directory)
+    shutil.copy(directory / "zero_rank2.pt", directory / "zero_rank1.pt")
+    with pytest.raises(ShardError, match=r"zero_rank1.pt: is of another rank: expected 1, found 2"):
+        read(directory)
+
+
+def test_last_rank_that_is_missing_is_told_by_the_others(tmp_path):
+    directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
+    (directory / "zero_rank2.pt").unlink()
+    with pytest.raises(ShardError, match="is of another world_size: expected 2, found 3"):
+        read(directory)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_missing_rank_of_ours_is_named(rank, tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+    (out / f"optimizer_rank_{rank}.pt").unlink()
+    with pytest.raises(ShardError, match=f"the file of rank {rank} is missing: expected 3 files, found 2"):
+        read(out)
+
+
+def test_ranks_of_different_steps_are_told(tmp_path):
+    directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
+
+    def older(root: Any) -> None:
+        for slots in root["optimizer"]["state"].values():
+            slots["step"] -= 1
+
+    changed(directory / "zero_rank1.pt", older)
+    checkpoint = read(directory, names_of("zro_dp2_adamw"))
+    assert checkpoint.warnings == [f"ranks have taken different steps with param group {g}" for g in (0, 1)]
+    assert [group.state for group in checkpoint.param_groups] == [{}, {}]
+
+
+@pytest.mark.parametrize("name", ["model.pt", "optimizer.pt"])
+def test_missing_file_of_ours_is_refused(name, tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out", per_rank=False)
+    (out / name).unlink()
+    with pytest.raises(SourceError):
+        read(out)
+
+
+def test_ranks_that_changed_places_are_refused(tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+    (out / "optimizer_rank_0.pt").rename(out / "x")
+    (out / "optimizer_rank_1.pt").rename(out / "optimizer_rank_0.pt")
+    (out / "x").rename(out / "optimizer_rank_1.pt")
+    with pytest.raises(LayoutError, match=r"optimizer_rank_0.pt: "):
+        read(out)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda o: o["param_groups"][0].update(lr=7.0), LayoutError, "param group 0 has another lr than rank 0's"),
+        (
+            lambda o: (o["param_groups"].pop(), o["state"].pop(5)),
+            LayoutError,
+            "other param groups than rank 0: expected 2",
+        ),
+        (
+            lambda o: o["param_groups"][0]["params"].append(o["param_groups"][1]["params"].pop()),
+            LayoutError,
+            r"zero_rank\d.pt: another share of the parameters than it was dealt",
+        ),
+        (lambda o: o["state"][0].update(exp_avg=torch.ones(5)), LayoutError, r"found \(5,\)|found \(64, 8\)"),
+        (lambda o: o["state"].update({77: {}}), DamagedFileError, "state of a parameter that is in no group"),
+        (lambda o: o.clear(), DamagedFileError, "expected one optimizer's state dict, as in rank 0's file"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused(change, error, message, tmp_path):
+    directory = ranks("zro_dp2_adamw", tmp_path / "ranks")
+
+    def both_slots(root: Any) -> None:
+        change(root["optimizer"])
+        if 0 in root["optimizer"].get("state", {}):
+            state = root["optimizer"]["state"][0]
+            state["exp_avg_sq"] = state["exp_avg"]
+
+    changed(directory / "zero_rank1.pt", both_slots)
+    with pytest.raises(error, match=message):
+        read(directory, names_of("zro_dp2_adamw"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about.update(names=5), "lists of names"),
+        (lambda about: about.update(names=[[5]]), "lists of names"),
+        (lambda about: about["names"][0].append(about["names"][0][0]), "the optimizer has a parameter twice"),
+        (lambda about: about["names"][0].reverse(), "optimizer_rank_0.pt: "),
+        (lambda about: about["names"].pop(), "optimizer_rank_0.pt: "),
+        (lambda about: about.update(shapes=[]), "expected a dict"),
+        (lambda about: about.update(shapes={"a": [-1]}), "the shape of a"),
+        (lambda about: about.update(world_size=2), "expected 2 ranks, found 3 files"),
+        (lambda about: about.update(world_size=10**15), "the file of rank 3 is missing"),
+        (lambda about: about.update(world_size=0), "expected 0 ranks"),
+        (lambda about: about.update(world_size="3"), "expected 3 ranks"),
+        (lambda about: about.update(world_size=None), "optimizer.pt"),
+        (lambda about: about.clear(), "optimizer|lists of names"),
+    ],
+)
+def test_metadata_that_is_wrong_is_refused(change, message, tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+    changed(out / "metadata.pt", lambda root: change(root["zero_redundancy"]))
+    with pytest.raises(SourceError, match=message):
+        read(out)
+
+
+@pytest.mark.parametrize("content", [5, [], None, "text"], ids=repr)
+def test_metadata_of_another_type_is_refused(content, tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out", per_rank=False)
+    changed(out / "metadata.pt", lambda root: root.update(zero_redundancy=content))
+    with pytest.raises(DamagedFileError, match="expected a dict"):
+        read(out)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "metadata.pt", "optimizer_rank_1.pt"])
+@pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+def test_file_that_is_cut_short_is_refused(name, keep, tmp_path):
+    out = written(consolidated("zro_dp2_adamw"), tmp_path / "out")
+    data = (out / name).read_bytes()
+    (out / name).write_bytes(data[: int(keep * len(data)) if keep < 1 else keep])
+    with pytest.raises(SourceError, match=name):
+        read(out)
+
+
+def test_world_without_ranks_is_refused():
+    with pytest.raises(UsageError, match="expected at least 1, found 0"):
+        lay_out(consolidated("zro_dp2_adamw"), world_size=0, per_rank=True)
+
+
+def test_own_names_are_those_that_are_written(tmp_path):
+    source = consolidated("zro_dp2_adamw")
+    for form in FORMS:
+        assert all(is_own(file.name) for file in lay_out(source, **form))
+    assert not any(map(is_own, ["model.safetensors", "optimizer_rank_.pt", "zero_rank0.pt", "a/model.pt", "notes.txt"]))

@@ -1,0 +1,313 @@
+"""torch's own ZeroRedundancyOptimizer deals as zckpt does, loads what zckpt writes, and goes on as if never stopped.
+
+All ranks see the same data, so that gradients are equal without a reduction and losses can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine import workers
+from tests.engine.catalogue import SPECS
+from tests.engine.models import build_model, param_groups
+from tests.truth import Truth, bits
+from zckpt.execute import execute_directory
+from zckpt.formats import zero_redundancy
+from zckpt.formats.deepspeed import find as find_deepspeed
+from zckpt.formats.deepspeed import read as read_deepspeed
+from zckpt.formats.torch_file import read as read_torch_file
+from zckpt.partition import greedy_partition
+from zckpt.plan import plan
+from zckpt.state import Checkpoint
+
+pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+STEPS, STEPS_AFTER = 3, 5
+KINDS = {"adamw": torch.optim.AdamW, "sgdm": torch.optim.SGD}
+OPTIONS = {"adamw": {"lr": 0.01, "betas": (0.9, 0.95)}, "sgdm": {"lr": 0.01, "momentum": 0.9}}
+
+
+class Net(nn.Module):
+    """Equal sizes, a tied head, a 0-d and a frozen parameter, a buffer.
+
+    With `doubtful`, the latter two have the shape of trained ones, and a parameter is never used.
+    """
+
+    def __init__(self, *, doubtful: bool) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.embed = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        shape = (8,) if doubtful else (1, 8)
+        self.register_buffer("scale", torch.rand(shape))
+        self.frozen = nn.Parameter(torch.rand(shape), requires_grad=False)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        if doubtful:
+            self.unused = nn.Linear(3, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(tokens)) * self.scale * self.gain
+        return self.head(x + self.down(self.up(x).relu()) + self.frozen)
+
+
+def groups_of(model: nn.Module, kind: str) -> list[dict[str, Any]]:
+    """AdamW: two groups by weight decay; SGD: one."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if kind == "sgdm":
+        return [{"params": trained}]
+    decayed, plain = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() <= 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def names_of(model: nn.Module, groups: list[dict[str, Any]]) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in groups for p in group["params"]]
+
+
+def build(kind: str, *, doubtful: bool, seed: int, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+    """A model and the real optimizer on this rank."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(seed)
+    model = Net(doubtful=doubtful)
+    return model, ZeroRedundancyOptimizer(groups_of(model, kind), KINDS[kind], **options)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 11, (6, 5), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state_by_name(model: nn.Module, state: Any) -> dict[str, dict[str, Any]]:
+    return {name: dict(state[p]) for name, p in model.named_parameters() if state.get(p)}
+
+
+# --- what runs on ranks ---------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
+    """Train, save the consolidated and every rank's state, train on; return losses and this rank's state."""
+    model, optimizer = build(kind, doubtful=doubtful, seed=1, options=OPTIONS[kind])
+    train(model, optimizer, range(STEPS))
+    optimizer.consolidate_state_dict(to=0)
+    torch.save({"optim": optimizer.optim.state_dict()}, folder / f"zero_rank{rank}.pt")
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "model.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "all.pt")
+    state = state_by_name(model, optimizer.optim.state)
+    saved = {name: {k: v.clone() for k, v in slots.items()} for name, slots in state.items()}
+    return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), saved
+
+
+def load_and_go_on(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path) -> tuple[list[float], Any]:
+    """Load into a model and an optimizer that differ in everything, train on; return losses and this rank's state."""
+    model, optimizer = build(kind, doubtful=doubtful, seed=2, options={**OPTIONS[kind], "lr": 9.0, "weight_decay": 0.7})
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    load(rank, optimizer, folder)
+    state = state_by_name(model, optimizer.optim.state)
+    loaded = {name: {k: v.clone() for k, v in slots.items()} for name, slots in state.items()}
+    return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), loaded
+
+
+def load(rank: int, optimizer: Any, folder: Path) -> None:
+    if (folder / "optimizer.pt").is_file():
+        optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+        return
+    optimizer.optim.load_state_dict(torch.load(folder / f"optimizer_rank_{rank}.pt", weights_only=True))
+    for mine, every in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
+        every.update({key: value for key, value in mine.items() if key != "params"})
+
+
+def load_and_save_again(rank: int, world_size: int, kind: str, doubtful: bool, folder: Path, out: Path) -> None:
+    """Load what zckpt wrote, and save every rank's state as torch has it then, names and all."""
+    model, optimizer = build(kind, doubtful=doubtful, seed=2, options=OPTIONS[kind])
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    load(rank, optimizer, folder)
+    torch.save(optimizer.optim.state_dict(), out / f"optim-{rank}.pt")
+    if rank == 0:
+        torch.save(model.state_dict(), out / "weights.pt")
+
+
+def load_fixture(rank: int, world_size: int, name: str, folder: Path) -> tuple[Any, list[Any]]:
+    """Load a converted DeepSpeed checkpoint and take one step; return this rank's state and the groups before it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = build_model(SPECS[name], seed=99)
+    groups = param_groups(SPECS[name], model)
+    for group in groups:
+        group.update(lr=0.5, weight_decay=0.5)
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1.0)
+    load(rank, optimizer, folder)
+    state = state_by_name(model, optimizer.optim.state)
+    loaded = {parameter: {k: v.clone() for k, v in slots.items()} for parameter, slots in state.items()}
+    about = [{"lr": g["lr"], "weight_decay": g["weight_decay"], "betas": g["betas"]} for g in optimizer.param_groups]
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    optimizer.step()
+    assert all(
+        slots["step"] == loaded[n]["step"] + 1 for n, slots in state_by_name(model, optimizer.optim.state).items()
+    )
+    return loaded, about
+
+
+def partitions(rank: int, world_size: int, layouts: list[list[list[tuple[int, ...]]]]) -> list[Any]:
+    """How torch itself deals parameters of these shapes: for each rank and group, their places in the group."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    for groups in layouts:
+        parameters = [[nn.Parameter(torch.zeros(shape)) for shape in group] for group in groups]
+        optimizer = ZeroRedundancyOptimizer([{"params": group} for group in parameters], torch.optim.SGD, lr=1.0)
+        place = {id(p): at for group in parameters for at, p in enumerate(group)}
+        dealt = optimizer._partition_parameters()
+        found.append([[[place[id(p)] for p in group["params"]] for group in groups] for groups in dealt])
+    return found
+
+
+# --- the tests ------------------------------------------------------------------------------------------------------
+
+
+def some_layouts(seed: int, count: int) -> list[list[list[tuple[int, ...]]]]:
+    """Groups of shapes with many equal sizes, some without elements, 0-d ones, and empty groups."""
+    draw = random.Random(seed)
+    sizes = [(), (1,), (0,), (0, 3), (2, 2), (4,), (1, 4), (3,), (5, 7), (35,), (6, 6)]
+    made = [[draw.choices(sizes, k=draw.randint(0, 12)) for _ in range(draw.randint(1, 4))] for _ in range(count)]
+    return [groups for groups in made if any(groups)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_parameters_are_dealt_as_torch_deals_them(world_size: int) -> None:
+    layouts = some_layouts(world_size, 150)
+    for dealt in workers.run(partitions, world_size, layouts):
+        for groups, expected in zip(layouts, dealt, strict=True):
+            numels = [[torch.Size(shape).numel() for shape in group] for group in groups]
+            assert greedy_partition(numels, world_size) == expected
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+    """Directories that the real optimizer saved, each made once, with what every rank says of the run."""
+    made: dict[tuple[Any, ...], tuple[Path, list[Any]]] = {}
+
+    def of(kind: str, world_size: int, *, doubtful: bool = True) -> tuple[Path, list[Any]]:
+        key = kind, world_size, doubtful
+        if key not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            made[key] = folder, workers.run(save_and_go_on, world_size, kind, doubtful, folder)
+        return made[key]
+
+    return of
+
+
+def names(kind: str, *, doubtful: bool = True) -> list[str]:
+    model = Net(doubtful=doubtful)
+    return names_of(model, groups_of(model, kind))
+
+
+def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:
+    files = zero_redundancy.lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
+    execute_directory(plan(files), directory)
+    return directory
+
+
+def without_consolidated(folder: Path, target: Path) -> Path:
+    """A copy that has the model and every rank's state only."""
+    return Path(shutil.copytree(folder, target, ignore=shutil.ignore_patterns("all.pt")))
+
+
+def assert_goes_on(results: list[Any], original: list[Any]) -> None:
+    """Every rank's losses and, together, the state of every parameter are those of the run that was not stopped."""
+    expected = {name: slots for _, state in original for name, slots in state.items()}
+    found = {name: slots for _, state in results for name, slots in state.items()}
+    assert found.keys() == expected.keys()
+    assert sum(len(state) for _, state in results) == len(expected)
+    for name, slots in expected.items():
+        assert found[name].keys() == slots.keys()
+        for key, value in slots.items():
+            assert found[name][key].dtype == value.dtype
+            assert torch.equal(bits(found[name][key]), bits(value)), (name, key)
+    for losses, _ in results:
+        assert losses == original[0][0]
+
+
+@pytest.mark.parametrize("per_rank", [False, True], ids=["consolidated", "per-rank"])
+@pytest.mark.parametrize(("kind", "world_size"), [("adamw", 2), ("sgdm", 3)])
+def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tmp_path) -> None:
+    folder, original = saved(kind, world_size)
+    checkpoint = read_torch_file(folder / "all.pt", names=names(kind))
+    directory = written(checkpoint, tmp_path / "out", world_size, per_rank=per_rank)
+    assert_goes_on(workers.run(load_and_go_on, world_size, kind, True, directory), original)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["adamw", "sgdm"])
+def test_ranks_files_are_dealt_anew_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
+    folder, original = saved(kind, 2)
+    directory = without_consolidated(folder, tmp_path / "ranks")
+    checkpoint = zero_redundancy.read(directory, names=names(kind))
+    assert checkpoint.world_size == 2
+    out = written(checkpoint, tmp_path / "out", world_size, per_rank=True)
+    assert_goes_on(workers.run(load_and_go_on, world_size, kind, True, out), original)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgdm"])
+def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp_path) -> None:
+    folder, original = saved(kind, 3, doubtful=False)
+    directory = without_consolidated(folder, tmp_path / "ranks")
+    checkpoint = zero_redundancy.read(directory)
+    assert [name for group in checkpoint.param_groups for name in group.parameters] == names(kind, doubtful=False)
+    out = written(checkpoint, tmp_path / "out", 2, per_rank=False)
+    assert_goes_on(workers.run(load_and_go_on, 2, kind, False, out), original)
+
+
+def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
+    """Once a consolidated state with names is loaded, torch saves them with every rank's share, all of them."""
+    folder, original = saved("adamw", 2)
+    checkpoint = read_torch_file(folder / "all.pt", names=names("adamw"))
+    first = written(checkpoint, tmp_path / "first", 2, per_rank=False)
+    again = tmp_path / "again"
+    again.mkdir()
+    workers.run(load_and_save_again, 3, "adamw", True, first, again)
+    back = zero_redundancy.read(again)
+    assert back.warnings == []
+    out = written(back, tmp_path / "out", 2, per_rank=True)
+    assert_goes_on(workers.run(load_and_go_on, 2, "adamw", True, out), original)
+
+
+@pytest.mark.parametrize("per_rank", [False, True], ids=["consolidated", "per-rank"])
+@pytest.mark.parametrize("name", ["s1_fp32_dp3", "s3_fp32_dp2", "s2_bf16_dp2_rr"])
+def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path) -> None:
+    truth = Truth(FIXTURES / name)
+    directory = find_deepspeed(FIXTURES / name)
+    assert directory is not None
+    out = written(read_deepspeed(directory), tmp_path / "out", 3, per_rank=per_rank)
+    results = workers.run(load_fixture, 3, name, out)
+    found = {parameter: slots for state, _ in results for parameter, slots in state.items()}
+    assert found.keys() == truth.kind("exp_avg").keys()
+    for parameter, slots in found.items():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(bits(slots[slot]), bits(truth.tensors[f"{slot}/{parameter}"])), parameter
+        assert slots["step"] == 5
+    for _, groups in results:
+        for group, expected in zip(groups, truth.facts["param_groups"], strict=True):
+            assert (group["lr"], group["weight_decay"]) == (expected["lr"], expected["weight_decay"])
+            assert tuple(group["betas"]) == tuple(expected["betas"])

@@ -1,0 +1,191 @@
+"""Which files of a directory hold the optimizer's state of which rank.
+
+Programs choose the names. A file is taken for a rank's if its name tells so: several names that differ in one
+number only, beside a word that speaks of ranks or optimizers, and what they hold is an optimizer's state dict.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.formats.torch_optimizer import looks_like_optimizer
+from zckpt.torchfile import TorchFile, read_torchfile
+
+FORMAT = "zero-redundancy"
+MODEL_NAME = "model.pt"
+OPTIMIZER_NAME = "optimizer.pt"
+METADATA_NAME = "metadata.pt"
+KEY = "zero_redundancy"
+"""Under which `metadata.pt` says how the optimizer's parameters are numbered and dealt."""
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+_OWN = re.compile(r"model\.pt|optimizer\.pt|metadata\.pt|(?:model_rank_[0-9]+|optimizer_rank_(0|[1-9][0-9]*))\.pt")
+_MODEL = re.compile(r"model(_rank_[0-9]+)?\.pt")
+_ABOUT_RANKS = re.compile(r"rank|optim|zero|shard|zro", re.IGNORECASE)
+_ABOUT_TIME = re.compile(r"(step|epoch|iter|iteration|batch)[-_.=]?$", re.IGNORECASE)
+_RANK = re.compile(r"(rank|zero|shard|zro)[-_.=]?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The files of one checkpoint.
+
+    Parameters
+    ----------
+    path : Path
+    ranks : tuple of Path
+        The file of each rank; empty where the optimizer's state is consolidated.
+    others : tuple of Path
+        Further torch files, sorted by name.
+    metadata : TorchFile or None
+        `metadata.pt`, where zckpt wrote the directory.
+    models : tuple of Path
+        Then also the model's files.
+    """
+
+    path: Path
+    ranks: tuple[Path, ...]
+    others: tuple[Path, ...]
+    metadata: TorchFile | None = None
+    models: tuple[Path, ...] = ()
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own."""
+    return _OWN.fullmatch(name) is not None
+
+
+def rank_name(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"optimizer_rank_{rank}.pt"
+
+
+def find(path: Path) -> Directory | None:
+    """Find the checkpoint of a ZeroRedundancyOptimizer that a directory holds; None if it holds none.
+
+    Raises
+    ------
+    ShardError
+        A rank's file is missing.
+    UnknownFormatError
+        Two sets of files may be the optimizer's.
+    """
+    if not path.is_dir():
+        return None
+    names = _names(path)
+    metadata = _metadata(path) if METADATA_NAME in names else None
+    if metadata is not None:
+        models = tuple(path / name for name in names if _MODEL.fullmatch(name))
+        return Directory(path, _own_ranks(path, names, metadata), (), metadata, models)
+    families = [family for family in _families(names) if _holds_optimizer(path, family)]
+    if len(families) > 1:
+        raise UnknownFormatError(
+            "several sets of files hold an optimizer's state",
+            path=path,
+            expected="one file for each rank",
+            found=" and ".join(family[min(family)] for family in families),
+        )
+    if not families:
+        return None
+    family = families[0]
+    _check_complete(path, family, max(family) + 1)
+    ranks = tuple(path / family[rank] for rank in sorted(family))
+    others = tuple(path / name for name in names if name not in family.values())
+    return Directory(path, ranks, others)
+
+
+def optimizer_key(root: object) -> object:
+    """Return the key under which a file's only optimizer is; None if it is the file itself.
+
+    Raises
+    ------
+    KeyError
+        There is none, or several.
+    """
+    if looks_like_optimizer(root):
+        return None
+    found = [key for key, value in root.items() if looks_like_optimizer(value)] if isinstance(root, dict) else []
+    if len(found) != 1:
+        raise KeyError
+    return found[0]
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return sorted(e.name for e in os.scandir(path) if e.name.endswith(TORCH_SUFFIXES) and e.is_file())
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+
+
+def _metadata(path: Path) -> TorchFile | None:
+    file = read_torchfile(path / METADATA_NAME)
+    return file if isinstance(file.root, dict) and KEY in file.root else None
+
+
+def _own_ranks(path: Path, names: list[str], metadata: TorchFile) -> tuple[Path, ...]:
+    root = metadata.root
+    about = root.get(KEY) if isinstance(root, dict) else None
+    world_size = about.get("world_size") if isinstance(about, dict) else None
+    if world_size is None:
+        return ()
+    found = {int(own[1]): own[0] for own in map(_OWN.fullmatch, names) if own is not None and own[1] is not None}
+    if type(world_size) is not int or not 1 <= world_size >= len(found):
+        raise ShardError(
+            "other files of ranks than the metadata says",
+            path=path,
+            expected=f"{world_size} ranks",
+            found=f"{len(found)} files",
+        )
+    _check_complete(path, found, world_size)
+    return tuple(path / found[rank] for rank in sorted(found))
+
+
+def _check_complete(path: Path, found: Mapping[int, str], world_size: int) -> None:
+    """Raise unless there is a file for every rank; no more memory is used than files are there."""
+    if len(found) == world_size and max(found) == world_size - 1:
+        return
+    known = sorted(found)
+    missing = next((rank for rank, name in enumerate(known) if rank != name), len(known))
+    raise ShardError(
+        f"the file of rank {missing} is missing",
+        path=path,
+        expected=f"{world_size} files",
+        found=f"{len(found)}, such as {found[known[0]]}" if found else "none",
+    )
+
+
+def _families(names: list[str]) -> list[dict[int, str]]:
+    """Return the sets of names that differ in one number only, which can be the rank, by that number."""
+    alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
+    for name in names:
+        parts = re.split(r"([0-9]+)", name)
+        alike.setdefault(tuple(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
+    found = []
+    for words, members in alike.items():
+        columns = list(zip(*(numbers for numbers, _ in members), strict=True))
+        varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        if len(members) == 1:
+            varying = [at for at, word in enumerate(words[:-1]) if _RANK.search(word)]
+        if len(varying) != 1 or _ABOUT_TIME.search(words[varying[0]]) or not _ABOUT_RANKS.search("".join(words)):
+            continue
+        family = {numbers[varying[0]]: name for numbers, name in members}
+        complete = max(family) == len(family) - 1
+        if len(family) == len(members) and (complete or _RANK.search(words[varying[0]])):
+            found.append(family)
+    return found
+
+
+def _holds_optimizer(path: Path, family: Mapping[int, str]) -> bool:
+    """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
+    root = read_torchfile(path / family[min(family)]).root
+    try:
+        optimizer_key(root)
+    except KeyError:
+        return False
+    return len(family) > 1 or (isinstance(root, dict) and root.get("world_size") == 1)

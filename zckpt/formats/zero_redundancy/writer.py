@@ -1,0 +1,98 @@
+"""Lay out the files of a ZeroRedundancyOptimizer: consolidated, or one for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats import torch_archive
+from zckpt.formats.consolidated import model_tensors, model_tree, optimizer_slots
+from zckpt.formats.optimizer_file import optimizer_tree
+from zckpt.formats.remainder import remainder
+from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
+from zckpt.partition import check_world_size, greedy_partition
+from zckpt.plan import TargetFile
+from zckpt.state import WEIGHT, Checkpoint, Parameter
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
+    """Return the files of a directory.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    world_size : int
+        Ranks that the parameters are dealt to; a consolidated state is the same for any.
+    per_rank : bool
+        Whether each rank has a file of its own, or all of the state is in one.
+
+    Raises
+    ------
+    UsageError
+        A world without ranks.
+    UnsupportedError
+        State that no single parameter can hold, or a parameter that cannot be dealt because its size is not known.
+    """
+    check_world_size(world_size)
+    tensors = model_tensors(checkpoint, "keep", tied="duplicate", exclude_frozen=False)
+    files = [torch_archive.lay_out(MODEL_NAME, model_tree(tensors))] if tensors else []
+    if checkpoint.param_groups:
+        tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, "keep"))
+        if per_rank:
+            files += _per_rank(checkpoint, tree, world_size)
+        else:
+            files.append(torch_archive.lay_out(OPTIMIZER_NAME, tree))
+    about = _numbering(checkpoint, set(tensors), world_size if per_rank and checkpoint.param_groups else None)
+    return [*files, torch_archive.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
+
+
+def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) -> Iterator[TargetFile]:
+    """Yield each rank's file: what its local optimizer's `state_dict` returns, parameters numbered by themselves."""
+    numels = [[_numel(checkpoint, name) for name in group.parameters] for group in checkpoint.param_groups]
+    for rank, held in enumerate(greedy_partition(numels, world_size)):
+        state, groups, local = {}, [], 0
+        for group, indices in zip(tree["param_groups"], held, strict=True):
+            numbers = [group["params"][index] for index in indices]
+            for number in numbers:
+                if number in tree["state"]:
+                    state[local] = tree["state"][number]
+                local += 1
+            # A rank's optimizer does not know names: torch would copy those of its share over those of all.
+            own = {key: value for key, value in group.items() if key != "param_names"}
+            groups.append({**own, "params": list(range(local - len(numbers), local))})
+        yield torch_archive.lay_out(rank_name(rank), {"state": state, "param_groups": groups})
+
+
+def _numel(checkpoint: Checkpoint, name: str) -> int:
+    """Return a parameter's size; for one that is known by number only, as all tensors of its state show it."""
+    if name in checkpoint.parameters:
+        return checkpoint.parameters[name].numel
+    parameter = checkpoint.unnamed.get(name)
+    shapes = {shape for shape in _state_shapes(parameter) if shape} or _state_shapes(parameter)
+    if parameter is None or shapes != {parameter.shape}:
+        raise UnsupportedError(
+            f"the size of the optimizer's parameter {name} is not known, and by size they are dealt to ranks",
+            path=checkpoint.source,
+            advice="give --names FILE, one name a line in the optimizer's order, or write the consolidated form",
+        )
+    return parameter.numel
+
+
+def _state_shapes(parameter: Parameter | None) -> set[tuple[int, ...]]:
+    if parameter is None:
+        return set()
+    return {slot.shape for key, slot in parameter.slots.items() if key not in (WEIGHT, "step")}
+
+
+def _numbering(checkpoint: Checkpoint, in_model: set[str], world_size: int | None) -> dict[str, object]:
+    """Return the order of the optimizer's parameters, which ranks' files do not tell, and shapes the model has not."""
+    owned = {**checkpoint.unnamed, **checkpoint.parameters}
+    names = [list(group.parameters) for group in checkpoint.param_groups]
+    outside = [name for group in names for name in group if name not in in_model and name in owned]
+    return {
+        "world_size": world_size,
+        "names": names,
+        "shapes": {name: list(owned[name].shape) for name in outside},
+        "unnamed": list(checkpoint.unnamed),
+    }
