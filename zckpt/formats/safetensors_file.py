@@ -65,31 +65,43 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
     UnsupportedError
         An element type that the format has no code for.
     """
+    header = header_of([(entry.name, entry.dtype, entry.slot.shape) for entry in entries], metadata)
+    file = TargetFile(name, len(header), [Literal(0, header)])
+    for entry in entries:
+        file.holes.append(Hole(file.nbytes, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype))
+        file.nbytes += entry.nbytes
+    return file
+
+
+def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return what a file begins with that holds tensors end to end: the header and its length.
+
+    Parameters
+    ----------
+    tensors : sequence of (name, dtype, shape)
+    metadata : mapping of str to str, optional
+
+    Raises
+    ------
+    UnsupportedError
+        An element type that the format has no code for, or too many tensors.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
-    for entry in entries:
-        code = DTYPES[entry.dtype].safetensors
+    for name, dtype, shape in tensors:
+        code = DTYPES[dtype].safetensors
         if code is None:
             raise UnsupportedError(
-                f"safetensors has no element type {entry.dtype}, which {entry.name} has", advice="write a .pt file"
+                f"safetensors has no element type {dtype}, which {name} has", advice="write a .pt file"
             )
-        header[entry.name] = {
-            "dtype": code,
-            "shape": list(entry.slot.shape),
-            "data_offsets": [at, at + entry.nbytes],
-        }
-        at += entry.nbytes
+        end = at + math.prod(shape) * itemsize(dtype)
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAXIMUM_HEADER_NBYTES:
         raise UnsupportedError("too many tensors for one safetensors file", found=f"a header of {len(text)} bytes")
-    start = 8 + len(text)
-    file = TargetFile(name, start + at, [Literal(0, len(text).to_bytes(8, "little") + text)])
-    at = start
-    for entry in entries:
-        file.holes.append(Hole(at, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype))
-        at += entry.nbytes
-    return file
+    return len(text).to_bytes(8, "little") + text
 
 
 def lay_out_directory(entries: Sequence[Entry], maximum: int) -> list[TargetFile]:

@@ -1,0 +1,805 @@
+"""Directories of torch.distributed.checkpoint: every form that programs give them, bit by bit, and none that is wrong.
+
+Those in `fixtures/other` were written by real runs of several ranks; others are written on the spot by the installed
+torch, without a process group. What several ranks of the installed torch write is in `tests/interop`.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter, _version
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+
+from tests.truth import Truth, assert_same, bits
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    PickleError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+    ZckptError,
+)
+from zckpt.formats import dcp as adapter
+from zckpt.formats import safetensors_file, safetensors_shards
+from zckpt.formats.dcp import items
+from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.opened import OpenedCheckpoint
+from zckpt.plan import Hole, fill
+from zckpt.state import Checkpoint, Extent, Scalar
+from zckpt.torchfile import FromFile
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+REAL = sorted(path.name for path in OTHER.iterdir() if path.name.startswith(("dcp_", "accel_fsdp", "lightning_fsdp")))
+NUMBERED = ("dcp_from_torchsave", "dcp_fsdp2_dp2_raw")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
+    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
+
+
+def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
+    return opened(adapter.read(path, names=names))
+
+
+def source(name: str) -> Path:
+    (only,) = [path for path in (OTHER / name).iterdir() if not path.name.startswith("truth.")]
+    return only
+
+
+def copied(name: str, directory: Path) -> Path:
+    return Path(shutil.copytree(source(name), directory / "ckpt"))
+
+
+# --- what real runs of several ranks wrote ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_checkpoint_is_the_truth(name):
+    truth = Truth(OTHER / name)
+    groups = truth.facts["param_groups"]
+    listed = [parameter for group in groups for parameter in group["params"]]
+    checkpoint = read(source(name), listed if name in NUMBERED else None)
+    assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.tied, *truth.buffers}
+    for parameter, weight in truth.weights.items():
+        assert_same(checkpoint.read(parameter, "weight"), weight, parameter)
+    for buffer, content in truth.buffers.items():
+        assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
+    for alias, owner in truth.tied.items():
+        assert_same(checkpoint.read(alias), truth.weights[owner], alias)
+    assert [name for name in checkpoint.parameters if name in truth.facts["shapes"]] == list(truth.facts["shapes"])
+    expected = {key for key in truth.tensors if key.split("/")[0] in truth.slots}
+    assert {f"{s}/{p.name}" for p in checkpoint.parameters.values() for s in p.slots if s != "weight"} == expected
+    for key in expected:
+        slot, parameter = key.split("/", 1)
+        found = checkpoint.read(parameter, slot)
+        assert_same(found.reshape(truth.tensors[key].shape) if slot == "step" else found, truth.tensors[key], key)
+    assert [group.parameters for group in checkpoint.param_groups] == [group["params"] for group in groups]
+    for mine, its in zip(checkpoint.param_groups, groups, strict=True):
+        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in mine.hyperparameters.items()}
+        assert plain == {k: v for k, v in its.items() if k != "params"}
+        assert mine.state == {"step": Scalar(5.0, "float32")}
+    assert (checkpoint.format, checkpoint.step, checkpoint.unnamed) == ("dcp", 5, {})
+    assert checkpoint.world_size == truth.facts["world_size"]
+    assert checkpoint.warnings == []
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_checkpoint_is_recognised_and_its_files_are_described(name):
+    assert adapter.is_dcp(source(name))
+    checkpoint = read(source(name))
+    on_disk = {path for path in source(name).rglob("*") if path.is_file()}
+    assert {Path(file.path) for file in checkpoint.files} == on_disk
+    assert all(file.nbytes == Path(file.path).stat().st_size for file in checkpoint.files)
+    shards = [file for file in checkpoint.files if file.role == "shard"]
+    stored = sum(slot.nbytes for p in checkpoint.tensors() for slot in p.slots.values())
+    assert sum(file.tensor_nbytes for file in shards) == stored
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_parameters_without_names_are_told_where_only_one_reading_fits(name):
+    checkpoint = read(source(name))
+    truth = Truth(OTHER / name)
+    assert checkpoint.unnamed == {}
+    assert [g.parameters for g in checkpoint.param_groups] == [
+        ["emb.weight", "fc1.weight", "fc2.weight", "3"],  # the last one has no state, which could tell its shape
+        ["prime", "ln1.weight", "ln1.bias", "fc1.bias"],
+        ["alpha"],
+    ]
+    for key in (key for key in truth.tensors if key.startswith("exp_avg")):
+        slot, parameter = key.split("/", 1)
+        assert_same(checkpoint.read(parameter, slot), truth.tensors[key], key)
+
+
+def test_what_lies_beside_is_carried():
+    lightning = read(source("lightning_fsdp2"))
+    assert lightning.metadata["epoch"] == 0
+    assert lightning.metadata["global_step"] == 5
+    assert set(lightning.metadata) >= {"loops", "callbacks", "lr_schedulers", "pytorch-lightning_version"}
+    accelerate = read(source("accel_fsdp2_dp2"))
+    assert set(accelerate.metadata) == {"scheduler", "random_states_0", "random_states_1"}
+    torchsave = read(source("dcp_from_torchsave"))
+    assert torchsave.metadata == {"step": 5, "note": "x"}
+
+
+def test_file_that_is_not_named_is_told(tmp_path):
+    path = copied("dcp_fsdp2_dp2", tmp_path)
+    shutil.copy(path / "__0_0.distcp", path / "__7_0.distcp")
+    checkpoint = read(path)
+    assert checkpoint.warnings == ["not part of the checkpoint, which does not name them: __7_0.distcp"]
+    assert checkpoint.world_size == 2
+
+
+# --- Hugging Face's writer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "below"), [("dcphf_sharded_dp3", ""), ("dcphf_consolidated_dp2", "sharded")])
+def test_shards_without_an_index_are_put_together(name, below):
+    truth, path = Truth(OTHER / name), source(name) / below
+    assert safetensors_shards.is_sharded(path)
+    checkpoint = opened(safetensors_shards.read(path))
+    assert {p.name for p in checkpoint.tensors()} == {*truth.weights, *truth.buffers}
+    for parameter, weight in truth.weights.items():
+        assert_same(checkpoint.read(parameter), weight, parameter)
+    for buffer, content in truth.buffers.items():
+        assert torch.equal(bits(checkpoint.read(buffer)), content), buffer
+    assert checkpoint.world_size == truth.facts["world_size"]
+    assert checkpoint.warnings[0].startswith("the files do not tell how many shards there were")
+
+
+def test_whole_files_are_read_and_the_shards_below_them_are_not():
+    path = source("dcphf_consolidated_dp2")
+    assert not safetensors_shards.is_sharded(path)
+    assert {Path(file.path).parent for file in safetensors_file.read(path).files} == {path}
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_shard_missing_before_the_last_is_refused(shard, tmp_path):
+    path = copied("dcphf_sharded_dp3", tmp_path)
+    (path / f"shard-0000{shard}-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ShardError, match=f"not the whole of it.*shard {shard} is not there"):
+        safetensors_shards.read(path)
+
+
+def test_shard_that_is_there_twice_is_refused(tmp_path):
+    path = copied("dcphf_sharded_dp3", tmp_path)
+    name = "shard-0000{}-model-00001-of-00001.safetensors"
+    shutil.copy(path / name.format(2), path / name.format(4))
+    with pytest.raises(LayoutError, match="twice"):
+        safetensors_shards.read(path)
+
+
+@pytest.mark.parametrize(
+    "found", ['{"a": {"saved_offsets": [-1]}}', '{"a": {"saved_offsets": [0, 0]}}', "[]", "{}", "{", '{"a": 5}']
+)
+def test_shard_that_says_nonsense_of_its_pieces_is_refused(found, tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(3)}, path, metadata={"DCP_SHARDING_INFO": found})
+    assert safetensors_shards.is_sharded(tmp_path)
+    with pytest.raises(DamagedFileError, match="does not say which pieces"):
+        safetensors_shards.read(tmp_path)
+
+
+# --- on the spot: the same state under whatever keys ---------------------------------------------------------------
+
+
+def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """A model with a batch norm and its optimizer after three steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    optimizer = kind(model.parameters(), **{"lr": 0.1, **options})
+    for _ in range(3):
+        model(torch.randn(4, 5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def saved(path: Path, state: dict[str, Any], writer: Callable[[Path], FileSystemWriter] = FileSystemWriter) -> Path:
+    dcp.save(state, storage_writer=writer(path), no_dist=True)
+    return path
+
+
+def assert_model(checkpoint: OpenedCheckpoint, model: torch.nn.Module, prefix: str = "") -> None:
+    for name, tensor in model.state_dict().items():
+        assert_same(checkpoint.read(prefix + name, "weight"), tensor, name)
+
+
+def assert_optimizer(checkpoint: OpenedCheckpoint, model: torch.nn.Module, optimizer: Any, prefix: str = "") -> None:
+    """Every parameter has the optimizer's own slots, bit by bit, and no other; groups have its hyperparameters."""
+    names = {parameter: prefix + name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        listed = [names[parameter] for parameter in group["params"]]
+        mine = next(one for one in checkpoint.param_groups if one.parameters == listed)
+        for key, value in group.items():
+            if key != "params":
+                found = mine.hyperparameters[key]
+                assert (found.value if isinstance(found, Scalar) else found) == value, key
+        for parameter in group["params"]:
+            state = {k: v for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
+            owner = checkpoint.parameters[names[parameter]]
+            assert owner.slots.keys() - {"weight"} == state.keys()
+            for key, value in state.items():
+                assert_same(checkpoint.read(owner.name, key), value, f"{key}/{owner.name}")
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+FORMS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "usual": lambda m, o: dict(zip(("model", "optimizer"), get_state_dict(m, o), strict=True)),
+    "nested in a user's key": lambda m, o: {"app": dict(zip(("model", "optim"), get_state_dict(m, o), strict=True))},
+    "other names": lambda m, o: {"my": {"net.0": m.state_dict(), "o": get_optimizer_state_dict(m, o)}},
+    "flattened": lambda m, o: {"model": m.state_dict(), "optim": get_optimizer_state_dict(m, o, options=FLAT)},
+    "model at the root": lambda m, o: {**m.state_dict(), "optimizer": get_optimizer_state_dict(m, o, options=FLAT)},
+    "raw": lambda m, o: {"model": m.state_dict(), "optimizer": o.state_dict()},
+    "raw with DDP": lambda m, o: {
+        "model": {f"module.{k}": v for k, v in m.state_dict().items()},
+        "optimizer": o.state_dict(),
+    },
+    "DDP's model only": lambda m, o: {
+        "model": {f"module.{k}": v for k, v in m.state_dict().items()},
+        "optimizer": get_optimizer_state_dict(m, o),
+    },
+    "list of optimizers": lambda m, o: {"model": m.state_dict(), "optimizers": [get_optimizer_state_dict(m, o)]},
+}
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {}),
+    "sgdm": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "tensor lr": (torch.optim.AdamW, {"lr": torch.tensor(0.25), "foreach": False}),
+    "adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_same_state_under_any_keys(form, kind, tmp_path):
+    model, optimizer = trained(OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
+    path = saved(
+        tmp_path / "ckpt", {**FORMS[form](model, optimizer), "step": 3, "more": {"rng": torch.get_rng_state()}}
+    )
+    numbered = form.startswith("raw")
+    checkpoint = read(path, [name for name, _ in model.named_parameters()] if numbered else None)
+    assert_model(checkpoint, model)
+    assert_optimizer(checkpoint, model, optimizer)
+    assert checkpoint.step == 3
+    assert set(checkpoint.buffers) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert (checkpoint.unnamed, checkpoint.warnings) == ({}, [])
+    assert set(checkpoint.metadata) == {"step", "more"}
+
+
+@pytest.mark.parametrize("form", ["usual", "nested in a user's key", "raw", "flattened"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_dicts_that_torch_2_3_did_not_take_apart(form, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(_version, "_derived_version", "2_3")
+    test_same_state_under_any_keys(form, kind, tmp_path)
+
+
+WRITERS: dict[str, Callable[[Path], FileSystemWriter]] = {
+    "several threads": lambda path: FileSystemWriter(path, thread_count=3),
+    "a file for each item": lambda path: FileSystemWriter(path, single_file_per_rank=False),
+    "safetensors": lambda path: FileSystemWriter(path, serialization_format=SerializationFormat.SAFETENSORS),
+    "safetensors, several threads": lambda path: FileSystemWriter(
+        path, thread_count=3, serialization_format=SerializationFormat.SAFETENSORS
+    ),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_writers_options(writer, tmp_path):
+    model, optimizer = trained()
+    path = saved(tmp_path / "ckpt", {**FORMS["usual"](model, optimizer), "step": 3}, WRITERS[writer])
+    checkpoint = read(path)
+    assert_model(checkpoint, model)
+    assert_optimizer(checkpoint, model, optimizer)
+    assert checkpoint.details["serialization"] == ("safetensors" if writer.startswith("safe") else "torch_save")
+
+
+def test_several_optimizers_of_one_model(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    halves = [torch.optim.AdamW(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), momentum=0.9)]
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().sum().backward()
+        for half in halves:
+            half.step()
+    alone = {f"opt{i}": get_optimizer_state_dict(model, half) for i, half in enumerate(halves)}
+    for number, optimizers in enumerate((alone, {"optim": get_optimizer_state_dict(model, halves)})):
+        checkpoint = read(saved(tmp_path / str(number), {"model": model.state_dict(), **optimizers}))
+        for half in halves:
+            assert_optimizer(checkpoint, model, half)
+        assert [p.group for p in checkpoint.parameters.values()] == [0, 0, 1, 1]
+
+
+def test_several_models_with_an_optimizer_each_are_one_with_their_keys_before_the_names(tmp_path):
+    (one, adamw), (other, sgd) = trained(), trained(torch.optim.SGD, momentum=0.9)
+    other.add_module("more", torch.nn.Linear(2, 2))
+    state = {
+        "generator": {"model": one.state_dict(), "optimizer": get_optimizer_state_dict(one, adamw)},
+        "discriminator": {f"d.{k}": v for k, v in other.state_dict().items()},
+        "d_optimizer": {
+            "state": {f"d.{k}": v for k, v in get_optimizer_state_dict(other, sgd)["state"].items()},
+            "param_groups": [
+                {**group, "params": [f"d.{k}" for k in group["params"]]}
+                for group in get_optimizer_state_dict(other, sgd)["param_groups"]
+            ],
+        },
+    }
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    assert checkpoint.warnings == [
+        "generator.model and discriminator are read as one model, with these names before those of their tensors"
+    ]
+    assert_model(checkpoint, one, "generator.model.")
+    assert_model(checkpoint, other, "discriminator.d.")
+    assert_optimizer(checkpoint, one, adamw, "generator.model.")
+    assert_optimizer(checkpoint, other, sgd, "discriminator.d.")
+
+
+def test_models_without_an_optimizer_and_usual_keys_are_all_read(tmp_path):
+    (one, _), (other, _) = trained(), trained(torch.optim.SGD)
+    checkpoint = read(saved(tmp_path / "ckpt", {"encoder": one.state_dict(), "decoder": other.state_dict()}))
+    assert_model(checkpoint, one, "encoder.")
+    assert_model(checkpoint, other, "decoder.")
+
+
+def test_averaged_weights_beside_the_model_are_carried_and_not_taken_for_it(tmp_path):
+    (model, optimizer), (averaged, _) = trained(), trained(torch.optim.SGD)
+    state = {
+        "ema": averaged.state_dict(),
+        "model": model.state_dict(),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    assert_model(checkpoint, model)
+    carried = checkpoint.metadata["ema"]
+    assert isinstance(carried, dict)
+    assert list(carried) == list(averaged.state_dict())
+    for name, tensor in averaged.state_dict().items():
+        assert torch.equal(bits(bytes_of(carried[name], tensor)), bits(tensor)), name
+
+
+def bytes_of(carried: Any, like: torch.Tensor) -> torch.Tensor:
+    """A carried tensor, from the bytes that its node points to."""
+    assert isinstance(carried, FromFile)
+    node: Any = carried.node
+    data = Path(carried.path).read_bytes()[node.offset : node.offset + node.nbytes]
+    return torch.frombuffer(bytearray(data), dtype=like.dtype).reshape(node.shape)
+
+
+def test_model_or_optimizer_by_itself(tmp_path):
+    model, optimizer = trained()
+    alone = read(saved(tmp_path / "model", model.state_dict()))
+    assert_model(alone, model)
+    assert (alone.param_groups, alone.step) == ([], None)
+    for number, flat in enumerate((None, FLAT)):
+        state = get_optimizer_state_dict(model, optimizer, options=flat)
+        for key, root in (("root", state), ("key", {"optimizer": state})):
+            checkpoint = read(saved(tmp_path / f"{key}{number}", root))
+            assert checkpoint.parameters == {}
+            names = [name for name, _ in model.named_parameters()]
+            assert list(checkpoint.unnamed) == checkpoint.param_groups[0].parameters == names
+            for name, parameter in model.named_parameters():
+                assert_same(checkpoint.read(name, "exp_avg"), optimizer.state[parameter]["exp_avg"], name)
+            assert (checkpoint.step, checkpoint.metadata) == (3, {})
+
+
+def test_tensors_of_any_kind(tmp_path):
+    tensors = {
+        "transposed": torch.arange(12.0).reshape(3, 4).t(),
+        "none": torch.empty(0, 3),
+        "single": torch.tensor(1.5, dtype=torch.float64),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "slice": torch.arange(10.0)[3:7],
+        "expanded": torch.ones(1, dtype=torch.bfloat16).expand(4),
+        "with.dots.": torch.arange(3),
+        "flag": torch.tensor([True, False]),
+        "half": torch.randn(2, 3, 2).half().permute(2, 0, 1),
+    }
+    checkpoint = read(saved(tmp_path / "ckpt", {"model": tensors}))
+    assert {p.name for p in checkpoint.tensors()} == set(tensors)
+    for name, tensor in tensors.items():
+        assert_same(checkpoint.read(name), tensor, name)
+
+
+def test_everything_else_is_carried(tmp_path):
+    model, optimizer = trained()
+    state = FORMS["nested in a user's key"](model, optimizer)
+    state["app"] |= {"epoch": 3, "loader": {"position": [1, {"shard": 2}], "sampler": torch.arange(4)}}
+    state["app"]["model"]["_extra_state"] = {"scale": 0.5}
+    state |= {"pair": (torch.ones(2), "x"), "train_state": {"step": torch.tensor(17), "seen": torch.tensor(2.5)}}
+    checkpoint = read(saved(tmp_path / "ckpt", state))
+    assert checkpoint.step == 17
+    metadata = checkpoint.metadata
+    assert set(metadata) == {"app.epoch", "app.loader", "app.model._extra_state", "pair", "train_state"}
+    assert metadata["app.epoch"] == 3
+    assert metadata["app.model._extra_state"] == {"scale": 0.5}
+    loader, train_state = metadata["app.loader"], metadata["train_state"]
+    assert isinstance(loader, dict)
+    assert isinstance(train_state, dict)
+    assert loader["position"] == [1, {"shard": 2}]
+    assert torch.equal(bytes_of(loader["sampler"], torch.arange(4)), torch.arange(4))
+    assert torch.equal(bytes_of(train_state["seen"], torch.tensor(2.5)), torch.tensor(2.5))
+    pair = metadata["pair"]
+    assert isinstance(pair, FromFile)
+    tensor, text = pair.node  # type: ignore[misc]
+    assert text == "x"
+    assert torch.equal(bytes_of(FromFile(tensor, pair.path), torch.ones(2)), torch.ones(2))
+
+
+def test_names_are_given_for_numbers(tmp_path):
+    model, optimizer = trained()
+    path = saved(tmp_path / "ckpt", FORMS["raw"](model, optimizer))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(UsageError, match="expected 6 different names, found 5"):
+        read(path, names[:5])
+    with pytest.raises(UsageError, match="the model has no parameter nobody"):
+        read(path, [*names[:5], "nobody"])
+    with pytest.raises(UsageError, match=r"parameter 0 of the optimizer is not 0.bias"):
+        read(path, [names[1], names[0], *names[2:]])
+    usual = read(saved(tmp_path / "usual", FORMS["usual"](model, optimizer)), names)
+    assert usual.warnings == ["--names is not used: the directory has the names of the parameters"]
+
+
+def test_numbers_that_several_tensors_fit_stay_numbers(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW([model[1].weight])
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoint = read(saved(tmp_path / "ckpt", {"model": model.state_dict(), "optim": optimizer.state_dict()}))
+    assert checkpoint.param_groups[0].parameters == list(checkpoint.unnamed) == ["0"]
+    assert_same(checkpoint.read("0", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"], "exp_avg")
+    assert "the optimizer's parameters 0 have no names" in checkpoint.warnings[0]
+
+
+def test_names_that_the_optimizer_was_made_with_are_used(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW([("1.weight", model[1].weight)])
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    checkpoint = read(saved(tmp_path / "ckpt", {"model": model.state_dict(), "optim": optimizer.state_dict()}))
+    assert_same(checkpoint.read("1.weight", "exp_avg"), optimizer.state[model[1].weight]["exp_avg"], "exp_avg")
+
+
+def test_different_steps_are_values_of_parameters(tmp_path):
+    model, optimizer = trained()
+    optimizer.state[model[0].weight]["step"] += 4
+    checkpoint = read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer)))
+    assert checkpoint.param_groups[0].state == {}
+    assert checkpoint.read("0.weight", "step") == 7
+    assert checkpoint.read("0.bias", "step") == 3
+
+
+def test_tied_names_are_two_parameters(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    checkpoint = read(saved(tmp_path / "ckpt", FORMS["usual"](model, optimizer)))
+    one, other = checkpoint.parameters["0.weight"], checkpoint.parameters["1.weight"]
+    assert (one.tied_to, other.tied_to, one.group, other.group, other.frozen) == (None, None, 0, None, False)
+    assert torch.equal(checkpoint.read("0.weight"), checkpoint.read("1.weight"))
+
+
+def test_items_that_are_alike_are_where_their_archives_say(monkeypatch, tmp_path):
+    """The heads of items that were seen before are not parsed; that gives what parsing gives."""
+    shapes = [(2, 8), (4, 4), (8, 2), (4, 4), (1, 16), (5000,), (5000,), (5000,), (16,), (8, 2), ()]
+    tensors = {str(i): torch.randn(shapes[i % len(shapes)]) for i in range(60)}
+    path = saved(tmp_path / "ckpt", tensors)
+    metadata = read_metadata(path)
+    quick = items.read_items(path, metadata)
+    parsed = []
+    monkeypatch.setattr(items.Alike, "known", lambda *_: parsed.append(1))
+    slow = items.read_items(path, metadata)
+    assert len(parsed) == 60
+    assert {key: item.spans for key, item in quick.tensors.items()} == {k: i.spans for k, i in slow.tensors.items()}
+    assert quick.files == slow.files
+
+
+# --- damaged and hostile directories -------------------------------------------------------------------------------
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> Path:
+    """Rewrite `.metadata` with a change made to it."""
+    content = pickle.loads((path / ".metadata").read_bytes())
+    change(content)
+    (path / ".metadata").write_bytes(pickle.dumps(content))
+    return path
+
+
+def index_of(metadata: Any, key: str) -> Any:
+    return next(index for index in metadata.storage_data if index.fqn == key)
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A directory with a model of two tensors, an object, and the real torch's metadata."""
+    model = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4)}
+    return saved(tmp_path / "small", {"model": model, "note": {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../small/__0_0.distcp", "/etc/passwd", "a/../../__0_0.distcp", "", "..", "C:\\x", "..\\x", "a\0b", None, 5],
+)
+def test_file_outside_of_the_directory_is_refused(name, small):
+    def outside(metadata: Any) -> None:
+        metadata.storage_data[index_of(metadata, "model.a")].relative_path = name
+
+    with pytest.raises(DamagedFileError, match="lies outside of the directory"):
+        adapter.read(changed(small, outside))
+
+
+def place(**values: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for key, value in values.items():
+            setattr(metadata.storage_data[index_of(metadata, "model.a")], key, value)
+
+    return change
+
+
+def entry(**values: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for key, value in values.items():
+            setattr(metadata.state_dict_metadata["model.a"], key, value)
+
+    return change
+
+
+def properties(**values: Any) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for key, value in values.items():
+            setattr(metadata.state_dict_metadata["model.a"].properties, key, value)
+
+    return change
+
+
+def chunks(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[[Any], None]:
+    """Chunks (offsets, sizes) of the tensor, each with the place of its only one."""
+
+    def change(metadata: Any) -> None:
+        at = metadata.storage_data[index_of(metadata, "model.a")]
+        listed = [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in pairs]
+        metadata.state_dict_metadata["model.a"].chunks = listed
+        metadata.storage_data |= {MetadataIndex("model.a", torch.Size(o)): at for o, _ in pairs}
+
+    return change
+
+
+HUGE = 1 << 62
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (place(offset=10**9), DamagedFileError, "ends before model.a does"),
+        (place(offset=HUGE, length=HUGE), DamagedFileError, "ends before model.a does"),
+        (place(offset=-1), DamagedFileError, "non-negative"),
+        (place(length=-5), DamagedFileError, "non-negative"),
+        (place(length=True), DamagedFileError, "non-negative"),
+        (place(length=50), SourceError, "model.a: "),
+        (place(offset=7), SourceError, "model.a: "),
+        (place(relative_path="__5_0.distcp"), ShardError, "file __5_0.distcp is missing"),
+        (place(transform_descriptors=["zstd"]), UnsupportedError, "model.a was transformed.*zstd"),
+        (entry(size=torch.Size([4, 3])), ShardError, "not the whole of it: expected 12 elements, found 6"),
+        (entry(size=(HUGE, 4)), DamagedFileError, "size and chunks"),
+        (entry(size=(2, -3)), DamagedFileError, "size of model.a"),
+        (entry(size=None), DamagedFileError, "size of model.a"),
+        (entry(chunks=5), DamagedFileError, "chunks"),
+        (entry(chunks=[5]), DamagedFileError, "ChunkStorageMetadata"),
+        (entry(properties=None), DamagedFileError, "TensorProperties"),
+        (chunks(), ShardError, "not the whole of it"),
+        (chunks(((0, 0), (1, 3))), ShardError, "not the whole of it: expected 6 elements, found 3"),
+        (chunks(((0, 0), (1, 3)), ((0, 0), (2, 3))), LayoutError, "two chunks of model.a begin at"),
+        (chunks(((0, 0), (2, 3)), ((1, 0), (1, 3))), LayoutError, "not the whole of it"),
+        (chunks(((0, 0), (1, 3)), ((1, 0), (1, 3))), LayoutError, "another than `.metadata` says"),
+        (chunks(((0, 0), (3, 2))), DamagedFileError, "lies outside of it"),
+        (chunks(((0,), (6,))), DamagedFileError, "lies outside of it"),
+        (chunks(((0, HUGE), (2, 3))), DamagedFileError, "lies outside of it"),
+        (lambda m: m.storage_data.pop(index_of(m, "model.a")), ShardError, "where the chunk of model.a"),
+        (lambda m: m.storage_data.pop(index_of(m, "note.x")), DamagedFileError, "where note.x is"),
+        (lambda m: m.state_dict_metadata.update({"model.a": BytesStorageMetadata()}), DamagedFileError, "where model"),
+        (lambda m: m.state_dict_metadata.update({"model.a": None}), DamagedFileError, "unexpected content"),
+        (lambda m: m.state_dict_metadata.update({5: None}), DamagedFileError, "unexpected content"),
+        (lambda m: setattr(m, "state_dict_metadata", None), DamagedFileError, "a dict in state_dict_metadata"),
+        (lambda m: setattr(m, "storage_data", [1]), DamagedFileError, "a dict in storage_data"),
+        (lambda m: m.storage_data.update({"x": 1}), DamagedFileError, "MetadataIndex"),
+        (lambda m: m.planner_data.update({"model.a": "model.a"}), DamagedFileError, "the path of model.a"),
+        (lambda m: m.planner_data.update({"model.a": ()}), DamagedFileError, "the path of model.a"),
+        (lambda m: m.planner_data.update({"model.a": ("x",) * 100}), DamagedFileError, "the path of model.a"),
+        (lambda m: m.planner_data.update({"model.a": ("model", -1)}), DamagedFileError, "the path of model.a"),
+        (lambda m: m.planner_data.update({"model.a": ("model", "b")}), DamagedFileError, "has the path of another"),
+        (lambda m: m.planner_data.update({"model.a": ("note", "x", "y")}), DamagedFileError, "another item"),
+        (lambda m: m.planner_data.update({"note.x": ("l", 10**12)}), DamagedFileError, "lacks most of its elements"),
+        (properties(dtype=torch.float64), LayoutError, "another than"),
+        (properties(layout=torch.sparse_coo), UnsupportedError, "no dense tensor"),
+    ],
+)  # fmt: skip
+def test_metadata_that_is_wrong_is_refused(change, error, message, small):
+    with pytest.raises(error, match=message):
+        adapter.read(changed(small, change))
+
+
+def test_chunks_that_overlap_are_refused_when_they_are_planned(tmp_path):
+    path = saved(tmp_path / "ckpt", {"a": torch.arange(2.0), "b": torch.arange(6.0)})
+
+    def overlap(metadata: Any) -> None:
+        at = metadata.storage_data[index_of(metadata, "a")]
+        metadata.state_dict_metadata.pop("a")
+        listed = [ChunkStorageMetadata(torch.Size([o]), torch.Size([2])) for o in (0, 1, 4)]
+        metadata.state_dict_metadata["b"].chunks = listed
+        metadata.storage_data |= {MetadataIndex("b", torch.Size([o])): at for o in (0, 1, 4)}
+
+    slot = adapter.read(changed(path, overlap)).parameters["b"].slots["weight"]
+    with pytest.raises(LayoutError, match="more than once"):
+        fill(Hole(0, "b", slot, Extent.whole(slot.shape), slot.dtype))
+
+
+def test_replica_that_is_listed_twice_is_one(small):
+    def twice(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.a"].chunks *= 2
+
+    assert torch.equal(read(changed(small, twice)).read("a"), torch.arange(6.0).reshape(2, 3))
+
+
+def test_key_of_which_nothing_was_saved_is_told(small):
+    checkpoint = read(changed(small, lambda m: m.planner_data.update({"model.lost": ("model", "lost")})))
+    assert checkpoint.warnings == ["no rank has saved anything of model.lost"]
+
+
+def test_keys_without_paths_are_a_flat_dict(small):
+    checkpoint = read(changed(small, lambda m: setattr(m, "planner_data", None)))
+    assert list(checkpoint.parameters) == ["model.a"]
+    assert checkpoint.metadata == {"note.x": 1}
+
+
+@pytest.mark.parametrize("name", ["dcp_fsdp2_dp3", "dcp_fsdp2_dp2_stformat"])
+@pytest.mark.parametrize("keep", [0, 10, 1500, 0.3, 0.9, -1])
+@pytest.mark.parametrize("which", ["__0_0.distcp", "__1_0.distcp", ".metadata"])
+def test_file_that_is_cut_short_is_refused(name, keep, which, tmp_path):
+    path = copied(name, tmp_path)
+    data = (path / which).read_bytes()
+    (path / which).write_bytes(data[: int(len(data) * keep)] if 0 < keep < 1 else data[:keep])
+    with pytest.raises(DamagedFileError, match=which):
+        adapter.read(path)
+
+
+@pytest.mark.parametrize("which", ["__0_0.distcp", "__2_0.distcp"])
+def test_missing_file_is_refused_by_name(which, tmp_path):
+    path = copied("dcp_fsdp2_dp3", tmp_path)
+    (path / which).unlink()
+    with pytest.raises(ShardError, match=f"file {which} is missing"):
+        adapter.read(path)
+
+
+def test_file_of_another_rank_is_refused(tmp_path):
+    path = copied("dcp_fsdp2_dp3", tmp_path)
+    shutil.copy(path / "__0_0.distcp", path / "__1_0.distcp")
+    with pytest.raises(SourceError, match="__1_0"):
+        adapter.read(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"model.alpha"', b'"model.alphb"'),
+        (b'"data_offsets":[8,12]', b'"data_offsets":[8,13]'),
+        (b'"shape":[1]', b'"shape":[2]'),
+        (b'{"__metadata__"', b'["__metadata__"'),
+        (b'{\\"saved_offsets\\": [0]}', b'{\\"saved_offsets\\": [9]}'),
+    ],
+)
+def test_blob_that_is_not_what_it_should_be_is_refused(old, new, tmp_path):
+    path = copied("dcp_fsdp2_dp2_stformat", tmp_path)
+    data = (path / "__0_0.distcp").read_bytes()
+    assert old in data
+    (path / "__0_0.distcp").write_bytes(data.replace(old, new, 1))
+    with pytest.raises(SourceError, match="__0_0"):
+        adapter.read(path)
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("import sys; sys.zckpt_was_here = True",)
+
+
+def test_nothing_of_a_file_is_run(small, tmp_path):
+    adapter.read(changed(small, lambda m: setattr(m, "storage_meta", Payload())))
+    checkpoint = adapter.read(saved(tmp_path / "object", {"model": {"a": torch.ones(2)}, "bad": Payload()}))
+    assert isinstance(checkpoint.metadata["bad"], FromFile)
+    mentioned = {name for file in checkpoint.files for names in file.globals.values() for name in names}
+    assert mentioned & {"builtins.exec", "__builtin__.exec"}
+    again = saved(tmp_path / "again", {"model": {"a": torch.ones(2)}})
+    with pytest.raises(DamagedFileError, match="unexpected content"):
+        adapter.read(changed(again, lambda m: setattr(m, "storage_data", Payload())))
+    (small / ".metadata").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(DamagedFileError, match="Metadata"):
+        adapter.read(small)
+    assert not hasattr(sys, "zckpt_was_here")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"{}", b"\x80\x04}q\0.", b"\0" * 100])
+def test_metadata_that_is_none_is_refused(content, small):
+    (small / ".metadata").write_bytes(content)
+    with pytest.raises((DamagedFileError, PickleError)):
+        adapter.read(small)
+
+
+def test_object_that_contains_itself(small, tmp_path):
+    loop: list[Any] = [1]
+    loop.append({"again": loop, "too": (loop,)})
+    checkpoint = adapter.read(saved(tmp_path / "ckpt", {"model": {"a": torch.ones(2)}, "loop": (loop,)}))
+    assert isinstance(checkpoint.metadata["loop"], FromFile)
+
+
+def test_object_that_is_no_torch_file_is_told_and_left(small):
+    metadata = pickle.loads((small / ".metadata").read_bytes())
+    where = metadata.storage_data[index_of(metadata, "note.x")]
+    data = bytearray((small / where.relative_path).read_bytes())
+    data[where.offset : where.offset + where.length] = b"x" * where.length
+    (small / where.relative_path).write_bytes(data)
+    assert read(small).warnings == ["no objects of torch.save, and not carried: note.x"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o["param_groups"][0].update(params=[0, "a"]), "names or numbers"),
+        (lambda o: o["param_groups"][0].update(params=["a", "a"]), "a parameter twice"),
+        (lambda o: o["param_groups"].append({"params": [0]}), "a parameter twice, or names and numbers"),
+        (lambda o: o["state"].update(a=5), "a dict by slot"),
+        (lambda o: o["param_groups"].append({"params": ["zz"]}) or o["state"].update(b={"m": torch.ones(4)}),
+         "state of parameters that are in no param group: b"),
+    ],
+)  # fmt: skip
+def test_optimizer_that_contradicts_itself_is_refused(change, message, tmp_path):
+    optimizer: dict[str, Any] = {"state": {"a": {"m": torch.ones(2)}}, "param_groups": [{"lr": 1.0, "params": ["a"]}]}
+    change(optimizer)
+    model = {"a": torch.ones(2), "b": torch.ones(4)}
+    with pytest.raises(ZckptError, match=message):
+        adapter.read(saved(tmp_path / "ckpt", {"model": model, "optim": optimizer}))
+
+
+def test_state_that_no_list_names_goes_into_the_only_group(tmp_path):
+    """Pipeline stages save their lists under one key, and torch keeps one of them."""
+    optimizer = {"state": {n: {"m": torch.ones(2)} for n in "ab"}, "param_groups": [{"lr": 1.0, "params": ["a"]}]}
+    model = {"a": torch.ones(2), "b": torch.ones(2)}
+    checkpoint = read(saved(tmp_path / "ckpt", {"model": model, "optim": optimizer}))
+    assert checkpoint.param_groups[0].parameters == ["a", "b"]
+    assert checkpoint.warnings == ["no list names b, which have state; they are put into the only param group"]
+
+
+def test_other_directories_are_not_taken_for_one(tmp_path):
+    assert not adapter.is_dcp(tmp_path)
+    (tmp_path / "step-100").mkdir()
+    (tmp_path / "step-100" / ".metadata").write_bytes(b"")
+    assert not adapter.is_dcp(tmp_path)
+    assert not safetensors_shards.is_sharded(tmp_path)
+    with pytest.raises(UnknownFormatError):
+        adapter.read(tmp_path)
+    with pytest.raises(UnsupportedError, match="neither a model nor an optimizer"):
+        adapter.read(saved(tmp_path / "x", {"a": 1}))

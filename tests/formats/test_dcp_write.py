@@ -1,0 +1,406 @@
+"""Directories of torch.distributed.checkpoint that zckpt writes: torch reads them, and finds its own form in them.
+
+That FSDP2 trainings on several ranks go on from them is in `tests/interop`.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import re
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.logical import assert_same_state
+from tests.truth import Truth, assert_same, bits
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.execute import execute_directory
+from zckpt.formats import open_checkpoint, torch_file
+from zckpt.formats.dcp import read, writer
+from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.proof import prove
+from zckpt.plan import plan
+from zckpt.state import Checkpoint, Parameter
+from zckpt.torchfile import Global, Object, read_torchfile
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+DEEPSPEED = [
+    "s1_fp32_dp2", "s1_bf16_dp2_bf16opt", "s1_bf16_dp2_elastic", "s1_fp32_dp4_sgdm", "s2_bf16_dp4", "s2_fp16_dp2",
+    "s2_bf16_dp2_lion", "s2_bf16_dp2_adagrad1g", "s2_bf16_dp2_sgdm", "s1_bf16_dp2_empty", "s2_bf16_dp2_zerodim",
+    "s2_bf16_dp2_rr", "s2_bf16_dp2_frozengroup", "s2_bf16_dp2_elastic_fused", "s2_bf16_dp2_client", "s3_bf16_dp3",
+    "s3_fp32_dp2", "s3_bf16_dp2_sgdm", "s3_bf16_dp2_nofrozen", "hf_llama_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2",
+    "tp2_s1_bf16_dp2",
+]  # fmt: skip
+
+
+@pytest.fixture(params=[1, 3])
+def world_size(request, monkeypatch):
+    """Files to write; for several, all but the smallest tensors are cut, as only large ones are otherwise."""
+    monkeypatch.setattr(writer, "CUT_NBYTES", 16)
+    return request.param
+
+
+def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 1) -> Path:
+    execute_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+    return directory
+
+
+def metadata_of(directory: Path) -> Any:
+    return pickle.loads((directory / ".metadata").read_bytes())
+
+
+def blank(directory: Path) -> dict[str, Any]:
+    """The state dict of a directory, as nested dicts and lists with wrong values, into which torch loads."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = metadata_of(directory)
+    flat = {
+        key: torch.full(about.size, 1, dtype=torch.float32).to(about.properties.dtype)
+        if isinstance(about, TensorStorageMetadata)
+        else "wrong"
+        for key, about in metadata.state_dict_metadata.items()
+    }
+    return unflatten_state_dict(flat, metadata.planner_data)
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    state = blank(directory)
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def assert_equal(found: Any, expected: Any, label: str = "") -> None:
+    """Two trees are the same, tensors bit for bit, tuples tuples and ints ints."""
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+        assert torch.equal(bits(found), bits(expected)), label
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), label
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{label}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected), label
+        assert len(found) == len(expected), label
+        for number, value in enumerate(expected):
+            assert_equal(found[number], value, f"{label}.{number}")
+    else:
+        assert (type(found), found) == (type(expected), expected), label
+
+
+def trained(*, seed: int = 0, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1, **options}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for _ in range(2):
+        model(torch.rand(4, 5)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def of_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path, **more: Any) -> Checkpoint:
+    """What zckpt reads of a file that a program saved."""
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
+    names = {id(p): name for name, p in model.named_parameters()}
+    return torch_file.read(path, names=[names[id(p)] for group in optimizer.param_groups for p in group["params"]])
+
+
+def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+# --- what torch reads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_torch_loads_the_truth_into_plain_tensors(name, world_size, tmp_path):
+    checkpoint, truth = open_checkpoint(FIXTURES / name), Truth(FIXTURES / name)
+    state = loaded(written(checkpoint, tmp_path / "dcp", world_size=world_size))
+    model, optimizer = state["model"], state["optimizer"]
+    exact = all(getattr(torch, checkpoint.owner(n).dtype) == value.dtype for n, value in truth.masters.items())
+    for parameter in checkpoint.parameters.values():
+        owner = checkpoint.owner(parameter.name).name
+        expected = truth.weights.get(owner)
+        if expected is None:
+            expected = truth.masters[owner].to(getattr(torch, parameter.dtype))
+        assert model[parameter.name].dtype == getattr(torch, parameter.dtype)
+        assert_same(model[parameter.name].to(expected.dtype), expected, parameter.name)
+    for buffer, value in truth.buffers.items():
+        assert torch.equal(bits(model[buffer]), value), buffer
+    for owner, value in truth.masters.items():
+        assert_same(model[owner] if exact else optimizer["state"][owner]["master"], value, owner)
+    for slot, (parameter, value) in itertools.chain.from_iterable(
+        zip(itertools.repeat(slot), truth.kind(slot).items()) for slot in truth.slots
+    ):
+        assert_same(optimizer["state"][parameter][slot], value, f"{slot}/{parameter}")
+    assert [g["params"] for g in optimizer["param_groups"]] == [g.parameters for g in checkpoint.param_groups]
+    for group, expected in zip(optimizer["param_groups"], checkpoint.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == expected.hyperparameters
+        for parameter in expected.parameters:
+            for key, scalar in expected.state.items():
+                value = optimizer["state"][parameter][key]
+                assert value == getattr(scalar, "value", scalar)
+                assert isinstance(value, torch.Tensor) == hasattr(scalar, "dtype")
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp3", "s2_bf16_dp2_zerodim"])
+def test_torch_makes_one_file_of_a_directory(name, world_size, tmp_path):
+    directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", world_size=world_size)
+    dcp_to_torch_save(directory, tmp_path / "one.pt")
+    assert_equal(torch.load(tmp_path / "one.pt", weights_only=False), loaded(directory))
+
+
+def test_a_model_alone_is_loaded_from_a_whole_training_state(tmp_path):
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp4"), tmp_path / "dcp", world_size=2)
+    expected = loaded(directory)["model"]
+    model = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load({"model": model}, checkpoint_id=directory, no_dist=True)
+    assert_equal(model, expected)
+
+
+def test_names_of_a_tied_parameter_have_the_same_tensor(tmp_path):
+    state = loaded(written(open_checkpoint(FIXTURES / "s3_bf16_dp3"), tmp_path / "dcp"))
+    assert torch.equal(state["model"]["head.weight"], state["model"]["emb.weight"])
+    assert "head.weight" not in state["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int64", "uint16", "complex64", "float64", "float8_e4m3fn", "float8_e5m2"])
+def test_tensors_of_every_type_arrive(dtype, tmp_path):
+    value = (torch.rand(6, 3) * 100).to(getattr(torch, dtype))
+    torch.save({"w": torch.rand(4, 2), "b": value, "t": value.T, "one": value[1, 1], "none": value[:0]}, tmp_path / "m")
+    state = loaded(written(torch_file.read(tmp_path / "m"), tmp_path / "dcp"))["model"]
+    assert_equal(state, torch.load(tmp_path / "m", weights_only=True))
+
+
+def test_what_torch_loads_does_not_need_deepspeed(tmp_path):
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "dcp")
+    assert b"deepspeed.runtime" in (directory / "zckpt.pt").read_bytes()
+    assert not any(b"deepspeed.runtime" in path.read_bytes() for path in directory.glob("*.distcp"))
+
+
+# --- the form is torch's own ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lr": torch.tensor(0.03)}, {"tags": ["a", 1], "more": {"x": {"y": (1, 2.5)}, "z": [{"k": None}, [3]]}}],
+)
+def test_metadata_is_what_torch_makes_of_the_same_state(options, tmp_path):
+    model, optimizer = trained(**options)
+    directory = written(of_torch(model, optimizer, tmp_path / "plain.pt"), tmp_path / "dcp")
+    same = {**state_dict_of(model, optimizer), "step": 2}
+    dcp.save(same, checkpoint_id=tmp_path / "torch", no_dist=True)
+    found, expected = metadata_of(directory), metadata_of(tmp_path / "torch")
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.version == expected.version
+    assert found.storage_data.keys() == expected.storage_data.keys()
+    for index in found.storage_data:
+        same = next(other for other in expected.storage_data if other == index)
+        assert (type(index.offset), index.index) == (type(same.offset), same.index)
+        assert vars(found.storage_data[index]).keys() == vars(expected.storage_data[same]).keys()
+    assert_equal(loaded(directory), loaded(tmp_path / "torch"))
+
+
+def test_metadata_names_only_classes_that_torch_has_had_since_2_3(tmp_path):
+    """2.3 has no StorageMeta, and no torch before 2.15 takes tensor properties of six members."""
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp4"), tmp_path / "dcp")
+    named = set(re.findall(rb"c(torch[a-z_.]*)\n(\w+)\n", (directory / ".metadata").read_bytes()))
+    metadata, dtypes = b"torch.distributed.checkpoint.metadata", {b"bfloat16", b"float32", b"int64", b"bool"}
+    assert named == {
+        *((b"torch", dtype) for dtype in dtypes),
+        (b"torch", b"Size"),
+        (b"torch.serialization", b"_get_layout"),
+        (b"torch.distributed.checkpoint.filesystem", b"_StorageInfo"),
+        *((metadata, name) for name in (b"Metadata", b"MetadataIndex", b"TensorStorageMetadata", b"TensorProperties")),
+        *((metadata, name) for name in (b"BytesStorageMetadata", b"ChunkStorageMetadata", b"_MEM_FORMAT_ENCODING")),
+    }
+    properties = metadata_of(directory).state_dict_metadata["model.emb.weight"].properties
+    assert len(properties.__getstate__()) == 5
+
+
+def test_every_item_is_a_sound_archive_of_its_own(world_size, tmp_path):
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "dcp", world_size=world_size)
+    places = metadata_of(directory).storage_data.values()
+    assert {place.relative_path for place in places} == {f"__{rank}_0.distcp" for rank in range(world_size)}
+    ends = dict.fromkeys({place.relative_path for place in places}, 0)
+    for place in sorted(places, key=lambda place: (place.relative_path, place.offset)):
+        assert place.offset == ends[place.relative_path] + -ends[place.relative_path] % 64
+        ends[place.relative_path] = place.offset + place.length
+        data = (directory / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            assert archive.testzip() is None
+            assert "archive/data.pkl" in archive.namelist()
+
+
+def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Embedding(1001, 64), "b": torch.nn.Linear(640, 300)})
+    model["c"] = torch.nn.Embedding(3, 60000)
+    torch.save(model.state_dict(), tmp_path / "m")
+    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    metadata = metadata_of(directory)
+    for name, parameter in model.named_parameters():
+        chunks = metadata.state_dict_metadata[f"model.{name}"].chunks
+        pieces = parameter.chunk(4) if parameter.nbytes > writer.CUT_NBYTES else [parameter]
+        assert [chunk.sizes for chunk in chunks] == [piece.shape for piece in pieces]
+        for rank, chunk in enumerate(chunks if len(chunks) > 1 else []):
+            index = dcp.metadata.MetadataIndex(f"model.{name}", chunk.offsets)
+            assert metadata.storage_data[index].relative_path == f"__{rank}_0.distcp"
+    assert_equal(loaded(directory)["model"], dict(model.state_dict()))
+
+
+def test_small_items_are_dealt_to_the_file_with_the_least(tmp_path):
+    torch.save({f"w{number}": torch.rand(50 + 37 * number) for number in range(40)}, tmp_path / "m")
+    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    sizes = [(directory / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+    assert max(sizes) - min(sizes) < 2000
+
+
+def test_more_ranks_than_items_leave_no_empty_files(tmp_path):
+    torch.save({"w": torch.rand(3)}, tmp_path / "m")
+    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=9)
+    assert {path.name for path in directory.iterdir()} == {"__0_0.distcp", ".metadata", "zckpt.pt"}
+
+
+def test_alike_tensors_share_the_bytes_around_them(tmp_path):
+    """A hundred thousand small tensors take no memory for as many archives."""
+    torch.save({f"w{number}": torch.rand(4, 5) for number in range(50)}, tmp_path / "m")
+    file, *_ = writer.lay_out(torch_file.read(tmp_path / "m"))
+    assert len(file.holes) == 50
+    assert len({id(literal.data) for literal in file.literals}) == 2
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path):
+    checkpoint = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
+    one, two = (written(checkpoint, tmp_path / name, world_size=2) for name in ("one", "two"))
+    assert all((two / path.name).read_bytes() == path.read_bytes() for path in one.iterdir())
+
+
+# --- what lies beside the model and the optimizer -------------------------------------------------------------------
+
+
+def test_what_torch_can_read_by_itself_is_in_the_state_dict(tmp_path):
+    model, optimizer = trained()
+    more = {
+        "lr_scheduler": {"last_epoch": 2, "base_lrs": [0.01, 0.02], "_last_lr": (0.1,)},
+        "ema": {"w": torch.rand(7, 2).T, "list": [torch.arange(3), {"x": 1.5}]},
+        "rng": torch.get_rng_state(),
+    }
+    state = loaded(written(of_torch(model, optimizer, tmp_path / "plain.pt", **more), tmp_path / "dcp"))
+    assert_equal({key: state[key] for key in more}, more)
+
+
+def test_what_only_others_can_read_is_beside_it(tmp_path):
+    """Foreign classes, what torch cannot tell apart once it is flat, and trees that are none or have no end."""
+    loop: list[Any] = []
+    loop.append(loop)
+    laughs: list[Any] = ["ha"]
+    for _ in range(30):
+        laughs = [laughs] * 10
+    deep: list[Any] = [{}]
+    for _ in range(100):
+        deep = [deep, {}]
+    foreign = Object(Global("some.library", "Thing"))
+    odd = {"loop": loop, "laughs": laughs, "deep": deep, "foreign": {"x": [foreign]}, "twice": {1: 0, "1": 0}}
+    checkpoint = open_checkpoint(FIXTURES / "s2_bf16_dp4")
+    checkpoint.metadata |= {**odd, "model": "another", "model.emb.weight": 3, "fine": {"a": 1}}
+    directory = written(checkpoint, tmp_path / "dcp")
+    state = loaded(directory)
+    assert state["fine"] == {"a": 1}
+    assert not {*odd, "model.emb.weight"} & state.keys()
+    assert isinstance(state["model"], dict)
+    rest = read_torchfile(directory / "zckpt.pt").root
+    assert {*odd, "model", "model.emb.weight", "fine"} <= rest["metadata"].keys()
+    assert rest["metadata"]["loop"][0] is rest["metadata"]["loop"]
+
+
+def test_steps_taken_are_in_the_state_dict(tmp_path):
+    assert loaded(written(open_checkpoint(FIXTURES / "s2_bf16_dp4"), tmp_path / "dcp"))["step"] == 5
+
+
+# --- and back -------------------------------------------------------------------------------------------------------
+
+
+def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
+    return OpenedCheckpoint(**{field.name: getattr(checkpoint, field.name) for field in fields(checkpoint)})
+
+
+def assert_comes_back(checkpoint: Checkpoint, directory: Path, world_size: int) -> OpenedCheckpoint:
+    back = opened(read(written(checkpoint, directory, world_size=world_size)))
+    prove(checkpoint, back, directory)
+    assert_same_state(back, opened(checkpoint))
+    return back
+
+
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_nothing_is_lost_on_the_way_there_and_back(name, world_size, tmp_path):
+    checkpoint = open_checkpoint(FIXTURES / name)
+    back = assert_comes_back(checkpoint, tmp_path / "dcp", world_size)
+    assert back.loss_scale == checkpoint.loss_scale
+    assert back.details["origin"]["zero_stage"] == checkpoint.zero_stage
+
+
+@pytest.mark.parametrize("name", ["plain_adamw", "plain_mixed", "zro_dp2_adamw/ckpt/zero_rank0.pt"])
+def test_parameters_without_names_keep_their_numbers(name, tmp_path):
+    path = FIXTURES / "other" / name
+    checkpoint = open_checkpoint(path if path.is_file() else path / "ckpt.pt")
+    back = assert_comes_back(checkpoint, tmp_path / "dcp", 2)
+    assert {label: p.slots.keys() for label, p in back.unnamed.items()} == {
+        label: p.slots.keys() for label, p in checkpoint.unnamed.items()
+    }
+
+
+def test_parameters_and_hyperparameters_that_torch_has_no_place_for_come_back(tmp_path):
+    odd = {"empty": {}, "numbered": {1: "a"}, "mixed": [{}, {"x": []}, 3], "pair": (1, {"y": 2})}
+    checkpoint = of_torch(*trained(**odd), tmp_path / "plain.pt")
+    checkpoint.parameters["absent"] = Parameter("absent", (3, 4), "float16", frozen=True)
+    back = assert_comes_back(checkpoint, tmp_path / "dcp", 2)
+    assert {key: back.param_groups[0].hyperparameters[key] for key in odd} == odd
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_two_leaves_with_one_key_are_refused(tmp_path):
+    model, optimizer = trained(**{"a": {"b": 1}, "a.b": 2})
+    with pytest.raises(UnsupportedError, match=r"optimizer\.param_groups\.0\.a\.b"):
+        writer.lay_out(of_torch(model, optimizer, tmp_path / "plain.pt"))
+
+
+def test_hyperparameters_without_end_are_refused(tmp_path):
+    checkpoint = open_checkpoint(FIXTURES / "s2_bf16_dp4")
+    endless: dict[str, Any] = {}
+    checkpoint.param_groups[0].hyperparameters["endless"] = endless | {"x": endless}
+    endless["x"] = endless
+    with pytest.raises(UnsupportedError, match="nested too deeply"):
+        writer.lay_out(checkpoint)
+
+
+def test_a_world_without_ranks_is_refused():
+    with pytest.raises(UsageError, match="world size"):
+        writer.lay_out(open_checkpoint(FIXTURES / "s2_bf16_dp4"), world_size=0)
+
+
+def test_own_names(tmp_path):
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp4"), tmp_path / "dcp", world_size=3)
+    assert all(writer.is_own(path.name) for path in directory.iterdir())
+    for name in ("model.pt", "__x_0.distcp", "sub/.metadata", "__00_0.distcp", ".metadata.txt", "meta.pt"):
+        assert not writer.is_own(name), name

@@ -1,0 +1,236 @@
+"""FSDP2 trainings, on any number of gloo ranks, load what zckpt writes for torch.distributed.checkpoint and go on.
+
+In the first half all ranks see the same data: gradients are then the same without and with any power of two of ranks,
+as a sum of equal numbers that is divided by their count is exact, and only the order of elementwise arithmetic within
+a shard (vectorised, or the scalar rest of it) may move a last bit. On one rank nothing may.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from tests.engine import models, training, workers
+from tests.engine.spec import Spec
+from tests.truth import Truth, assert_same, bits
+from zckpt.execute import execute_directory
+from zckpt.formats import open_checkpoint, torch_file
+from zckpt.formats.dcp import writer
+from zckpt.plan import plan
+from zckpt.state import Checkpoint
+
+pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+STEPS, STEPS_AFTER = 5, 5
+LAST_BITS = 1e-6
+"""Relative; float32 has 6e-8, and five steps of AdamW let a difference in the last bit grow a little."""
+
+OTHER_ORDER = 1e-5
+"""Relative; DeepSpeed sums gradients of a flat bucket, FSDP2 those of each shard, in other orders."""
+
+
+class Net(nn.Module):
+    """No size that 4 ranks could share evenly, fewer rows than ranks, a tied head, a frozen parameter, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 301), nn.Linear(301, 6)
+        self.register_buffer("scale", torch.rand(6))
+        self.frozen = nn.Parameter(torch.rand(3, 6), requires_grad=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(tokens)) * self.scale * self.gain
+        return self.head(x + self.down(self.up(x).relu()) + self.frozen.mean(0))
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, plain = [p for p in trained if p.dim() > 1], [p for p in trained if p.dim() == 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0, "lr": 0.02}]
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole(value: Any) -> Any:
+    """A state dict with whole tensors, on every rank."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [whole(one) for one in value]
+    if isinstance(value, DTensor):
+        return value.full_tensor().detach().clone()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def by_name(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": dict(model_state), "optimizer": optimizer_state}
+
+
+def load(model: nn.Module, optimizer: Any, directory: Path) -> dict[str, Any]:
+    """Load as torch's documentation says; return what model and optimizer then hold, by name."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = by_name(model, optimizer)
+    dcp.load(state, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return whole(by_name(model, optimizer))
+
+
+def shard(model: nn.Module, *parts: nn.Module) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for part in (*parts, model):
+        fully_shard(part, mesh=mesh)
+
+
+def written(checkpoint: Checkpoint, directory: Path, world_size: int) -> Path:
+    execute_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+    return directory
+
+
+def assert_equal(found: Any, expected: Any, label: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+        assert torch.equal(bits(found), bits(expected)), label
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), label
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{label}.{key}")
+    elif isinstance(expected, list):
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{label}.{number}")
+    else:
+        assert found == expected, label
+
+
+# --- what runs on ranks ---------------------------------------------------------------------------------------------
+
+
+def load_and_go_on(rank: int, world_size: int, directory: Path, fsdp: bool) -> tuple[list[float], dict[str, Any]]:
+    """Load into a model and an optimizer that differ in everything, train on; return losses and what was loaded."""
+    torch.manual_seed(2)
+    model = Net()
+    if fsdp:
+        shard(model, model.up, model.down)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=9.0, betas=(0.1, 0.2), eps=1e-3)
+    state = load(model, optimizer, directory)
+    return train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER)), state
+
+
+def save_sharded(rank: int, world_size: int, directory: Path) -> None:
+    """Save as FSDP2 does, a model that is cut as zckpt cuts it."""
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(1)
+    model = Net()
+    shard(model)
+    dcp.save(by_name(model, torch.optim.AdamW(groups_of(model), lr=0.01)), checkpoint_id=directory)
+
+
+def go_on_from_deepspeed(rank: int, world_size: int, spec: Spec, directory: Path) -> tuple[list[float], Any]:
+    """Load a DeepSpeed training into FSDP2, and train on with the data that DeepSpeed would have seen."""
+    model = models.build_model(spec, seed=7)
+    shard(model, *model.big)
+    optimizer = torch.optim.AdamW(models.param_groups(spec, model), lr=9.0)
+    state = load(model, optimizer, directory)
+    losses = []
+    for step in range(spec.steps + 1, spec.steps + spec.steps_after + 1):
+        loss = model(*training.batch(spec, step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, state
+
+
+# --- tests ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict[str, Any]:
+    """A training in one process: its file after 5 steps, as zckpt reads it, its state, and its losses thereafter."""
+    path = tmp_path_factory.mktemp("run") / "plain.pt"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as ranks do
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.01, betas=(0.9, 0.95))
+    train(model, optimizer, range(STEPS))
+    state = whole(by_name(model, optimizer))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
+    losses = train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER))
+    torch.set_num_threads(threads)
+    return {"checkpoint": torch_file.read(path, names=names), "state": state, "losses": losses}
+
+
+@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("ranks", "fsdp"), [(1, False), (1, True), (2, True), (4, True)])
+def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "CUT_NBYTES", 64)
+    directory = written(run["checkpoint"], tmp_path / "dcp", files)
+    for losses, state in workers.run(load_and_go_on, ranks, directory, fsdp):
+        assert_equal(state, run["state"])
+        assert losses == (run["losses"] if ranks == 1 else pytest.approx(run["losses"], rel=LAST_BITS))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensors_are_cut_as_fsdp2_saves_them(ranks, run, tmp_path, monkeypatch):
+    """Each rank then reads its own file only. FSDP2 also writes empty pieces, where there are fewer rows than ranks."""
+    monkeypatch.setattr(writer, "CUT_NBYTES", 0)
+    workers.run(save_sharded, ranks, tmp_path / "torch")
+    directory = written(run["checkpoint"], tmp_path / "dcp", ranks)
+    found, expected = (pickle.loads((d / ".metadata").read_bytes()) for d in (directory, tmp_path / "torch"))
+    assert found.planner_data == {**expected.planner_data, "step": ("step",)}
+    assert found.state_dict_metadata.keys() == found.planner_data.keys()
+    for key, about in expected.state_dict_metadata.items():
+        chunks = [chunk for chunk in getattr(about, "chunks", []) if 0 not in chunk.sizes]
+        if len(chunks) < len(getattr(about, "chunks", [])) or len(chunks) > 1:
+            assert found.state_dict_metadata[key].chunks == chunks, key
+        for chunk in chunks if len(chunks) > 1 else []:
+            index = MetadataIndex(key, chunk.offsets)
+            assert found.storage_data[index].relative_path == expected.storage_data[index].relative_path
+
+
+@pytest.mark.parametrize(("name", "stage"), [("s1_fp32_dp2", 1), ("s3_fp32_dp2", 3)])
+def test_fsdp2_goes_on_from_a_deepspeed_training(name, stage, tmp_path):
+    spec, truth = Spec(name, stage=stage, dtype="fp32"), Truth(FIXTURES / name)
+    directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", 2)
+    results = workers.run(go_on_from_deepspeed, 2, spec, directory)
+    for rank, (losses, state) in enumerate(results):
+        for parameter, value in truth.masters.items():
+            assert_same(state["model"][parameter], value, parameter)
+            for slot in truth.slots:
+                assert_same(state["optimizer"]["state"][parameter][slot], truth.kind(slot)[parameter], parameter)
+        expected = [of_ranks[rank] for of_ranks in truth.facts["losses_next"].values()]
+        assert losses == pytest.approx(expected, rel=OTHER_ORDER)

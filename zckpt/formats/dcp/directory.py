@@ -1,0 +1,68 @@
+"""Which folders and files of a directory make up a checkpoint of torch's DCP.
+
+DIR/.metadata, __R_N.distcp                               one folder holds all
+DIR/.metadata, __R_N.distcp, meta.pt                      Lightning: the rest of its dict is in `meta.pt`
+DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict has no place for
+DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, the rest beside
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.formats.dcp.metadata import NAME
+
+LIGHTNING_NAME = "meta.pt"
+OWN_NAME = "zckpt.pt"
+
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+_BESIDE = re.compile(
+    r"(?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_[0-9]+)?\.(?:bin|pt|pkl)|scaler\.pt"
+    r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth"
+)
+_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The folders with a `.metadata`, by name where there are several, and files of `torch.save` beside them."""
+
+    path: Path
+    folders: dict[str, Path]
+    beside: tuple[Path, ...]
+    own: Path | None
+
+
+def find(path: Path) -> Directory | None:
+    """Find the checkpoint that a directory holds; None if it holds none.
+
+    Raises
+    ------
+    SourceError
+        The directory cannot be read.
+    """
+    if not path.is_dir():
+        return None
+    try:
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    if (path / NAME).is_file():
+        beside = tuple(path / LIGHTNING_NAME for entry in entries if entry.name == LIGHTNING_NAME)
+        own = path / OWN_NAME
+        return Directory(path, {"": path}, beside, own if own.is_file() else None)
+    names = [e.name for e in entries if _FOLDER.fullmatch(e.name) and (Path(e.path) / NAME).is_file()]
+    if not names:
+        return None
+    files = tuple(path / e.name for e in entries if _BESIDE.fullmatch(e.name) and e.is_file())
+    return Directory(path, {name: path / name for name in names}, files, None)
+
+
+def rank_of(path: str) -> int | None:
+    """Return the rank that wrote a file, as its name tells; None if it does not."""
+    found = _RANK.fullmatch(Path(path).name)
+    return int(found[1]) if found is not None else None

@@ -1,0 +1,223 @@
+"""The state that a DCP directory holds of an optimizer, given to the checkpoint's parameters by name.
+
+By name where the file has names, which is usual; else by number, with names found as for any file of `torch.save`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.dcp.items import ObjectItem, TensorItem
+from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE, OptimizerPart
+from zckpt.formats.dcp.tree import Node, branch, carry, raw
+from zckpt.formats.jsonable import jsonable
+from zckpt.formats.scalars import read_scalars
+from zckpt.state import MASTER, Parameter, Scalar
+from zckpt.torchfile import Tensor
+
+Label = str | int
+"""A parameter as the file names it: a name, or a number."""
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+@dataclass(slots=True)
+class Group:
+    """A param group: hyperparameters, and its parameters in order."""
+
+    hyperparameters: dict[str, object]
+    members: list[Label]
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    """An optimizer of whatever form.
+
+    Parameters
+    ----------
+    path : str
+        Where it is, for messages.
+    state : dict
+        By parameter, each a dict of nodes by slot.
+    groups : list of Group
+    others : dict
+        What else it holds.
+    prefix : str
+        Put before its names where several models are read as one.
+    """
+
+    path: str
+    state: dict[Label, dict[str, Node]]
+    groups: list[Group]
+    others: dict[str, Node] = field(default_factory=dict)
+    prefix: str = ""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its parameters have numbers and no names."""
+        return any(isinstance(label, int) for group in self.groups for label in group.members)
+
+
+def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str) -> OptimizerState:
+    """Bring an optimizer to one form.
+
+    Parameters
+    ----------
+    part : OptimizerPart
+    names : sequence of str
+        The model's, which tell a name from a slot in keys that are joined.
+    source : str
+        The directory.
+
+    Raises
+    ------
+    DamagedFileError
+        It is malformed.
+    """
+    where = f"{source}: {'.'.join(map(str, part.path))}" if part.path else source
+    return _flat(part, frozenset(names), where) if part.is_flat else _nested(part, where)
+
+
+def _nested(part: OptimizerPart, where: str) -> OptimizerState:
+    groups = []
+    for _, node in sorted((branch(part.node[GROUPS]) or {}).items()):
+        content = dict(branch(node) or {})
+        params = content.pop(PARAMS)
+        listed = params.node if isinstance(params, ObjectItem) else None
+        if not isinstance(listed, (list, tuple)) or {type(one) for one in listed} not in ({str}, {int}, set()):
+            raise DamagedFileError("unreadable param group", path=where, expected="names or numbers in `params`")
+        groups.append(Group(hyperparameters(content, where), list(listed)))
+    found = OptimizerState(where, {}, groups)
+    labels = [label for group in groups for label in group.members]
+    if len(set(labels)) != len(labels) or len(set(map(type, labels))) > 1:
+        raise DamagedFileError("param groups have a parameter twice, or names and numbers", path=where)
+    numbered = found.is_numbered
+    for label, node in (branch(part.node.get(STATE, {})) or {}).items():
+        slots = branch(node)
+        if slots is None or (numbered and not _NUMBER.fullmatch(str(label))):
+            raise DamagedFileError("unreadable state", path=where, expected="a dict by slot", found=str(label)[:80])
+        found.state[int(label) if numbered else str(label)] = {str(key): value for key, value in slots.items()}
+    found.others = {str(key): node for key, node in part.node.items() if key not in (STATE, GROUPS)}
+    return found
+
+
+def _flat(part: OptimizerPart, names: frozenset[str], where: str) -> OptimizerState:
+    """Read joined keys. They do not say which group a parameter is in: those with the same values are one group."""
+    state: dict[Label, dict[str, Node]] = {}
+    options: dict[str, dict[str | int, Node]] = {}
+    for key, node in part.node.items():
+        kind, _, rest = str(key).partition(".")
+        name, slot = _split(rest, names | part.names)
+        if kind == GROUPS:
+            options.setdefault(name, {})[slot] = node
+        else:
+            state.setdefault(name, {})[slot] = node
+    groups: dict[str, Group] = {}
+    for name, content in options.items():
+        values = hyperparameters(content, where)
+        groups.setdefault(json.dumps(jsonable(values), sort_keys=True), Group(values, [])).members.append(name)
+    return OptimizerState(where, state, list(groups.values()))
+
+
+def _split(joined: str, names: frozenset[str]) -> tuple[str, str]:
+    """Cut a joined key after the longest name that it begins with; after the last dot where none is known."""
+    at = joined.rfind(".")
+    while at > 0:
+        if joined[:at] in names:
+            return joined[:at], joined[at + 1 :]
+        at = joined.rfind(".", 0, at)
+    name, _, slot = joined.rpartition(".")
+    return name, slot
+
+
+def hyperparameters(content: Mapping[str | int, Node], where: str) -> dict[str, object]:
+    """Return a param group's values, with single numbers that are tensors read.
+
+    Raises
+    ------
+    UnsupportedError
+        A tensor that is no single number and is in several pieces.
+    """
+    found: dict[str, object] = {}
+    for key, node in content.items():
+        if isinstance(node, TensorItem) and not node.shape and node.whole is not None:
+            found[str(key)] = read_scalars(node.spans[0].path, [node.whole])[0]
+        elif isinstance(node, ObjectItem):
+            found[str(key)] = raw(node)
+        else:
+            found[str(key)] = _carried(node, f"{key} of a param group", where)
+    return found
+
+
+def _carried(node: Node, what: str, where: str) -> object:
+    lost: list[str] = []
+    value = carry(node, lost)
+    if lost:
+        raise UnsupportedError(f"{what} holds tensors in several pieces", path=where, found=", ".join(lost[:4]))
+    return value
+
+
+def place(parameter: Parameter, slots: Mapping[str, Node], where: str) -> None:
+    """Give a parameter its state: tensors are slots, anything else is state.
+
+    Raises
+    ------
+    UnsupportedError
+        Tensors in several pieces, in something other than a slot.
+    """
+    for key, node in slots.items():
+        if isinstance(node, TensorItem):
+            parameter.slots[key] = node.slot(key)
+        elif isinstance(node, ObjectItem):
+            parameter.state[key] = raw(node)
+        else:
+            parameter.state[key] = _carried(node, f"{key} of {parameter.name}", where)
+
+
+def shape_of(slots: Mapping[str, Node]) -> tuple[int, ...] | None:
+    """Return a parameter's shape as its state shows it: the largest of its tensors."""
+    tensors = {key: node for key, node in slots.items() if isinstance(node, TensorItem)}
+    shapes = [one.shape for key, one in tensors.items() if key != "step"] or [one.shape for one in tensors.values()]
+    if MASTER in tensors:
+        return tensors[MASTER].shape
+    return max(shapes, key=lambda s: (len(s), s), default=None)
+
+
+def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object]]:
+    """Return, for each group, the single values that all of its parameters with any state share, as their step."""
+    steps = _read_steps(optimizers)
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.groups:
+            present = [optimizer.state[label] for label in group.members if optimizer.state.get(label)]
+            values: dict[str, list[object]] = {}
+            for slots in present:
+                for key, node in slots.items():
+                    if isinstance(node, TensorItem) and id(node) in steps:
+                        values.setdefault(key, []).append(steps[id(node)])
+                    elif isinstance(node, ObjectItem) and isinstance(node.node, (int, float, bool)):
+                        values.setdefault(key, []).append(node.node)
+            shared = {k: v[0] for k, v in values.items() if len(v) == len(present) and all(one == v[0] for one in v)}
+            found.append(shared)
+    return found
+
+
+def _read_steps(optimizers: Sequence[OptimizerState]) -> dict[int, Scalar]:
+    """Read every step that is a tensor, file by file; by the identity of its item."""
+    wanted: list[tuple[str, int, Tensor]] = []
+    for optimizer in optimizers:
+        for slots in optimizer.state.values():
+            node = slots.get("step")
+            if isinstance(node, TensorItem) and node.shape == () and node.whole is not None:
+                wanted.append((node.spans[0].path, id(node), node.whole))
+    found: dict[int, Scalar] = {}
+    for path, members in groupby(sorted(wanted, key=lambda one: one[0]), key=lambda one: one[0]):
+        listed = list(members)
+        scalars = read_scalars(path, [tensor for _, _, tensor in listed])
+        found.update(zip((identity for _, identity, _ in listed), scalars, strict=True))
+    return found

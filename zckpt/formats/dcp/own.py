@@ -1,0 +1,104 @@
+"""`zckpt.pt`, which zckpt puts into a directory: what torch's DCP has no place for.
+
+{**formats.remainder,
+ "dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}}}}
+
+with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
+knows by number only, and hyperparameters that torch takes apart, as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from zckpt.dtypes import DTYPES
+from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.dcp.optimizer import OptimizerState
+from zckpt.formats.remainder import restore
+from zckpt.formats.scalars import with_scalars
+from zckpt.formats.tensors import describe
+from zckpt.state import Checkpoint, Parameter
+from zckpt.torchfile import TorchFile
+
+KEY = "dcp"
+
+
+def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
+    """Add the parameters of which the model has no tensor.
+
+    Raises
+    ------
+    DamagedFileError
+        The file is malformed.
+    """
+    for name, (shape, dtype) in _abouts(file, "absent").items():
+        if name in checkpoint.parameters or name in checkpoint.buffers:
+            raise DamagedFileError(f"{name} is said to be absent, and is there", path=file.path)
+        checkpoint.parameters[name] = Parameter(name, shape, dtype)
+
+
+def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: Sequence[str]) -> bool:
+    """Give an optimizer's parameters these names, where some have none; tell whether any had none.
+
+    Raises
+    ------
+    UsageError
+        Too few or too many names.
+    """
+    if not _abouts(file, "unnamed"):
+        return False
+    labels = [label for optimizer in optimizers for group in optimizer.groups for label in group.members]
+    if len(set(names)) != len(names) or len(names) != len(labels):
+        raise UsageError(
+            "unusable parameter names",
+            path=file.path,
+            expected=f"{len(labels)} different names",
+            found=f"{len(set(names))} different ones of {len(names)}",
+        )
+    told = dict(zip(labels, names, strict=True))
+    for optimizer in optimizers:
+        optimizer.state = {told.get(label, label): slots for label, slots in optimizer.state.items()}
+        for group in optimizer.groups:
+            group.members = [told[label] for label in group.members]
+    return True
+
+
+def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
+    """Give a checkpoint, whose parameters and groups are there, what the file says of it.
+
+    Raises
+    ------
+    DamagedFileError
+        The file is malformed, or speaks of what is not there.
+    """
+    checkpoint.files.append(describe(file, "metadata"))
+    for label, (shape, dtype) in _abouts(file, "unnamed").items():
+        if label in checkpoint.unnamed:
+            checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = shape, dtype
+    for index, values in _mapping(_about(file).get("hyperparameters", {}), file).items():
+        if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
+            raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
+        checkpoint.param_groups[index].hyperparameters.update(with_scalars(_mapping(values, file), file.path))
+    restore(checkpoint, file.root, file)
+
+
+def _about(file: TorchFile) -> Mapping[object, object]:
+    return _mapping(_mapping(file.root, file).get(KEY), file)
+
+
+def _abouts(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the shapes and element types under a key, by name."""
+    found = {}
+    for name, node in _mapping(_about(file).get(key, {}), file).items():
+        one = _mapping(node, file)
+        shape, dtype = one.get("shape"), one.get("dtype")
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
+            raise DamagedFileError("unexpected content", path=file.path, expected=f"shape and type of {name}")
+        found[str(name)] = (tuple(shape), str(dtype))
+    return found
+
+
+def _mapping(node: object, file: TorchFile) -> Mapping[object, object]:
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=file.path, expected="a dict", found=type(node).__name__)
+    return node

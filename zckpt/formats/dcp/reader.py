@@ -1,0 +1,223 @@
+"""Reading a checkpoint of torch's DCP: its items, which of them are model and optimizer, and all that is neither."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from zckpt.dtypes import is_floating
+from zckpt.errors import UnknownFormatError, UnsupportedError
+from zckpt.formats.dcp.attach import attach
+from zckpt.formats.dcp.directory import LIGHTNING_NAME, Directory, find, rank_of
+from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
+from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
+from zckpt.formats.dcp.names import ModelPart, find_models, find_optimizers, prefixes
+from zckpt.formats.dcp.optimizer import read_optimizer
+from zckpt.formats.dcp.own import complete, name_unnamed, restore_own
+from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
+from zckpt.formats.scalars import read_scalars
+from zckpt.formats.tensors import carried, describe
+from zckpt.formats.torch_file import STEP_KEYS
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
+from zckpt.torchfile import TorchFile, read_torchfile
+
+FORMAT = "dcp"
+
+STEP_PLACES = ("train_state", "trainer_state", "trainer", "progress")
+"""Keys under which programs keep a dict that has the step."""
+
+SHOWN_KEYS = 6
+
+
+def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of a directory that torch's DCP wrote.
+
+    Parameters
+    ----------
+    path : Path
+        With a `.metadata` in it, or in the folders that Accelerate makes.
+    names : sequence of str, optional
+        Names of the optimizer's parameters in its order, for a directory that only numbers them.
+
+    Raises
+    ------
+    UnknownFormatError
+        It is no such directory.
+    SourceError
+        Files are missing, damaged, or contradict each other; or hold something that zckpt does not know.
+    """
+    directory = find(path)
+    if directory is None:
+        raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
+    checkpoint = Checkpoint(str(path), FORMAT)
+    root = _root(directory, checkpoint)
+    optimizers = find_optimizers(root)
+    models = find_models(root, optimizers, checkpoint.warnings)
+    if not models and not optimizers:
+        raise UnsupportedError("holds neither a model nor an optimizer", path=path, found=_shown(list(map(str, root))))
+    _place(checkpoint, models)
+    own = read_torchfile(directory.own) if directory.own is not None else None
+    if own is not None:
+        complete(checkpoint, own)
+    states = [read_optimizer(part, [n for one in models for n in one.tensors], str(path)) for part in optimizers]
+    for state, prefix in zip(states, prefixes(optimizers, models), strict=True):
+        state.prefix = prefix
+    if own is not None and names is not None and name_unnamed(states, own, names):
+        names = None
+    attach(checkpoint, states, names)
+    checkpoint.step = _step(checkpoint, root, [*(part.path for part in models), *(part.path for part in optimizers)])
+    if own is not None:
+        restore_own(checkpoint, own)
+        return checkpoint
+    lost: list[str] = []
+    for state in states:
+        checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
+    _carry(checkpoint, root, {part.path for part in models}, {part.path for part in optimizers}, lost)
+    _read_beside(checkpoint, directory)
+    if lost:
+        checkpoint.warnings.append(
+            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
+        )
+    return checkpoint
+
+
+def _shown(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - SHOWN_KEYS} more" if len(keys) > SHOWN_KEYS else ""
+    return ", ".join(keys[:SHOWN_KEYS]) + more
+
+
+def _root(directory: Directory, checkpoint: Checkpoint) -> Branch:
+    """Return the dict that was saved; of several folders, a dict by their names."""
+    trees: dict[str | int, Node] = {}
+    used: list[ItemFile] = []
+    for name, folder in directory.folders.items():
+        metadata = read_metadata(folder)
+        items = read_items(folder, metadata)
+        trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
+        used += items.files
+        _describe(checkpoint, folder, metadata, items.files)
+        if items.unread:
+            checkpoint.warnings.append(f"no objects of torch.save, and not carried: {_shown(items.unread)}")
+        if metadata.unsaved:
+            checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
+        checkpoint.format_version = checkpoint.format_version or metadata.version
+    ranks = {rank for file in used if (rank := rank_of(file.path)) is not None}
+    checkpoint.world_size = max(len(ranks), 1)
+    checkpoint.details["ranks_with_files"] = sorted(ranks)
+    checkpoint.details["serialization"] = "safetensors" if any(f.is_safetensors for f in used) else "torch_save"
+    if list(trees) == [""]:
+        only = trees[""]
+        return only if isinstance(only, dict) else {}
+    checkpoint.details["folders"] = list(map(str, trees))
+    return trees
+
+
+def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
+    size = Path(metadata.path).stat().st_size
+    checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
+    for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
+        mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
+        checkpoint.files.append(
+            SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
+                       file.unreferenced_nbytes, mentioned)
+        )  # fmt: skip
+    known = {Path(file.path) for file in files}
+    stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)
+    if stray:
+        checkpoint.warnings.append(f"not part of the checkpoint, which does not name them: {_shown(stray)}")
+
+
+def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
+    """Turn the tensors of models into parameters and buffers.
+
+    As in any state dict, integers and bools are buffers and so are the running statistics of a batch norm; the rest
+    are taken for parameters. A tied parameter is there twice, and nothing says that it is tied.
+    """
+    for model in models:
+        for bare, item in model.tensors.items():
+            name = model.prefix + bare
+            parameter = Parameter(name, item.shape, item.dtype, {WEIGHT: item.slot(WEIGHT)})
+            is_buffer = not _trainable(item) or _is_running_statistic(bare, model.tensors)
+            (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
+
+
+def _trainable(item: TensorItem) -> bool:
+    return is_floating(item.dtype) or item.dtype.startswith("complex")
+
+
+def _is_running_statistic(name: str, tensors: Mapping[str, TensorItem]) -> bool:
+    module, _, last = name.rpartition(".")
+    count = tensors.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
+    return last in ("running_mean", "running_var") and count is not None and not _trainable(count)
+
+
+def _carry(checkpoint: Checkpoint, root: Branch, models: set[Keys], optimizers: set[Keys], lost: list[str]) -> None:
+    """Keep everything that is neither a model's tensor nor an optimizer's, under keys joined where that is needed."""
+    for path, node in _rest(root, (), models, optimizers):
+        held = len(lost)
+        value = carry(node, lost)
+        if not (isinstance(node, TensorItem) and len(lost) > held):
+            checkpoint.metadata[".".join(map(str, path))] = value
+
+
+def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) -> Iterator[tuple[Keys, Node]]:
+    """Yield the largest parts of a tree that hold no model and no optimizer."""
+    if path in optimizers:
+        return
+    for step, child in node.items():
+        at = (*path, step)
+        within = any(taken[: len(at)] == at for taken in (*models, *optimizers))
+        content = branch(child) if within else None
+        if content is not None:
+            yield from _rest(content, at, models, optimizers)
+        elif not (path in models and isinstance(child, TensorItem)):
+            yield at, child
+
+
+def _read_beside(checkpoint: Checkpoint, directory: Directory) -> None:
+    """Keep what files beside the folders hold: all keys of Lightning's, and the others by their names."""
+    for path in directory.beside:
+        try:
+            file = read_torchfile(path)
+        except UnknownFormatError:
+            checkpoint.warnings.append(f"not read: {path.name}")
+            continue
+        checkpoint.files.append(describe(file, "metadata"))
+        if path.name == LIGHTNING_NAME and isinstance(file.root, dict):
+            _merge(checkpoint, file)
+        else:
+            checkpoint.metadata[path.stem] = carried(file, file.root)
+
+
+def _merge(checkpoint: Checkpoint, file: TorchFile) -> None:
+    content = file.root if isinstance(file.root, dict) else {}
+    for key, value in content.items():
+        checkpoint.metadata.setdefault(str(key), carried(file, value))
+    step = next((content[key] for key in STEP_KEYS if type(content.get(key)) is int), None)
+    checkpoint.step = int(step) if step is not None else checkpoint.step
+
+
+def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:
+    """Return the step that the program counted: at the root, beside the model, or where its trainer keeps it."""
+    places: list[Node] = [root, *(root.get(key) for key in STEP_PLACES)]
+    for path in paths:
+        node: Node = root
+        for step in path[:-1]:
+            node = node[step] if isinstance(node, dict) else None
+            places += [node, *(node.get(key) for key in STEP_PLACES)] if isinstance(node, dict) else []
+    for place in places:
+        for key in STEP_KEYS:
+            found = _whole_number(place.get(key)) if isinstance(place, dict) else None
+            if found is not None:
+                return found
+    steps = [group.state.get("step") for group in checkpoint.param_groups]
+    numbers = [s.value if isinstance(s, Scalar) else s for s in steps]
+    return max((int(n) for n in numbers if isinstance(n, (int, float)) and n == int(n)), default=None)
+
+
+def _whole_number(node: Node) -> int | None:
+    if isinstance(node, TensorItem) and node.shape == () and node.whole is not None and not is_floating(node.dtype):
+        number = read_scalars(node.path, [node.whole])[0].value
+        return number if type(number) is int else None
+    value = node.node if isinstance(node, ObjectItem) else None
+    return value if type(value) is int else None

@@ -1,0 +1,172 @@
+"""A checkpoint as the state dict that `torch.distributed.checkpoint.state_dict.get_state_dict` makes, item by item.
+
+{"model": {name: tensor},
+ "optimizer": {"state": {name: {key: tensor or value}}, "param_groups": [{key: value, ..., "params": [name]}]},
+ "lr_scheduler": ..., "step": ...}
+
+torch stores each leaf by itself, under its path: a dict is always opened, a list where it holds a dict or a tensor,
+a tuple never. Masters that the model does not hold exactly are in the optimizer's state, under `master`.
+
+Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats.consolidated import model_tensors, model_tree, optimizer_slots
+from zckpt.formats.optimizer_file import optimizer_tree
+from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_archive import SlotTensor, ValueTensor
+from zckpt.state import Checkpoint
+from zckpt.torchfile import DefaultMapping, Device, DType, FromFile, Layout, OrderedMapping, Size, Tensor
+
+Path = tuple[str | int, ...]
+
+MAPPINGS = (dict, OrderedMapping, DefaultMapping)
+TENSORS = (SlotTensor, ValueTensor, Tensor)
+VALUES = (type(None), bool, int, float, complex, str, bytes, DType, Device, Layout, Size)
+"""What Python and torch can load wherever they are; anything else may name a class that a reader does not have."""
+
+MAXIMUM_DEPTH = 64
+"""Of what is opened: a file may nest without end, or hold a list that contains itself."""
+
+MAXIMUM_NODES = 100_000
+"""Of one value beside the model and the optimizer: a file may repeat one part of a tree in itself without end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A leaf of the state dict: a SlotTensor or ValueTensor, or anything else, which becomes bytes.
+
+    Parameters
+    ----------
+    key : str
+        The name that torch gives it: the path, joined with dots.
+    path : tuple of str or int
+        Keys of dicts, all as text, and indices of lists.
+    value : object
+    """
+
+    key: str
+    path: Path
+    value: object
+
+
+def items(checkpoint: Checkpoint) -> list[Item]:
+    """Return all leaves of the state dict, in its order.
+
+    Values beside the model and the optimizer are left out where a program that does not know zckpt, or the library
+    that made them, could not read them.
+
+    Raises
+    ------
+    UnsupportedError
+        State that no single parameter can hold, or names that make one key of two leaves.
+    """
+    root: dict[str, object] = {
+        "model": model_tree(model_tensors(checkpoint, "keep", tied="duplicate", exclude_frozen=False))
+    }
+    if checkpoint.param_groups:
+        root["optimizer"] = _by_name(checkpoint)
+    found = {}
+    for item in _opened((), root, None):
+        if item.key in found:
+            raise UnsupportedError(f"two tensors or values have the key {item.key}", path=checkpoint.source)
+        found[item.key] = item
+    beside = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
+    for key, value in beside.items():
+        if key not in root and _is_readable(value):
+            more = list(_opened((key,), value, None))
+            keys = {item.key for item in more}
+            if len(keys) == len(more) and not keys & found.keys():
+                found.update((item.key, item) for item in more)
+    return list(found.values())
+
+
+def _by_name(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the optimizer's state dict with names where torch's own has numbers."""
+    tree: dict[object, Any] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, "keep"))
+    names = [name for group in checkpoint.param_groups for name in group.parameters]
+    groups = [
+        {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}
+        for numbered, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True)
+    ]
+    return {"state": {names[number]: values for number, values in tree["state"].items()}, "param_groups": groups}
+
+
+def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
+    """Yield the leaves of a part of the state dict; `file` is where the tensors below it are, if in one."""
+    if isinstance(node, FromFile):
+        yield from _opened(path, node.node, node)
+        return
+    if len(path) > MAXIMUM_DEPTH:
+        raise UnsupportedError(f"{'.'.join(map(str, path[:4]))} is nested too deeply")
+    if isinstance(node, MAPPINGS):
+        for key, value in node.items():
+            yield from _opened((*path, str(key)), value, file)
+    elif type(node) is list and _is_opened(node):
+        for index, value in enumerate(node):
+            yield from _opened((*path, index), value, file)
+    else:
+        key = ".".join(map(str, path))
+        yield Item(key, path, _leaf(key, node, file))
+
+
+def _is_opened(values: list[object], depth: int = 0) -> bool:
+    """Tell whether torch stores the members of a list one by one."""
+    return any(
+        isinstance(value, (*MAPPINGS, *TENSORS))
+        or (type(value) is list and depth < MAXIMUM_DEPTH and _is_opened(value, depth + 1))
+        for value in values
+    )
+
+
+def _leaf(key: str, node: object, file: FromFile | None) -> object:
+    if file is None or isinstance(node, (bool, int, float, str)):
+        return node
+    if isinstance(node, Tensor):
+        return SlotTensor(slot_of(key, node, file.path), node.dtype, key)
+    return replace(file, node=node)
+
+
+def _is_readable(value: object) -> bool:
+    """Tell whether torch by itself can read a value, and whether it is a tree of reasonable size."""
+    waiting: list[tuple[int, object]] = [(0, value.node if isinstance(value, FromFile) else value)]
+    budget = MAXIMUM_NODES
+    while waiting:
+        depth, node = waiting.pop()
+        budget -= 1
+        if budget < 0 or depth > MAXIMUM_DEPTH - 2:
+            return False
+        if isinstance(node, MAPPINGS):
+            if not all(isinstance(key, (str, int, float)) for key in node):
+                return False
+            below: list[object] = list(node.values())
+        elif type(node) in (list, tuple):
+            below = list(node)  # type: ignore[call-overload]
+        elif type(node) in VALUES or (type(node) is Tensor and _is_plain(node)):
+            continue
+        else:
+            return False
+        if len(below) > budget:
+            return False
+        waiting.extend((depth + 1, one) for one in below)
+    return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is no more than its elements."""
+    return tensor.subclass is None and not tensor.metadata and tensor.state is None and not tensor.hooks
+
+
+def expanded(hyperparameters: Mapping[str, object]) -> dict[str, object]:
+    """Return those hyperparameters that torch stores leaf by leaf, which loses kinds of keys and empty dicts."""
+    return {
+        key: value
+        for key, value in hyperparameters.items()
+        if isinstance(value, MAPPINGS) or (type(value) is list and _is_opened(value))
+    }

@@ -1,0 +1,147 @@
+"""Lay out a directory of `torch.distributed.checkpoint`, as the ranks of an FSDP2 training would have written it.
+
+DIR/.metadata             what there is and where: see `write_metadata`
+DIR/__<rank>_0.distcp     items one after the other, each a whole torch archive
+DIR/zckpt.pt              what such a directory has no place for: `formats.remainder`, and below; torch leaves it alone
+
+In `zckpt.pt` is {"dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}}}}
+with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
+knows by number only, and the hyperparameters of a group that torch stores leaf by leaf, as they were.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Sequence
+
+from zckpt.formats import torch_archive
+from zckpt.formats.dcp.write_archives import Archives, TensorPiece
+from zckpt.formats.dcp.write_items import Item, expanded, items
+from zckpt.formats.dcp.write_metadata import NAME, Chunk, Entry, metadata
+from zckpt.formats.optimizer_file import value_node
+from zckpt.formats.remainder import remainder
+from zckpt.formats.torch_archive import SlotTensor, ValueTensor
+from zckpt.partition import check_world_size
+from zckpt.plan import Literal, TargetFile
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+
+REST_NAME = "zckpt.pt"
+KEY = "dcp"
+"""Under which `zckpt.pt` says what is peculiar to these directories."""
+
+CUT_NBYTES = 1 << 16
+"""Tensors above this are cut for the ranks: a smaller piece would be little more than the archive around it."""
+
+_OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
+
+Piece = tuple[int, object]
+"""A rank, and what of an item is in its file."""
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own."""
+    return _OWN.fullmatch(name) is not None
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
+    """Return the files of a directory.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    world_size : int
+        Files that the tensors are spread over; any number of ranks loads them. Large tensors are cut along their
+        first dimension, as FSDP2 cuts them, so that as many ranks each read one file.
+
+    Raises
+    ------
+    UsageError
+        A world without ranks.
+    UnsupportedError
+        State that no single parameter can hold, or that cannot be written.
+    """
+    check_world_size(world_size)
+    archives = Archives()
+    found = items(checkpoint)
+    files = [TargetFile(f"__{rank}_0.distcp", 0) for rank in range(world_size)]
+    entries = []
+    for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
+        entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
+    content = metadata(entries)
+    rest = torch_archive.lay_out(REST_NAME, {**remainder(checkpoint), KEY: _peculiar(checkpoint)})
+    return [*(file for file in files if file.nbytes), rest, TargetFile(NAME, len(content), [Literal(0, content)])]
+
+
+def _put(archives: Archives, file: TargetFile, value: object) -> Chunk:
+    offset, nbytes = archives.put(file, value)
+    if isinstance(value, TensorPiece):
+        return Chunk(value.offsets, value.sizes, file.name, offset, nbytes)
+    shape = value.shape if isinstance(value, ValueTensor) else ()
+    return Chunk((0,) * len(shape), shape, file.name, offset, nbytes)
+
+
+def _entry(item: Item, chunks: Sequence[Chunk]) -> Entry:
+    value = item.value
+    if isinstance(value, SlotTensor):
+        return Entry(item.key, item.path, value.dtype, value.slot.shape, tuple(chunks))
+    if isinstance(value, ValueTensor):
+        return Entry(item.key, item.path, value.dtype, value.shape, tuple(chunks))
+    return Entry(item.key, item.path, None, (), tuple(chunks))
+
+
+def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[list[Piece]]:
+    """Return the pieces of each item: large tensors cut for all ranks, the rest given to the rank with the least."""
+    cut = [_cut(item.value, world_size) for item in found]
+    sizes = [[archives.nbytes(value) for value in pieces] for pieces in cut]
+    loads = [0] * world_size
+    for nbytes in sizes:
+        if len(nbytes) > 1:
+            for rank, size in enumerate(nbytes):
+                loads[rank] += size
+    least = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(least)
+    ranks = [0] * len(found)
+    whole = (index for index, pieces in enumerate(cut) if len(pieces) == 1)
+    for index in sorted(whole, key=lambda index: -sizes[index][0]):
+        load, ranks[index] = least[0]
+        heapq.heapreplace(least, (load + sizes[index][0], ranks[index]))
+    return [
+        list(enumerate(pieces)) if len(pieces) > 1 else [(rank, pieces[0])]
+        for rank, pieces in zip(ranks, cut, strict=True)
+    ]
+
+
+def _cut(value: object, world_size: int) -> list[object]:
+    """Return an item's value in pieces: the first is rank 0's, or there is only one.
+
+    Source: torch.chunk, with which FSDP2 shards dimension 0: pieces of ceil(n / world size) rows.
+    """
+    if not isinstance(value, SlotTensor):
+        return [value]
+    slot = value.slot
+    if world_size == 1 or not slot.shape or slot.nbytes <= CUT_NBYTES:
+        return [TensorPiece(value, (0,) * len(slot.shape), slot.shape)]
+    rows, rest = slot.shape[0], slot.shape[1:]
+    step = -(-rows // world_size)
+    return [
+        TensorPiece(value, (start, *(0 for _ in rest)), (min(step, rows - start), *rest))
+        for start in range(0, rows, step)
+    ]
+
+
+def _peculiar(checkpoint: Checkpoint) -> dict[str, object]:
+    absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]
+    hyperparameters = {
+        index: {key: value_node(value) for key, value in expanded(group.hyperparameters).items()}
+        for index, group in enumerate(checkpoint.param_groups)
+    }
+    return {
+        "absent": {p.name: _about(p) for p in absent},
+        "unnamed": {label: _about(p) for label, p in checkpoint.unnamed.items()},
+        "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
+    }
+
+
+def _about(parameter: Parameter) -> dict[str, object]:
+    return {"shape": list(parameter.shape), "dtype": parameter.dtype}
