@@ -1,0 +1,752 @@
+"""zckpt's own format loses nothing: fields, slots, groups and trees of any objects come back as they were.
+
+The specification in `docs/formats.md` is proven by a second reader below, written from that page alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from tests.formats.some_tensors import random_tensor, stored
+from tests.strategies import shapes, tilings
+from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
+from zckpt.dtypes import DTYPES, itemsize
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
+from zckpt.execute import execute, execute_directory
+from zckpt.formats import open_checkpoint, torch_archive
+from zckpt.formats.native import check_digests, is_native, is_own, lay_out, read
+from zckpt.formats.native import rank_file as ranks
+from zckpt.formats.native.cut import deal
+from zckpt.formats.native.document import encode, read_document
+from zckpt.formats.native.node_reader import NodeReader
+from zckpt.formats.native.node_writer import NodeWriter
+from zckpt.formats.native.pieces import Layouts
+from zckpt.formats.remainder import origin
+from zckpt.plan import plan
+from zckpt.read import read_slot
+from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
+from zckpt.torchfile import (
+    DefaultMapping,
+    Device,
+    DType,
+    FromFile,
+    Global,
+    Layout,
+    Namespace,
+    NumpyScalar,
+    Object,
+    OrderedMapping,
+    Size,
+    Tensor,
+    read_torchfile,
+)
+from zckpt.torchfile.pickle_writer import dump
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+WORLD_SIZES = [1, 3, 7]
+RUNS = sorted(p.name for p in FIXTURES.iterdir() if (p / "latest").is_file())
+OTHERS = [
+    *(f"universal/{p.name}" for p in sorted((FIXTURES / "universal").iterdir())),
+    *(f"other/{p.parent.name}/{p.name}" for p in sorted((FIXTURES / "other").glob("plain_*/ckpt.pt"))),
+    "other/zro_dp2_adamw/ckpt/consolidated.pt",
+    "other/litsim_ds2/epoch=0-step=5.ckpt",
+    "other/accel_ds2_bf16/state",
+]
+
+
+def written(checkpoint: Checkpoint, directory: Path, world_size: int = 1) -> Path:
+    execute_directory(plan(lay_out(checkpoint, world_size=world_size)), directory)
+    return directory
+
+
+def same_bits(found: Slot, expected: Slot) -> bool:
+    assert (found.name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
+    return read_slot(found).tobytes() == read_slot(expected).tobytes()
+
+
+def as_torch_file(tree: object, path: Path) -> bytes:
+    """The bytes of a torch file: equal only for trees of equal objects, of which the same ones are one and the same."""
+    execute(plan([torch_archive.lay_out("tree.pt", tree)]), [path], overwrite=True)
+    return path.read_bytes()
+
+
+def assert_same_parameter(found: Parameter, expected: Parameter) -> None:
+    assert list(found.slots) == list(expected.slots)
+    for name, slot in expected.slots.items():
+        assert same_bits(found.slots[name], slot), f"{name} of {expected.name}"
+    assert dump(found.state, stand_in).data == dump(expected.state, stand_in).data
+    for field in fields(Parameter):
+        if field.name not in ("slots", "state"):
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+
+
+def stand_in(node: object) -> object:
+    """Pickles tell Scalars apart by their bits and types."""
+    return Object(Global("zckpt", "Scalar"), (node.value, node.dtype)) if isinstance(node, Scalar) else None
+
+
+def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: Path) -> None:
+    """Every field: all but those that say what was read, which are the new files'."""
+    for section in ("parameters", "buffers", "unnamed"):
+        mine, its = getattr(found, section), getattr(expected, section)
+        assert list(mine) == list(its)
+        for name, parameter in its.items():
+            assert_same_parameter(mine[name], parameter)
+    assert [g.parameters for g in found.param_groups] == [g.parameters for g in expected.param_groups]
+    for mine, its in zip(found.param_groups, expected.param_groups, strict=True):
+        for values in ("hyperparameters", "state"):
+            assert dump(getattr(mine, values), stand_in).data == dump(getattr(its, values), stand_in).data
+    for field in ("step", "loss_scale", "zero_stage", "topology", "world_size"):
+        assert getattr(found, field) == getattr(expected, field), field
+        assert type(getattr(found, field)) is type(getattr(expected, field)), field
+    assert found.details == {"origin": origin(expected)}
+    for field in ("metadata", "optimizer_metadata"):
+        mine, its = getattr(found, field), getattr(expected, field)
+        assert {k: type(v) for k, v in mine.items()} == {k: type(v) for k, v in its.items()}
+        assert as_torch_file(mine, directory / "mine.pt") == as_torch_file(its, directory / "its.pt")
+    compared = {"parameters", "buffers", "unnamed", "param_groups", "step", "loss_scale", "zero_stage", "topology",
+                "world_size", "details", "metadata", "optimizer_metadata"}  # fmt: skip
+    of_the_files = {"source", "format", "format_version", "origin", "padding", "files", "warnings"}
+    assert {field.name for field in fields(Checkpoint)} == compared | of_the_files
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*RUNS, *OTHERS])
+def test_everything_comes_back(name: str, tmp_path: Path) -> None:
+    expected = open_checkpoint(FIXTURES / name)
+    for world_size in WORLD_SIZES:
+        directory = written(expected, tmp_path / str(world_size), world_size)
+        assert is_native(directory)
+        assert_same_checkpoint(read(directory), expected, tmp_path)
+        assert check_digests(directory) == []
+        assert all(is_own(path.name) for path in directory.iterdir())
+
+
+def test_native_of_native_is_the_same_at_any_world_size(tmp_path: Path) -> None:
+    first = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "first")
+    there = written(read(first), tmp_path / "there", 5)
+    back = written(read(there), tmp_path / "back")
+    for path in first.iterdir():
+        assert path.read_bytes() == (back / path.name).read_bytes()
+
+
+def test_odd_client_state_is_loaded_equal_by_torch(tmp_path: Path) -> None:
+    expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
+    found = read(written(expected, tmp_path / "native", 3))
+    as_torch_file(found.metadata, tmp_path / "tree.pt")
+    mine = torch.load(tmp_path / "tree.pt", weights_only=False)
+    (model,) = (FIXTURES / "s2_bf16_dp2_client" / "global_step5").glob("mp_rank_00_model_states.pt")
+    its = torch.load(model, weights_only=False)
+    assert torch.equal(mine["rng"], its["rng"])
+    assert repr(mine["consumed"]) == repr(its["consumed"])
+    assert {key: repr(value) for key, value in mine.items()} == {key: repr(its[key]) for key in mine}
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, *ONLY_IN_ZIP], ids=lambda content: content.__name__)
+def test_every_kind_of_object_in_metadata(content: Callable[[], Any], tmp_path: Path) -> None:
+    torch.save(content(), tmp_path / "source.pt")
+    file = read_torchfile(tmp_path / "source.pt")
+    shared = {"tree": FromFile.of(file, file.root), "again": FromFile.of(file, [file.root])}
+    expected = Checkpoint("x", "torch", metadata=shared, optimizer_metadata={"tree": shared["tree"]})
+    found = read(written(expected, tmp_path / "native", 2))
+    for field in ("metadata", "optimizer_metadata"):
+        trees = getattr(found, field), getattr(expected, field)
+        assert as_torch_file(trees[0], tmp_path / "a.pt") == as_torch_file(trees[1], tmp_path / "b.pt")
+
+
+def test_big_endian_storages_become_little_endian(tmp_path: Path) -> None:
+    tensor = torch.arange(6, dtype=torch.int32)
+    torch.save([tensor, tensor[2:], torch.tensor([1.5, 2], dtype=torch.float64)], tmp_path / "source.pt")
+    as_big_endian(tmp_path / "source.pt")
+    file = read_torchfile(tmp_path / "source.pt")
+    found = read(written(Checkpoint("x", "torch", metadata={"t": FromFile.of(file, file.root)}), tmp_path / "native"))
+    as_torch_file(found.metadata, tmp_path / "tree.pt")
+    loaded = torch.load(tmp_path / "tree.pt")["t"]
+    assert [t.tolist() for t in loaded] == [tensor.tolist(), tensor[2:].tolist(), [1.5, 2]]
+    assert loaded[0].data_ptr() + 8 == loaded[1].data_ptr()
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(codec=None), max_size=6) | st.sampled_from(["$", "\ud800", "\ud83d\ude00", "ref", ""])
+hashable = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    texts,
+    st.binary(max_size=5),
+    st.builds(complex, st.floats(), st.floats()),
+    st.builds(Global, st.just("m"), texts.filter(str.isidentifier)),
+    st.builds(DType, st.sampled_from(["float32", "bfloat16"])),
+    st.builds(Layout, st.just("torch.strided")),
+    st.builds(Device, st.just("cuda"), st.none() | st.integers(0, 9)),
+    st.lists(st.integers(0, 2**62), max_size=3).map(Size),
+    st.builds(NumpyScalar, st.just("<f4"), st.binary(min_size=4, max_size=4).map(lambda data: bytes(bytearray(data)))),
+)
+leaves = st.one_of(
+    hashable,
+    st.binary(max_size=5).map(bytearray),
+    st.builds(slice, st.none() | st.integers(0, 2**60)),
+    st.builds(range, st.integers(-3, 2**60), st.integers(0, 9), st.integers(1, 2**60)),
+)
+keys = st.recursive(hashable, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=3)
+
+
+def mapping(made: Any, pairs: list[tuple[Any, Any]], state: object = None) -> Any:
+    made.update(pairs)
+    if state is not None:
+        made.state = state
+    return made
+
+
+CONTAINERS = ["list", "tuple", "dict", "text_dict", "set", "frozenset", "ordered", "default", "namespace", "object"]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> object:
+    """Draw a tree of any nodes in which some objects occur several times, and some lead back to themselves."""
+    made: list[Any] = []
+    for _ in range(draw(st.integers(1, 12))):
+        parts = st.one_of(leaves, st.sampled_from(made)) if made else leaves
+        many = st.lists(parts, max_size=3)
+        pairs = st.lists(st.tuples(keys, parts), max_size=3)
+        kind = draw(st.sampled_from(CONTAINERS))
+        match kind:
+            case "list":
+                one: Any = draw(many)
+            case "tuple":
+                one = tuple(draw(many))
+            case "dict":
+                one = mapping({}, draw(pairs))
+            case "text_dict":
+                one = draw(st.dictionaries(texts, parts, max_size=3))
+            case "set":
+                one = set(draw(st.lists(keys, max_size=1)))
+            case "frozenset":
+                one = frozenset(draw(st.lists(keys, max_size=1)))
+            case "ordered":
+                one = mapping(OrderedMapping(), draw(pairs), draw(parts))
+            case "default":
+                one = mapping(DefaultMapping(draw(st.none() | st.just(Global("m", "f")))), draw(pairs))
+            case "namespace":
+                one = mapping(Namespace(), draw(pairs))
+            case _:
+                one = Object(Global("m", "C"), tuple(draw(many)), state=draw(parts), items=draw(many),
+                             entries=draw(pairs), has_state=True)  # fmt: skip
+        made.append(one)
+    for one in made:
+        if type(one) is list and draw(st.booleans()):
+            one.append(draw(st.sampled_from(made)))
+    return made
+
+
+def through_json(root: object) -> object:
+    """What comes back from the text of a document that holds a value."""
+    nodes = NodeWriter([root])
+    value = nodes.write(root)
+    assert nodes.storages == []
+    text = encode({"format": "zckpt", "version": 1, "value": value, "objects": nodes.objects})
+    assert deepest(text.decode()) < 64
+    document = json.loads(text)
+    return NodeReader(document["objects"], [], "none", len(text)).read(document["value"])
+
+
+def deepest(text: str) -> int:
+    level = most = 0
+    for character in text:
+        level += (character in "[{") - (character in "]}")
+        most = max(most, level)
+    return most
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(trees())
+def test_any_tree_comes_back_with_what_is_shared_and_what_leads_back(tree: object) -> None:
+    carried = FromFile(tree, "none")
+    found = through_json(carried)
+    assert isinstance(found, FromFile)
+    assert dump(found.node).data == dump(tree).data
+
+
+@settings(max_examples=100)
+@given(st.floats(), st.integers(), texts)
+def test_numbers_and_text_are_exact(number: float, integer: int, text: str) -> None:
+    values = [number, integer, text, {text: number}, -number, (number, integer)]
+    assert dump(through_json(values)).data == dump(values).data
+
+
+def test_large_integers_and_scalars_of_every_type(tmp_path: Path) -> None:
+    state = {
+        "unsigned": Scalar(2**64 - 1, "uint64"),
+        "infinite": Scalar(math.inf, "float32"),
+        "flag": Scalar(True, "bool"),
+        "signed": Scalar(5, "int64"),
+        "negative zero": Scalar(-0.0, "bfloat16"),
+        "large": [2**2000, -(2**53), 2**53 - 1],
+        "apart": [1.0, 1, True],
+    }
+    group = ParamGroup({"lr": Scalar(0.1, "float64"), "betas": (0.9, [0.999]), "eps": math.nan, "f": None}, [], state)
+    expected = Checkpoint("x", "torch", param_groups=[group], loss_scale=math.inf)
+    found = read(written(expected, tmp_path / "native"))
+    assert repr(found.param_groups) == repr(expected.param_groups)
+    assert found.loss_scale == math.inf
+
+
+def test_deep_trees_are_written_flat_up_to_the_depth_that_readers_take(tmp_path: Path) -> None:
+    tree: object = "bottom"
+    for _ in range(150):
+        tree = [(tree,)] if isinstance(tree, str) else [tree]
+    assert dump(through_json(tree)).data == dump(tree).data
+    for _ in range(100):
+        tree = [tree]
+    with pytest.raises(UnsupportedError, match="too deep"):
+        lay_out(Checkpoint("x", "torch", metadata={"tree": tree}))
+
+
+def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
+    tensor = torch.ones(2)
+    torch.save(tensor, tmp_path / "source.pt")
+    node = read_torchfile(tmp_path / "source.pt").root
+    assert isinstance(node, Tensor)
+    for value, words in [(node, "file that is not named"), (object(), "type object"), (slice("a"), "slice")]:
+        with pytest.raises(UnsupportedError, match=words):
+            lay_out(Checkpoint("x", "torch", metadata={"value": value}))
+    with pytest.raises(UnsupportedError, match="surrogate"):
+        lay_out(Checkpoint("x", "torch", buffers={"\ud800": Parameter("\ud800", (), "float32")}))
+    with pytest.raises(UsageError, match="world size"):
+        lay_out(Checkpoint("x", "torch"), world_size=0)
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------
+
+
+def of_tensors(tensors: dict[str, torch.Tensor], directory: Path) -> Checkpoint:
+    directory.mkdir(exist_ok=True)
+    checkpoint = Checkpoint("x", "torch")
+    for number, (name, tensor) in enumerate(tensors.items()):
+        slot = stored(directory / f"{number}.bin", tensor)
+        checkpoint.parameters[name] = Parameter(name, slot.shape, slot.dtype, {"weight": slot})
+    return checkpoint
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_every_element_type(world_size: int, tmp_path: Path) -> None:
+    names = [name for name in DTYPES if not name.startswith(("qint", "quint"))]
+    made = {name: random_tensor(name, (3, 5)) for name in names} | {"": random_tensor("complex128", ())}
+    expected = of_tensors(made, tmp_path / "source")
+    found = read(written(expected, tmp_path / "native", world_size))
+    for name, parameter in expected.parameters.items():
+        assert same_bits(found.parameters[name].slots["weight"], parameter.slots["weight"])
+
+
+@given(tensors=st.lists(st.tuples(st.integers(0, 50), st.sampled_from([1, 2, 4, 8, 16])), max_size=12),
+       world_size=st.integers(1, 20), before=st.integers(0, 100))  # fmt: skip
+def test_files_are_of_one_size_and_hold_every_element_once(
+    tensors: list[tuple[int, int]], world_size: int, before: int
+) -> None:
+    loads = [before] + [0] * (world_size - 1)
+    count = last = 0
+    for (numel, size), runs in zip(tensors, deal(tensors, world_size, before=before), strict=True):
+        assert [run.start for run in runs] == [sum(r.numel for r in runs[:i]) for i in range(len(runs))]
+        assert sum(run.numel for run in runs) == numel
+        assert all(run.numel for run in runs) or [run.numel for run in runs] == [0]
+        for run in runs:
+            assert last <= run.file < world_size
+            loads[last := run.file] += run.numel * size
+        count += len(runs)
+    share = sum(loads) / world_size
+    assert all(load <= share + 16 for load in loads[1:])
+    assert loads[0] <= max(share, before)
+    assert count <= len(tensors) + world_size - 1
+
+
+def test_more_ranks_than_elements(tmp_path: Path) -> None:
+    made = {"one": torch.ones(1), "none": torch.empty(0, 3), "three": torch.arange(3)}
+    expected = of_tensors(made, tmp_path / "source")
+    directory = written(expected, tmp_path / "native", 12)
+    found = read(directory)
+    for name, parameter in expected.parameters.items():
+        assert same_bits(found.parameters[name].slots["weight"], parameter.slots["weight"])
+    assert len([load_file(path) for path in directory.glob("*.safetensors")]) == 12
+
+
+def test_one_file_is_a_safetensors_file_of_whole_tensors(tmp_path: Path) -> None:
+    expected = open_checkpoint(FIXTURES / "s2_bf16_dp2_client")
+    directory = written(expected, tmp_path / "native")
+    tensors = load_file(directory / "rank-00000-of-00001.safetensors")
+    for parameter in expected.tensors():
+        for name, slot in parameter.slots.items():
+            tensor = tensors.pop(f"{name}/{parameter.name}")
+            assert (tuple(tensor.shape), str(tensor.dtype)) == (slot.shape, f"torch.{slot.dtype}")
+            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == read_slot(slot).tobytes()
+    assert {name.partition("/")[0] for name in tensors} == {"storage", "digests"}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_tensors_start_on_multiples_of_their_elements(world_size: int, tmp_path: Path) -> None:
+    directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", world_size)
+    for parameter in read(directory).tensors():
+        for slot in parameter.slots.values():
+            assert all(span.offset % itemsize(span.dtype) == 0 for span in slot.spans)
+
+
+def test_names_that_would_be_one_key_stay_apart(tmp_path: Path) -> None:
+    checkpoint = of_tensors({"0": torch.ones(2), "b/c": torch.full((3,), 2.0)}, tmp_path / "source")
+    other = of_tensors({"x": torch.zeros(4), "y": torch.full((5,), 4.0)}, tmp_path / "other")
+    slot = replace(other.parameters["x"].slots["weight"], name="weight")
+    checkpoint.unnamed["0"] = Parameter("0", (4,), "float32", {"weight": slot})
+    clash = replace(other.parameters["y"].slots["weight"], name="weight/b")
+    checkpoint.parameters["c"] = Parameter("c", (5,), "float32", {"weight/b": clash})
+    found = read(written(checkpoint, tmp_path / "native", 2))
+    assert_same_checkpoint(found, checkpoint, tmp_path)
+
+
+@given(data=st.data(), shape=shapes(), dtype=st.sampled_from(["float32", "complex64", "bool"]))
+@settings(max_examples=60)
+def test_boxes_and_ranges_of_any_layout_are_read(
+    data: st.DataObject, shape: tuple[int, ...], dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("layout")
+    slot = stored(directory / "source.bin", random_tensor(dtype, shape))
+    extents = data.draw(tilings(shape))
+    identity = "0" * 32
+    names = [f"{number}.safetensors" for number in range(len(extents))]
+    files = [
+        ranks.lay_out(name, [ranks.slot_entry("weight/x", slot, extent)], identity)
+        for name, extent in zip(names, extents, strict=True)
+    ]
+    execute_directory(plan(files), directory / "files")
+    opened = [
+        ranks.open_rank_file(directory / "files" / file.name, identity=identity, nbytes=file.nbytes) for file in files
+    ]
+    pieces = [
+        {"file": n, "offsets": list(e.offsets), "sizes": list(e.sizes), "start": e.start, "numel": e.numel}
+        for n, e in enumerate(extents)
+    ]
+    spans = Layouts([pieces], opened).spans(0, "weight/x", dtype, shape)
+    assert read_slot(replace(slot, spans=spans)).tobytes() == read_slot(slot).tobytes()
+
+
+# --- the specification: a reader written from docs/formats.md, of json and safetensors only ---------------------------
+
+
+def independently(directory: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """Every slot of every parameter, buffer and unnamed parameter."""
+    document = json.loads((directory / "checkpoint.json").read_text())
+    assert (document["format"], document["version"]) == ("zckpt", 1)
+    files = [safe_open(directory / file["name"], "pt") for file in document["files"]]
+    found = {}
+    for parameter in document["parameters"] + document["buffers"] + document["unnamed"]:
+        for slot in parameter["slots"]:
+            dtype, shape = getattr(torch, slot["dtype"]), slot.get("shape", parameter["shape"])
+            whole = torch.zeros(shape, dtype=dtype)
+            for piece in document["layouts"][slot["layout"]]:
+                stored = files[piece["file"]].get_tensor(slot.get("key", f"{slot['name']}/{parameter['name']}"))
+                if stored.dtype != dtype:
+                    stored = stored.reshape(-1).view(dtype) if stored.numel() else torch.empty(0, dtype=dtype)
+                offsets, sizes = piece.get("offsets", [0] * len(shape)), piece.get("sizes", shape)
+                box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+                flat = box.reshape(-1).clone()
+                start, numel = piece.get("start", 0), piece.get("numel", box.numel())
+                flat[start : start + numel] = stored.reshape(-1)
+                box.copy_(flat.reshape(box.shape))
+            found[parameter["name"], slot["name"]] = whole
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+def test_specification_suffices_to_read_all_tensors(name: str, world_size: int, tmp_path: Path) -> None:
+    expected = open_checkpoint(FIXTURES / name)
+    found = independently(written(expected, tmp_path / "native", world_size))
+    for parameter in [*expected.tensors(), *expected.unnamed.values()]:
+        for key, slot in parameter.slots.items():
+            tensor = found.pop((parameter.name, key))
+            assert (tuple(tensor.shape), f"torch.{slot.dtype}") == (slot.shape, str(tensor.dtype))
+            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == read_slot(slot).tobytes()
+    assert found == {}
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return written(open_checkpoint(FIXTURES / "s2_bf16_dp2_client"), tmp_path / "native", 2)
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_flipped_bits_are_found_and_the_tensor_named(directory: Path) -> None:
+    span = read(directory).parameters["emb.weight"].slots["exp_avg"].spans[0]
+    flip(Path(span.path), span.offset + 3)
+    last = directory / "rank-00000-of-00002.safetensors"
+    flip(last, last.stat().st_size - 1)
+    found = check_digests(directory)
+    assert [mismatch.key for mismatch in found] == ["exp_avg/emb.weight", "storage/1"]
+    assert "exp_avg/emb.weight is damaged" in str(found[0])
+    assert span.path in str(found[0])
+
+
+def test_any_flipped_bit_of_a_data_section_is_found(tmp_path: Path) -> None:
+    tensors = {"a": random_tensor("float32", (3,)), "b": random_tensor("bool", (5,)), "c": torch.empty(0)}
+    directory = written(of_tensors(tensors, tmp_path / "source"), tmp_path / "native")
+    path = directory / "rank-00000-of-00001.safetensors"
+    sound = path.read_bytes()
+    for offset in range(8 + int.from_bytes(sound[:8], "little"), len(sound)):
+        flip(path, offset)
+        assert len(check_digests(directory)) == 1
+        path.write_bytes(sound)
+    assert check_digests(directory) == []
+
+
+def test_any_flipped_bit_of_the_document_is_found(directory: Path) -> None:
+    path = directory / "checkpoint.json"
+    sound = path.read_bytes()
+    for offset in [*range(0, len(sound), 97), *range(len(sound) - 30, len(sound))]:
+        flip(path, offset)
+        with pytest.raises(SourceError, match=r"checkpoint\.json"):
+            read(directory)
+        path.write_bytes(sound)
+
+
+def test_save_that_did_not_finish_is_named(directory: Path) -> None:
+    (directory / "checkpoint.json").unlink()
+    assert is_native(directory)
+    with pytest.raises(DamagedFileError, match="did not finish") as caught:
+        read(directory)
+    assert str(directory) in str(caught.value)
+    assert "rank-00000-of-00002.safetensors" in str(caught.value)
+
+
+def test_missing_file_and_file_of_another_checkpoint_are_named(directory: Path, tmp_path: Path) -> None:
+    other = written(open_checkpoint(FIXTURES / "s2_bf16_dp2"), tmp_path / "other", 2)
+    name = "rank-00001-of-00002.safetensors"
+    shutil.copy(other / name, directory / name)
+    with pytest.raises(ShardError, match="belongs to another checkpoint") as caught:
+        read(directory)
+    assert name in str(caught.value)
+    (directory / name).unlink()
+    with pytest.raises(ShardError, match="missing") as caught:
+        read(directory)
+    assert name in str(caught.value)
+
+
+def test_truncated_file_is_refused(directory: Path) -> None:
+    path = directory / "rank-00001-of-00002.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedFileError, match="fill the file"):
+        read(directory)
+
+
+def test_directories_of_others_are_not_taken_for_this_format(tmp_path: Path) -> None:
+    assert not is_native(tmp_path)
+    assert not is_native(tmp_path / "none")
+    (tmp_path / "checkpoint.json").write_text('{"format": "other"}')
+    assert not is_native(tmp_path)
+    (tmp_path / "checkpoint.json").write_text('{ "format" : "zckpt" }')
+    assert is_native(tmp_path)
+    assert not any(
+        map(is_own, ["model.safetensors", "checkpoint.json.bak", "rank-1-of-2.safetensors", "x/checkpoint.json"])
+    )
+
+
+def changed(directory: Path, change: Callable[[Any], object]) -> None:
+    path = directory / "checkpoint.json"
+    document = json.loads(path.read_bytes())
+    del document["crc32"]
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_document_may_be_changed_and_written_by_any_json_library(directory: Path) -> None:
+    changed(directory, lambda d: d["param_groups"][0]["hyperparameters"].update(lr=0.5))
+    assert read(directory).param_groups[0].hyperparameters["lr"] == 0.5
+
+
+def test_later_version_is_refused(directory: Path) -> None:
+    changed(directory, lambda d: d.update(version=2))
+    with pytest.raises(UnsupportedError, match="later version"):
+        read(directory)
+
+
+def nested(levels: int) -> Any:
+    found: Any = 0
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+def first(document: Any) -> Any:
+    return document["parameters"][0]
+
+
+def chain(count: int) -> list[Any]:
+    return [{"$": "tuple", "items": [{"$": "ref", "id": n - 1}] if n else []} for n in range(count)]
+
+
+HOSTILE: dict[str, tuple[Callable[[Any], object], str]] = {
+    # case: (change to the document, words of the error)
+    "no files": (lambda d: d.update(files=[]), "files"),
+    "file elsewhere": (lambda d: d["files"][0].update(name="../rank-00000-of-00002.safetensors"), "files"),
+    "absolute file": (lambda d: d["files"][0].update(name="/etc/passwd"), "files"),
+    "another order": (lambda d: d["files"].reverse(), "files"),
+    "other size": (lambda d: d["files"][0].update(nbytes=7), "size"),
+    "other id": (lambda d: d.update(id="0" * 32), "another checkpoint"),
+    "unknown member": (lambda d: d.update(more=1), "document"),
+    "missing member": (lambda d: d.pop("layouts"), "layouts"),
+    "document is a list": (lambda d: d.update(parameters={}), "parameters"),
+    "parameter is a number": (lambda d: d["parameters"].insert(0, 5), "parameter"),
+    "parameter twice": (lambda d: d["parameters"].append(d["buffers"][0]), "twice"),
+    "alias twice": (lambda d: d["parameters"].append(dict(d["parameters"][-1])), "every name once"),
+    "parameter and buffer": (lambda d: d["buffers"].append(dict(d["parameters"][-1])), "buffers"),
+    "slot twice": (lambda d: first(d)["slots"].append(first(d)["slots"][0]), "twice"),
+    "tensor left over": (lambda d: first(d)["slots"].pop(), "does not mention"),
+    "unknown slot": (lambda d: first(d)["slots"][0].update(name="other"), "is not there"),
+    "other key": (lambda d: first(d)["slots"][0].update(key="digests"), "used twice"),
+    "element type": (lambda d: first(d)["slots"][0].update(dtype="float32"), "not what"),
+    "no element type": (lambda d: first(d)["slots"][0].update(dtype="float33"), "element type"),
+    "shape": (lambda d: first(d).update(shape=[2]), "checkpoint.json"),
+    "negative shape": (lambda d: first(d).update(shape=[-1]), "shape"),
+    "huge shape": (lambda d: first(d).update(shape=[2**62, 2**62]), "checkpoint.json"),
+    "shape of floats": (lambda d: first(d).update(shape=[1.0]), "shape"),
+    "shape of bools": (lambda d: first(d).update(shape=[True]), "shape"),
+    "layout": (lambda d: first(d)["slots"][0].update(layout=99), "layout"),
+    "negative layout": (lambda d: first(d)["slots"][0].update(layout=-1), "layout"),
+    "file number": (lambda d: d["layouts"][0][0].update(file=2), "file of piece"),
+    "piece too large": (lambda d: d["layouts"][0][0].update(start=0, numel=2**63 - 1), "range"),
+    "piece too small": (lambda d: d["layouts"][0][0].update(start=0, numel=0), "does not fit"),
+    "box of dimensions": (lambda d: d["layouts"][0][0].update(offsets=[0] * 9, sizes=[1] * 9), "box"),
+    "no pieces": (lambda d: d["layouts"].__setitem__(0, []), "does not fit"),
+    "group number": (lambda d: first(d).update(group=7), "group of"),
+    "group that does not list it": (lambda d: first(d).update(group=0), "group of"),
+    "group twice": (lambda d: d["param_groups"][0]["parameters"].append("emb.weight"), "each once"),
+    "tied to nothing": (lambda d: d["parameters"][-1].update(tied_to="none"), "tied_to"),
+    "tied to itself": (lambda d: d["parameters"][-1].update(tied_to="head.weight"), "tied_to"),
+    "tied with slots": (lambda d: first(d).update(tied_to="emb.weight"), "tied_to"),
+    "frozen": (lambda d: first(d).update(frozen=1), "frozen"),
+    "step": (lambda d: d.update(step="5"), "step"),
+    "world size": (lambda d: d.update(world_size=0), "world_size"),
+    "topology": (lambda d: d.update(topology=[1]), "topology"),
+    "loss scale": (lambda d: d.update(loss_scale="1"), "loss_scale"),
+    "version": (lambda d: d.update(version="1"), "version"),
+    "format": (lambda d: d.update(format="zckpy"), "no zckpt checkpoint"),
+    "storage too large": (lambda d: d["storages"][0].update(nbytes=2**60), "storage/0"),
+    "storage not whole": (lambda d: d["storages"][0].update(dtype="float64", nbytes=5057), "whole elements"),
+    "storage missing": (lambda d: d["storages"].pop(), "storage"),
+    "metadata is a list": (lambda d: d.update(metadata=[]), "dict"),
+    "metadata key": (lambda d: d.update(metadata={"$": "dict", "items": [[1, 2]]}), "dict"),
+    "unknown kind": (lambda d: d["metadata"].update(x={"$": "eval", "code": "1"}), "known kind"),
+    "kind is a list": (lambda d: d["metadata"].update(x={"$": []}), "known kind"),
+    "unknown field": (lambda d: d["metadata"].update(x={"$": "tuple", "items": [], "more": 1}), "tuple"),
+    "missing field": (lambda d: d["metadata"].update(x={"$": "global", "name": "x"}), "module"),
+    "wrong field": (lambda d: d["metadata"].update(x={"$": "object", "cls": "os.system"}), "cls of a object"),
+    "wrong text": (lambda d: d["metadata"].update(x={"$": "object", "cls": None, "how": "exec"}), "object"),
+    "ref too large": (lambda d: d["metadata"].update(x={"$": "ref", "id": 10**6}), "ref"),
+    "ref negative": (lambda d: d["metadata"].update(x={"$": "ref", "id": -1}), "ref"),
+    "ref is a bool": (lambda d: d["metadata"].update(x={"$": "ref", "id": True}), "ref"),
+    "ref to itself": (lambda d: d.update(objects=[{"$": "ref", "id": 0}]), "before it"),
+    "tuple of itself": (lambda d: d.update(objects=[{"$": "tuple", "items": [{"$": "ref", "id": 0}]}]), "before it"),
+    "bytes": (lambda d: d["metadata"].update(x={"$": "bytes", "data": "a*"}), "base64"),
+    "float": (lambda d: d["metadata"].update(x={"$": "float", "bits": "7ff0"}), "float"),
+    "int": (lambda d: d["metadata"].update(x={"$": "int", "hex": "0x" + "f" * 5000}), "int"),
+    "int in words": (lambda d: d["metadata"].update(x={"$": "int", "hex": "12"}), "int"),
+    "range": (lambda d: d["metadata"].update(x={"$": "range", "start": 0, "stop": 9, "step": 0}), "range"),
+    "complex": (lambda d: d["metadata"].update(x={"$": "complex", "real": 1, "imag": None}), "float"),
+    "text": (lambda d: d["metadata"].update(x={"$": "text", "utf8": "/w=="}), "UTF-8"),
+    "unhashable": (lambda d: d["metadata"].update(x={"$": "set", "items": [[]]}), "used as a key"),
+    "key twice": (lambda d: d["metadata"].update(x={"$": "dict", "items": [[1, 2], [1, 3]]}), "every key once"),
+    "deep lists": (lambda d: d["metadata"].update(x=nested(300)), "too deep"),
+    "deep tuples": (lambda d: d.update(objects=chain(5000), metadata={"x": {"$": "ref", "id": 4999}}), "too deep"),
+    "numpy array": (
+        lambda d: d["metadata"].update(x={"$": "numpy_array", "dtype": "<c9", "shape": [1], "data": "AAAA"}), "bytes"
+    ),
+    "tensor outside": (
+        lambda d: d["metadata"].update(
+            x={"$": "tensor", "storage": 0, "dtype": "uint8", "shape": [5057], "strides": [1]}
+        ),
+        "leaves storage",
+    ),
+    "tensor of no storage": (
+        lambda d: d["metadata"].update(x={"$": "tensor", "storage": 9, "dtype": "uint8", "shape": [1], "strides": [1]}),
+        "storage",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_document_is_one_clear_error(case: str, directory: Path) -> None:
+    change, words = HOSTILE[case]
+    changed(directory, change)
+    with pytest.raises(SourceError) as caught:
+        read(directory)
+    assert words in str(caught.value)
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"format":"zckpt","version":1,"version":1}',
+        b'{"format":"zckpt","version":NaN}',
+        b'{"format":"zckpt","version":1e999}',
+        b'{"format":"zckpt","version":' + b"1" * 10**6 + b"}",
+        b'{"format":"zckpt","version":' + b"[" * 10**6 + b"}",
+        b'{"format":"zckpt","version":1,"crc32":"00000000"}',
+        b'{"format":"zckpt","version":1,"id":"\xff"}',
+        b'\x00\x01{"format":"zckpt"}',
+    ],
+)
+def test_text_that_is_no_document_is_one_clear_error(text: bytes, directory: Path) -> None:
+    (directory / "checkpoint.json").write_bytes(text)
+    with pytest.raises(DamagedFileError, match=r"checkpoint\.json"):
+        read(directory)
+
+
+def test_checksum_of_a_document_is_that_of_all_before_it(directory: Path) -> None:
+    text = (directory / "checkpoint.json").read_bytes()
+    body, mark, end = text[:-22], text[-22:-11], text[-11:]
+    assert (mark, end[8:]) == (b',\n"crc32":"', b'"}\n')
+    assert int(end[:8], 16) == zlib.crc32(body)
+    assert read_document(directory)[0]["version"] == 1
+
+
+def test_what_lies_twice_is_refused_when_it_is_read(directory: Path) -> None:
+    def overlap(document: Any) -> None:
+        (cut,) = [layout for layout in document["layouts"] if len(layout) == 2]
+        cut[1]["start"] -= 1
+        assert cut[1]["numel"] > 1
+
+    changed(directory, overlap)
+    checkpoint = read(directory)
+    slots = [slot for parameter in checkpoint.tensors() for slot in parameter.slots.values() if len(slot.spans) == 2]
+    with pytest.raises(LayoutError, match="more than once"):
+        read_slot(slots[0])

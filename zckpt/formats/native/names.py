@@ -1,0 +1,50 @@
+"""Names of the files of a zckpt directory, and what tells such a directory. Reads no more than the first bytes.
+
+checkpoint.json
+rank-RRRRR-of-NNNNN.safetensors     R from 0 to N - 1
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+DOCUMENT_NAME = "checkpoint.json"
+
+_RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
+_MARK = re.compile(rb'"format"\s*:\s*"zckpt"')
+
+HEAD_NBYTES = 4096
+"""The mark is the first member of the document, as zckpt writes it."""
+
+
+def rank_name(rank: int, world_size: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a directory of this format has a file of this name of its own."""
+    return name == DOCUMENT_NAME or _RANK.fullmatch(name) is not None
+
+
+def is_native(path: Path) -> bool:
+    """Tell whether a directory is of this format, be it complete or what is left of a save that did not finish."""
+    return path.is_dir() and (bool(rank_files(path)) or _is_document(path / DOCUMENT_NAME))
+
+
+def rank_files(path: Path) -> list[str]:
+    """Return the names in a directory that are names of ranks' files, sorted; none where it cannot be read."""
+    try:
+        return sorted(entry.name for entry in os.scandir(path) if _RANK.fullmatch(entry.name))
+    except OSError:
+        return []
+
+
+def _is_document(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _MARK.search(file.read(HEAD_NBYTES)) is not None
+    except OSError:
+        return False

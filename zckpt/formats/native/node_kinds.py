@@ -1,0 +1,251 @@
+"""What a value is in `checkpoint.json`: the one table that values are written by and read by.
+
+null, true, "text", 7, 0.5, [values]     themselves
+{"key": value}                           a dict whose keys are all text, none of them "$"
+{"$": kind, field: value, ...}           everything else; a field that has its default is left out
+{"$": "ref", "id": 3}                    number 3 of `objects`: an object that occurs in several places is one
+
+Immutable kinds are built of their parts. Mutable ones are made empty and filled when everything is there, which is how
+a cycle closes; so an immutable object of `objects` refers to immutable ones before it only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zckpt.dtypes import DTYPES
+from zckpt.state import Scalar
+from zckpt.torchfile import (
+    DefaultMapping,
+    Device,
+    DeviceTensor,
+    DType,
+    FromFile,
+    Global,
+    Layout,
+    MemoryFormat,
+    MetaTensor,
+    Namespace,
+    NestedTensor,
+    NumpyArray,
+    NumpyDType,
+    NumpyScalar,
+    Object,
+    OrderedMapping,
+    QuantizedTensor,
+    Size,
+    SparseTensor,
+    Tensor,
+)
+from zckpt.torchfile.pickle_storage_writer import NUMPY
+
+TAG = "$"
+
+Node = Any
+"""A value of a checkpoint, of any kind."""
+
+Json = Any
+"""What `json.loads` makes of one."""
+
+SAFE_INTEGER = (1 << 53) - 1
+"""Integers beyond this are written as text: many JSON libraries have doubles only."""
+
+REQUIRED: Any = object()
+
+VALUE, VALUES, LIST, PAIRS, MEMBERS, ENTRIES = "value", "values", "list", "pairs", "members", "entries"
+TEXT, FLAG, INTEGER, SIZES, BYTES, STORAGE = "text", "flag", "integer", "sizes", "bytes", "storage"
+"""How a field is in JSON. VALUES and LIST are arrays of values (here a tuple and a list), PAIRS one of [key, value];
+MEMBERS and ENTRIES are the same, for what a container itself holds. SIZES is an array of integers, BYTES is base64,
+STORAGE is a number of `storages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a kind.
+
+    Parameters
+    ----------
+    name : str
+        In JSON, and of the node's attribute.
+    form : str
+    default : object
+        Not written; REQUIRED: there is none.
+    kinds : tuple of type
+        Of a VALUE; empty: any.
+    texts : frozenset of str
+        That a TEXT may be; empty: any.
+    """
+
+    name: str
+    form: str = VALUE
+    default: Any = REQUIRED
+    kinds: tuple[type, ...] = ()
+    texts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of object: its name in JSON, its class here, its fields, and whether it is made empty and then filled."""
+
+    tag: str
+    cls: type
+    fields: tuple[Field, ...]
+    mutable: bool = False
+
+
+def _optional(name: str, *kinds: type) -> Field:
+    return Field(name, default=None, kinds=(*kinds, type(None)) if kinds else ())
+
+
+_NAME = Field("name", TEXT)
+_DTYPE = Field("dtype", TEXT)
+_TORCH_DTYPE = Field("dtype", TEXT, texts=frozenset(DTYPES))
+_SHAPE = Field("shape", SIZES)
+_STRIDES = Field("strides", SIZES)
+_GRADIENT = Field("requires_grad", FLAG, default=False)
+_SUBCLASS = _optional("subclass", Global)
+_ATTRIBUTES = _optional("attributes", dict)
+_STATE = _optional("state")
+_ENTRIES = Field("items", ENTRIES)
+
+DENSE = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
+SPARSE = frozenset({"_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"})
+ON_DEVICE = frozenset(
+    {"_rebuild_device_tensor_from_numpy", "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_xla_tensor"}
+)
+HOW = frozenset({"reduce", "newobj", "newobj_ex", "inst", "obj", "reconstructor"})
+
+IMMUTABLE = (
+    Kind("tuple", tuple, (Field("items", MEMBERS),)),
+    Kind("frozenset", frozenset, (Field("items", MEMBERS),)),
+    Kind("scalar", Scalar, (Field("value", kinds=(int, float, bool)), _TORCH_DTYPE)),
+    Kind("global", Global, (Field("module", TEXT), _NAME)),
+    Kind("dtype", DType, (_NAME,)),
+    Kind("layout", Layout, (_NAME,)),
+    Kind("memory_format", MemoryFormat, (_NAME,)),
+    Kind("device", Device, (Field("type", TEXT), _optional("index", int))),
+    Kind("numpy_scalar", NumpyScalar, (_DTYPE, Field("data", BYTES))),
+    Kind("carried", FromFile, (Field("node"), Field("numpy", TEXT, NUMPY[0], texts=frozenset(NUMPY)))),
+    Kind(
+        "tensor",
+        Tensor,
+        (
+            Field("storage", STORAGE),
+            _TORCH_DTYPE,
+            _SHAPE,
+            _STRIDES,
+            Field("storage_offset", INTEGER, default=0),
+            _GRADIENT,
+            Field("is_parameter", FLAG, default=False),
+            _SUBCLASS,
+            _ATTRIBUTES,
+            _optional("metadata", dict),
+            _STATE,
+            _optional("hooks"),
+            Field("rebuild", TEXT, "_rebuild_tensor_v2", texts=DENSE),
+        ),
+    ),
+)
+
+MUTABLE = (
+    Kind("dict", dict, (_ENTRIES,), mutable=True),
+    Kind("ordered_dict", OrderedMapping, (_ENTRIES, _STATE), mutable=True),
+    Kind("default_dict", DefaultMapping, (_optional("factory", Global, Object), _ENTRIES, _STATE), mutable=True),
+    Kind("namespace", Namespace, (_ENTRIES,), mutable=True),
+    Kind("set", set, (Field("items", MEMBERS),), mutable=True),
+    Kind(
+        "object",
+        Object,
+        (
+            Field("cls", kinds=(Global, Object)),
+            Field("args", VALUES, default=()),
+            _optional("kwargs", dict),
+            _STATE,
+            Field("items", LIST, default=()),
+            Field("entries", PAIRS, default=()),
+            Field("how", TEXT, "reduce", texts=HOW),
+            Field("has_state", FLAG, default=False),
+        ),
+        mutable=True,
+    ),
+    Kind(
+        "numpy_dtype",
+        NumpyDType,
+        (Field("code", TEXT), Field("flags", VALUES, ()), _optional("state", tuple)),
+        mutable=True,
+    ),
+    Kind(
+        "numpy_array",
+        NumpyArray,
+        (
+            _DTYPE,
+            _SHAPE,
+            Field("fortran_order", FLAG, default=False),
+            Field("data", BYTES, default=b""),
+            _optional("items", list),
+            _optional("dtype_node", NumpyDType),
+            _optional("cls", Global),
+        ),
+        mutable=True,
+    ),
+    Kind(
+        "sparse_tensor",
+        SparseTensor,
+        (
+            Field("layout", kinds=(Layout,)),
+            Field("parts", VALUES),
+            _SHAPE,
+            _optional("is_coalesced", bool),
+            Field("rebuild", TEXT, "_rebuild_sparse_tensor", texts=SPARSE),
+        ),
+        mutable=True,
+    ),
+    Kind(
+        "quantized_tensor",
+        QuantizedTensor,
+        (Field("tensor", kinds=(Tensor,)), Field("quantizer", kinds=(tuple,))),
+        mutable=True,
+    ),
+    Kind(
+        "nested_tensor",
+        NestedTensor,
+        (Field("buffer"), Field("sizes"), Field("strides"), Field("offsets")),
+        mutable=True,
+    ),
+    Kind(
+        "meta_tensor",
+        MetaTensor,
+        (
+            _DTYPE,
+            _SHAPE,
+            _STRIDES,
+            _GRADIENT,
+            _SUBCLASS,
+            Field("storage_offset", INTEGER, default=0),
+            _optional("layout", Layout),
+            _optional("device", Device, str),
+            _ATTRIBUTES,
+            _STATE,
+        ),
+        mutable=True,
+    ),
+    Kind(
+        "device_tensor",
+        DeviceTensor,
+        (
+            Field("data", kinds=(Tensor, NumpyArray)),
+            Field("dtype", kinds=(DType,)),
+            Field("device", kinds=(Device, str)),
+            _GRADIENT,
+            Field("rebuild", TEXT, texts=ON_DEVICE),
+        ),
+        mutable=True,
+    ),
+)
+
+BY_TAG = {kind.tag: kind for kind in (*IMMUTABLE, *MUTABLE)}
+BY_CLASS = {kind.cls: kind for kind in (*IMMUTABLE, *MUTABLE)}
+
+LEAVES = frozenset({bytes, bytearray, complex, range, slice, Size})
+"""Kinds with nothing below them that are no dataclass: each is written and read by a function of its own."""

@@ -1,0 +1,241 @@
+"""Values of `checkpoint.json` as objects again. See `node_kinds`.
+
+The document may be anyone's, so nothing is taken for granted: kinds, fields, types, numbers, and that a tensor lies
+within its storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from zckpt.errors import DamagedFileError
+from zckpt.formats.native.leaves import READERS, only_part, read_bytes, read_sizes, wrong
+from zckpt.formats.native.node_kinds import (
+    BY_TAG,
+    BYTES,
+    ENTRIES,
+    FLAG,
+    INTEGER,
+    LIST,
+    MEMBERS,
+    PAIRS,
+    REQUIRED,
+    SIZES,
+    STORAGE,
+    TAG,
+    TEXT,
+    VALUE,
+    VALUES,
+    Field,
+    Json,
+    Kind,
+    Node,
+)
+from zckpt.torchfile import FromFile, NumpyArray, NumpyDType, NumpyScalar, Storage, Tensor
+from zckpt.torchfile.guard import Guard
+from zckpt.torchfile.rebuild import MAX_ELEMENTS, Context
+from zckpt.torchfile.rebuild_torch import dense
+from zckpt.torchfile.walk import check_depth
+
+UNMADE: Node = object()
+"""An immutable object of `objects` whose turn has not come."""
+
+JSON_TYPES = {TEXT: str, FLAG: bool, INTEGER: int, VALUES: list, LIST: list, PAIRS: list, SIZES: list, BYTES: str,
+              STORAGE: int, MEMBERS: list, ENTRIES: list}  # fmt: skip
+
+
+class NodeReader:
+    """Makes the objects of one document.
+
+    Parameters
+    ----------
+    objects : list
+        JSON of the numbered objects.
+    storages : sequence of Storage
+    storage_path : str
+        The file that they lie in.
+    nbytes : int, bytes
+        Size of the document, which bounds the work.
+
+    Raises
+    ------
+    DamagedFileError
+        Something is malformed. As all errors here it names no file: the caller does.
+    """
+
+    def __init__(self, objects: list[object], storages: Sequence[Storage], storage_path: str, nbytes: int) -> None:
+        self._storages = storages
+        self._storage_path = storage_path
+        self._context = Context("little", Guard(nbytes))
+        self._waiting: deque[tuple[Json, Node]] = deque()
+        self._trees: list[object] = []
+        self._made: list[object] = [self._value(one) if _is_mutable(one) else UNMADE for one in objects]
+        for number, one in enumerate(objects):
+            if self._made[number] is UNMADE:
+                self._made[number] = self._value(one)
+        self._fill_all()
+
+    def read(self, found: object) -> object:
+        """Return the value of a piece of JSON; errors are those of the class."""
+        made = self._value(found)
+        self._fill_all()
+        check_depth(made)
+        return made
+
+    def mapping(self, found: object) -> dict[str, Node]:
+        """Return a dict whose keys are text; errors are those of the class."""
+        made = self.read(found)
+        if type(made) is not dict or not all(type(key) is str for key in made):
+            raise wrong("value", "a dict with text for keys", made)
+        return made
+
+    def _fill_all(self) -> None:
+        while self._waiting:
+            found, shell = self._waiting.popleft()
+            if type(found) is list:
+                shell.extend(map(self._value, found))
+            elif TAG in found:
+                self._fill(BY_TAG[found[TAG]], found, shell)
+            else:
+                shell.update((key, self._value(value)) for key, value in found.items())
+        for tree in self._trees:
+            check_depth(tree)
+        self._trees.clear()
+
+    def _value(self, found: Json) -> Node:
+        if found is None or type(found) in (bool, int, float, str):
+            return found
+        if type(found) is list or TAG not in found:
+            return self._shell(found, [] if type(found) is list else {})
+        tag = found[TAG] if type(found[TAG]) is str else ""
+        if tag in READERS:
+            return READERS[tag](found)
+        if tag in ("ref", "storage"):
+            number = only_part(found, "id")
+            return self._ref(number) if tag == "ref" else self._storage(number)
+        return self._object(tag, found)
+
+    def _object(self, tag: str, found: dict[str, Json]) -> Node:
+        kind = BY_TAG.get(tag)
+        if kind is None:
+            raise wrong("value", "a known kind", found[TAG])
+        names = {field.name for field in kind.fields}
+        if not found.keys() <= names | {TAG}:
+            raise wrong(tag, f"members {', '.join(sorted(names))}", sorted(found))
+        if kind.mutable:
+            return self._shell(found, kind.cls.__new__(kind.cls))  # type: ignore[call-overload]  # of any class
+        return self._immutable(kind, found)
+
+    def _shell(self, found: object, shell: object) -> object:
+        self._waiting.append((found, shell))
+        return shell
+
+    def _fill(self, kind: Kind, found: dict[str, Json], shell: Node) -> None:
+        for field in kind.fields:
+            value = self._field(kind, field, found)
+            if field.form == ENTRIES:
+                self._enter(shell, value)
+            elif field.form == MEMBERS:
+                shell.update(self._hashable(value, shell))
+            else:
+                setattr(shell, field.name, value)
+        if isinstance(shell, NumpyArray) and shell.items is None:
+            _check_numpy(shell.dtype, shell.data, math.prod(shell.shape))
+
+    def _enter(self, shell: dict[object, object], pairs: Iterable[tuple[object, object]]) -> None:
+        for key, value in pairs:
+            self._context.guard.check_key(shell, key)
+            if key in shell:
+                raise wrong("dict", "every key once", key)
+            shell[key] = value
+
+    def _hashable(self, members: list[object], owner: object) -> list[object]:
+        for member in members:
+            self._context.guard.check_key(owner, member)
+        return members
+
+    def _immutable(self, kind: Kind, found: dict[str, Json]) -> object:
+        values = {field.name: self._field(kind, field, found) for field in kind.fields}
+        if kind.cls is tuple:
+            return tuple(values["items"])
+        if kind.cls is frozenset:
+            return frozenset(self._hashable(values["items"], found))
+        if kind.cls is FromFile:
+            self._trees.append(values["node"])
+            return FromFile(path=self._storage_path, **values)
+        if kind.cls is Tensor:
+            return self._tensor(values)
+        if kind.cls is NumpyScalar:
+            _check_numpy(values["dtype"], values["data"], 1)
+        return kind.cls(**values)
+
+    def _tensor(self, values: dict[str, Node]) -> Tensor:
+        place = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
+        made = dense(place, values.pop("dtype"), self._context, values.pop("rebuild"))
+        return replace(made, **values)
+
+    def _field(self, kind: Kind, field: Field, found: dict[str, Json]) -> Node:
+        value = found.get(field.name, UNMADE)
+        where = f"{field.name} of a {kind.tag}"
+        if value is UNMADE:
+            if field.default is REQUIRED:
+                raise DamagedFileError(f"{where} is missing")
+            return [] if field.form in (LIST, PAIRS) else field.default
+        if field.form == VALUE:
+            made = self._value(value)
+            if field.kinds and not isinstance(made, field.kinds):
+                raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(made).__name__)
+            return made
+        if type(value) is not JSON_TYPES[field.form]:
+            raise wrong(where, field.form, value)
+        if field.texts and value not in field.texts:
+            raise wrong(where, "one of a few names", value)
+        return self._formed(field.form, value, where)
+
+    def _formed(self, form: str, value: Json, where: str) -> Node:
+        if form in (VALUES, LIST, MEMBERS):
+            made = [self._value(one) for one in value]
+            return tuple(made) if form == VALUES else made
+        if form in (PAIRS, ENTRIES):
+            if not all(type(pair) is list and len(pair) == 2 for pair in value):
+                raise wrong(where, "[key, value] pairs", value)
+            return [(self._value(key), self._value(one)) for key, one in value]
+        if form == SIZES:
+            return read_sizes(value, where)
+        if form == BYTES:
+            return read_bytes(value, where)
+        if form == STORAGE:
+            return self._storage(value)
+        if form == INTEGER and not 0 <= value <= MAX_ELEMENTS:
+            raise wrong(where, "an integer from 0 to 2**63-1", value)
+        return value
+
+    def _storage(self, number: object) -> Storage:
+        if type(number) is not int or not 0 <= number < len(self._storages):
+            raise wrong("storage of a tensor", f"a number below {len(self._storages)}", number)
+        return self._storages[number]
+
+    def _ref(self, number: object) -> object:
+        if type(number) is not int or not 0 <= number < len(self._made):
+            raise wrong("id of a ref", f"a number below {len(self._made)}", number)
+        made = self._made[number]
+        if made is UNMADE:
+            raise wrong("ref of an immutable object", "an object before it", number)
+        return made
+
+
+def _is_mutable(found: object) -> bool:
+    if not isinstance(found, dict) or TAG not in found:
+        return isinstance(found, (list, dict))
+    tag = found[TAG]
+    return type(tag) is str and tag in BY_TAG and BY_TAG[tag].mutable
+
+
+def _check_numpy(dtype: str, data: bytes, count: int) -> None:
+    """Refuse data of another size than the element type says, where it says one."""
+    size = NumpyDType(dtype[1:]).itemsize
+    if size is not None and len(data) != size * count:
+        raise wrong(f"data of numpy's {dtype:.20}", f"{size * count} bytes", len(data))

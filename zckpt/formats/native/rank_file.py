@@ -1,0 +1,183 @@
+"""A rank's file: a safetensors file of pieces of slots and of storages, and the checksum of each.
+
+digests                 int64, the CRC-32 of every other tensor's bytes, ordered by the tensors' names
+SLOT/NAME ...           a whole slot in its shape, a whole box in its shape, or a flat range
+storage/N ...           bytes that tensors of the inert objects lie in, as uint8
+
+The wider an element, the earlier it comes, so that each tensor starts on a multiple of its element's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zckpt.dtypes import DTYPES, itemsize
+from zckpt.errors import DamagedFileError, ShardError
+from zckpt.formats.safetensors_file import header_of, read_header
+from zckpt.plan import Checksum, Hole, Literal, TargetFile
+from zckpt.state import Extent, Slot
+
+DIGESTS = "digests"
+"""Has no slash, as every other tensor of the file has."""
+
+DIGEST_DTYPE = "int64"
+"""A CRC-32 needs 32 bits without a sign, which torch has only since 2.3."""
+
+DIGEST_NBYTES = 8
+
+ID_KEY = "zckpt_id"
+"""Under which the file's own metadata have the checkpoint that it belongs to."""
+
+AS_BYTES = frozenset({"complex64", "float8_e8m0fnu"})
+"""Types that only newer versions of safetensors have: to others a single unknown code makes the file unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor that is to be written.
+
+    Parameters
+    ----------
+    key : str
+    slot : Slot
+    extent : Extent
+        Which elements of it.
+    dtype : str
+        Element type in the file's header.
+    shape : tuple of int
+    width : int, bytes
+        Of one element, as far as its place in the file is concerned.
+    """
+
+    key: str
+    slot: Slot
+    extent: Extent
+    dtype: str
+    shape: tuple[int, ...]
+    width: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.extent.numel * itemsize(self.slot.dtype)
+
+
+@dataclass(slots=True)
+class RankFile:
+    """A rank's file that is there: its tensors by name, and those that something has taken."""
+
+    path: str
+    nbytes: int
+    tensors: dict[str, Slot]
+    taken: set[str] = field(default_factory=set)
+
+    def take(self, key: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Return the byte offset of a tensor, which must be as described and belongs to one thing only.
+
+        Raises
+        ------
+        DamagedFileError
+            It is not there, is another, or has been taken.
+        """
+        found = self.tensors.get(key)
+        if found is None or key in self.taken:
+            message = f"{key} is not there" if found is None else f"{key} is used twice"
+            raise DamagedFileError(message, path=self.path)
+        if found.dtype != dtype or found.shape != shape:
+            raise DamagedFileError(
+                f"{key} is not what checkpoint.json says",
+                path=self.path,
+                expected=f"{dtype} {shape}",
+                found=f"{found.dtype} {found.shape}",
+            )
+        self.taken.add(key)
+        return found.spans[0].offset if found.spans else 0
+
+
+def stored_as(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return how elements are in a header: as they are, or as bytes along one more dimension."""
+    if DTYPES[dtype].safetensors is None or dtype in AS_BYTES:
+        return "uint8", (*shape, itemsize(dtype))
+    return dtype, shape
+
+
+def shape_of(extent: Extent) -> tuple[int, ...]:
+    """Return the shape that elements of a slot have in a file: that of their box if it is all of it, else flat."""
+    return extent.sizes if extent.numel == math.prod(extent.sizes) else (extent.numel,)
+
+
+def storage_key(number: int) -> str:
+    """Return the name of a storage's bytes in the first file."""
+    return f"storage/{number}"
+
+
+def slot_entry(key: str, slot: Slot, extent: Extent) -> Entry:
+    """Return the entry of some elements of a slot."""
+    return Entry(key, slot, extent, *stored_as(slot.dtype, shape_of(extent)), itemsize(slot.dtype))
+
+
+def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
+    """Return a rank's file.
+
+    Parameters
+    ----------
+    name : str
+    entries : sequence of Entry
+    identity : str
+        Of the checkpoint.
+
+    Raises
+    ------
+    UnsupportedError
+        The header would be larger than safetensors allows.
+    """
+    ordered = sorted(entries, key=lambda entry: -entry.width)
+    rows = [(DIGESTS, DIGEST_DTYPE, (len(ordered),)), *((e.key, e.dtype, e.shape) for e in ordered)]
+    header = header_of(rows, {ID_KEY: identity})
+    end = len(header) + DIGEST_NBYTES * len(ordered)
+    file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
+    places = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
+    for entry in ordered:
+        start = file.nbytes
+        file.nbytes += entry.nbytes
+        file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
+        file.checksums.append(Checksum(start, file.nbytes, (places[entry.key],)))
+    return file
+
+
+def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
+    """Open a rank's file and see that it is the one that a document means.
+
+    Raises
+    ------
+    ShardError
+        It is missing, or from another checkpoint.
+    DamagedFileError
+        Its header is malformed, or it is of another size.
+    """
+    if not path.is_file():
+        raise ShardError(
+            "a rank's file is missing",
+            path=path,
+            expected="every file that checkpoint.json lists",
+            advice="copy it from where the checkpoint was saved",
+        )
+    tensors, metadata, size = read_header(path)
+    if metadata.get(ID_KEY) != identity:
+        raise ShardError(
+            "belongs to another checkpoint",
+            path=path,
+            expected=f"{ID_KEY} {identity}",
+            found=repr(metadata.get(ID_KEY))[:60],
+            advice="a save that did not finish may have left it",
+        )
+    if size != nbytes:
+        raise DamagedFileError("of another size than checkpoint.json says", path=path, expected=nbytes, found=size)
+    digests = tensors.get(DIGESTS)
+    if digests is None or (digests.dtype, digests.shape) != (DIGEST_DTYPE, (len(tensors) - 1,)):
+        found = None if digests is None else f"{digests.dtype} {digests.shape}"
+        raise DamagedFileError(f"no {DIGESTS}", path=path, expected=f"{len(tensors) - 1} {DIGEST_DTYPE}", found=found)
+    return RankFile(str(path), size, tensors, {DIGESTS})

@@ -1,0 +1,201 @@
+"""A checkpoint as the files of zckpt's own format. Lays out; writes nothing. The document comes last."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from zckpt.dtypes import itemsize
+from zckpt.errors import UnsupportedError
+from zckpt.formats.native.cut import deal
+from zckpt.formats.native.document import FORMAT, VERSION, encode
+from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
+from zckpt.formats.native.node_writer import NodeWriter
+from zckpt.formats.native.rank_file import Entry, slot_entry, storage_key
+from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.remainder import origin
+from zckpt.partition import check_world_size
+from zckpt.plan import Literal, TargetFile
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.torchfile import Storage
+from zckpt.torchfile.pickle_storage_writer import Mentioned
+
+SECTIONS = ("parameters", "buffers", "unnamed")
+
+IDENTITY_NBYTES = 16
+
+Layout = tuple[tuple[tuple[str, object], ...], ...]
+"""The pieces of a slot as members of JSON objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A slot, its name in the document and in the files, and its pieces: in which file, and which elements."""
+
+    name: str
+    key: str
+    slot: Slot
+    pieces: tuple[tuple[int, Extent], ...]
+
+
+def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
+    """Return the files of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    world_size : int
+        Files to spread the tensors over; any number of ranks loads them. With one, every tensor is whole.
+
+    Raises
+    ------
+    UsageError
+        The world size is not positive.
+    UnsupportedError
+        Something that the format has no way to say.
+    """
+    check_world_size(world_size)
+    nodes = NodeWriter(_values(checkpoint))
+    members: dict[str, object] = {**_facts(checkpoint, nodes), "param_groups": _groups(checkpoint, nodes)}
+    metadata = {
+        "metadata": nodes.write(checkpoint.metadata),
+        "optimizer_metadata": nodes.write(checkpoint.optimizer_metadata),
+    }
+    states = {id(p): nodes.write(p.state) for p in _parameters(checkpoint) if p.state}
+    stored = [_storage_entry(number, one) for number, one in enumerate(nodes.storages)]
+    entries: list[list[Entry]] = [[] for _ in range(world_size)]
+    entries[0].extend(stored)
+    placed = _place(checkpoint, world_size, stored)
+    layouts: dict[Layout, int] = {}
+    for section in SECTIONS:
+        rows = []
+        for parameter in getattr(checkpoint, section).values():
+            slots = [next(placed) for _ in parameter.slots]
+            for one in slots:
+                for file, extent in one.pieces:
+                    entries[file].append(slot_entry(one.key, one.slot, extent))
+            rows.append(_parameter(parameter, states.get(id(parameter)), [_slot(s, parameter, layouts) for s in slots]))
+        members[section] = rows
+    members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
+    members |= {**metadata, "objects": nodes.objects, "storages": [_storage(one.storage) for one in nodes.storages]}
+    return _files(members, entries)
+
+
+def _files(members: dict[str, object], entries: Sequence[Sequence[Entry]]) -> list[TargetFile]:
+    """Return the files; what the document says of the state is the identity that ties them together."""
+    identity = hashlib.blake2b(encode(members), digest_size=IDENTITY_NBYTES).hexdigest()
+    names = [rank_name(rank, len(entries)) for rank in range(len(entries))]
+    files = [lay_out_rank(name, one, identity) for name, one in zip(names, entries, strict=True)]
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "id": identity,
+        "files": [{"name": file.name, "nbytes": file.nbytes} for file in files],
+    }
+    text = encode({**head, **members})
+    return [*files, TargetFile(DOCUMENT_NAME, len(text), [Literal(0, text)])]
+
+
+def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:
+    yield from checkpoint.tensors()
+    yield from checkpoint.unnamed.values()
+
+
+def _values(checkpoint: Checkpoint) -> Iterator[object]:
+    """Yield every value of a checkpoint that is written by its kind."""
+    for group in checkpoint.param_groups:
+        yield from (group.hyperparameters, group.state)
+    yield checkpoint.metadata
+    yield checkpoint.optimizer_metadata
+    yield from (parameter.state for parameter in _parameters(checkpoint) if parameter.state)
+
+
+def _facts(checkpoint: Checkpoint, nodes: NodeWriter) -> dict[str, object]:
+    return {
+        "step": checkpoint.step,
+        "loss_scale": nodes.write(checkpoint.loss_scale),
+        "zero_stage": checkpoint.zero_stage,
+        "world_size": checkpoint.world_size,
+        "topology": asdict(checkpoint.topology),
+        "origin": nodes.write(origin(checkpoint)),
+    }
+
+
+def _groups(checkpoint: Checkpoint, nodes: NodeWriter) -> list[dict[str, object]]:
+    return [
+        {
+            "parameters": group.parameters,
+            "hyperparameters": nodes.write(group.hyperparameters),
+            "state": nodes.write(group.state),
+        }
+        for group in checkpoint.param_groups
+    ]
+
+
+def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> Iterator[Placed]:
+    """Yield where each slot goes, all parameters' slots in order; no two tensors of the files have the same name."""
+    slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
+    sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
+    used = {entry.key for entry in stored}
+    dealt = deal(sizes, world_size, before=sum(entry.nbytes for entry in stored))
+    for (name, parameter, slot), runs in zip(slots, dealt, strict=True):
+        key = f"{name}/{parameter}"
+        while key in used:
+            key += "'"
+        used.add(key)
+        pieces = ((run.file, Extent.flat(slot.shape, run.start, run.numel)) for run in runs)
+        yield Placed(name, key, slot, tuple(pieces))
+
+
+def _parameter(parameter: Parameter, state: object, slots: list[dict[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {
+        "name": parameter.name,
+        "shape": list(parameter.shape),
+        "dtype": parameter.dtype,
+        "slots": slots,
+    }
+    optional = {
+        "group": parameter.group,
+        "frozen": parameter.frozen or None,
+        "tied_to": parameter.tied_to,
+        "state": state,
+    }
+    return found | {key: value for key, value in optional.items() if value is not None}
+
+
+def _slot(placed: Placed, parameter: Parameter, layouts: dict[Layout, int]) -> dict[str, object]:
+    slot = placed.slot
+    found: dict[str, object] = {"name": placed.name, "dtype": slot.dtype}
+    if slot.shape != parameter.shape:
+        found["shape"] = list(slot.shape)
+    if placed.key != f"{placed.name}/{parameter.name}":
+        found["key"] = placed.key
+    layout = tuple(_piece(file, extent, slot.shape) for file, extent in placed.pieces)
+    return found | {"layout": layouts.setdefault(layout, len(layouts))}
+
+
+def _piece(file: int, extent: Extent, shape: tuple[int, ...]) -> tuple[tuple[str, object], ...]:
+    """Return what a piece is: slots of any shape that are cut alike have one layout."""
+    found: list[tuple[str, object]] = [("file", file)]
+    if extent.sizes != shape:
+        found += [("offsets", extent.offsets), ("sizes", extent.sizes)]
+    if extent.numel != math.prod(extent.sizes):
+        found += [("start", extent.start), ("numel", extent.numel)]
+    return tuple(found)
+
+
+def _storage(storage: Storage) -> dict[str, object]:
+    return {"dtype": storage.dtype, "nbytes": storage.nbytes, "location": storage.location}
+
+
+def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
+    """Return the entry of a storage: all its bytes, little-endian."""
+    storage, dtype = mentioned.storage, mentioned.dtype
+    if mentioned.path is None:
+        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
+    shape = (storage.nbytes // itemsize(dtype),)
+    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
+    slot = Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
+    return Entry(storage_key(number), slot, Extent.whole(shape), "uint8", (storage.nbytes,))
