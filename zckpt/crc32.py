@@ -1,4 +1,4 @@
-"""CRC-32 of a file from the CRC-32s of its pieces, so that pieces can be written in parallel and in any order.
+"""CRC-32, and that of a file from the CRC-32s of its pieces, so that pieces can be written in parallel, in any order.
 
 A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
 bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
@@ -7,6 +7,13 @@ bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
 from __future__ import annotations
 
 from functools import lru_cache
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # no wheel for this platform; zlib's sums are the same and take several times as long
+    from zlib import crc32
+
+__all__ = ["combine", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31

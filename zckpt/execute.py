@@ -8,9 +8,8 @@ sync finds most of the work done.
 from __future__ import annotations
 
 import os
-import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from zckpt.crc32 import combine
+from zckpt.crc32 import combine, crc32
 from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
 from zckpt.errors import TargetError
 from zckpt.pieces import Piece, elements, pieces
@@ -31,8 +30,8 @@ DEFAULT_MEMORY_NBYTES = 64 * 10**6
 BATCH_NBYTES = 8 << 20
 """Written by one task: large enough to cost nothing, small enough to keep all workers busy and progress moving."""
 
-BUFFER_NBYTES = 1 << 20
-"""What moves bytes as they are reads and writes at once; more gains nothing, the page cache being in between."""
+BUFFER_NBYTES = 1 << 18
+"""What moves bytes as they are reads and writes at once: so small that a core sums and writes it from its cache."""
 
 MINIMUM_PIECE_NBYTES = 1 << 12
 """Below a page per read, a smaller memory budget would cost much and save nothing."""
@@ -100,6 +99,7 @@ def execute(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | None = None,
+    check: Callable[[list[Path]], None] | None = None,
 ) -> None:
     """Write the files of a plan, each under its target's name, whole or not at all.
 
@@ -115,6 +115,8 @@ def execute(
     reporter : Reporter, optional
     executor : concurrent.futures.Executor, optional
         Runs the batches; by default threads of this process.
+    check : callable, optional
+        Called with what was written, still under temporary names; what it raises leaves no target behind.
 
     Raises
     ------
@@ -130,6 +132,8 @@ def execute(
         check_space(paths[0].parent, plan.write_nbytes)
     with _write_errors(paths[-1]), written_files(paths, overwrite=overwrite) as partials:
         _write(plan, partials, memory, reporter or SilentReporter(), executor)
+        if check is not None:
+            check(partials)
 
 
 def execute_directory(
@@ -140,10 +144,11 @@ def execute_directory(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the files of a plan, by their names, into a new directory that appears whole or not at all.
 
-    Parameters and errors are those of `execute`.
+    Parameters and errors are those of `execute`; `check` gets the directory.
     """
     path = Path(target)
     with _write_errors(path):
@@ -154,6 +159,8 @@ def execute_directory(
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
         _write(plan, names, memory, reporter or SilentReporter(), executor)
+        if check is not None:
+            check(partial)
 
 
 @contextmanager
@@ -264,7 +271,7 @@ def _run_piece(piece: Piece, target: int, sources: Sources, batch: Batch, buffer
         return Written(piece.offset, piece.nbytes, crc)
     data = elements(piece, sources.descriptor)
     _write_all(target, data, piece.offset)
-    return Written(piece.offset, piece.nbytes, zlib.crc32(data) if batch.checksummed else None)
+    return Written(piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
 
 
 def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *, checksummed: bool) -> int | None:
@@ -276,7 +283,7 @@ def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *,
         view = memoryview(buffer)[: min(len(buffer), copy.nbytes - at)]
         read_into(descriptor, source.offset + at, view, path=source.path)
         if checksummed:
-            crc = zlib.crc32(view, crc)
+            crc = crc32(view, crc)
         _write_all(target, view, copy.offset + at)
     return crc if checksummed else None
 
@@ -290,7 +297,7 @@ def _write_all(target: int, data: memoryview, offset: int) -> None:
 def _patch_checksums(path: Path, one: FilePlan, written: list[Written]) -> None:
     """Compute each checksum from those of the runs that were written and put it where it belongs."""
     runs = sorted(
-        [*written, *(Written(x.offset, len(x.data), zlib.crc32(x.data)) for x in one.file.literals)],
+        [*written, *(Written(x.offset, len(x.data), crc32(x.data)) for x in one.file.literals)],
         key=lambda run: run.offset,
     )
     starts = [run.offset for run in runs]
@@ -325,5 +332,5 @@ def _reread(descriptor: int, start: int, end: int, path: str) -> int:
     for at in range(start, end, len(buffer) or 1):
         view = memoryview(buffer)[: min(len(buffer), end - at)]
         read_into(descriptor, at, view, path=path)
-        crc = zlib.crc32(view, crc)
+        crc = crc32(view, crc)
     return crc
