@@ -31,7 +31,7 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
     elif spec.model == "megatron":
         from tests.engine.tensor_parallel import Megatron
 
-        model = Megatron()
+        model = Megatron(invariant=spec.invariant)
     elif spec.model in ("pipeline", "pipeline_megatron"):
         from tests.engine.pipeline import build_pipeline
 

@@ -58,6 +58,7 @@ class Spec:
     expert_parallel: int = 1
     experts: int = 4
     tensor_parallel: int = 1
+    invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart
     pipeline_parallel: int = 1
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)

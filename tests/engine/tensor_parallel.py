@@ -29,6 +29,7 @@ from tests.engine.spec import Spec
 PADDED = 40  # the vocabulary, padded so that it divides among the ranks
 FEED_FORWARD = 12
 ADAPTER = 8
+HEADS = 4  # of the model that computes the same at any degree
 QKV = (8, 8, 4)  # rows of query, key and value: uneven, as with grouped queries
 HALVES = (FEED_FORWARD, FEED_FORWARD)
 
@@ -214,8 +215,9 @@ def _mine(whole: torch.Tensor, dim: int = 0, sub_params: tuple[int, ...] | None 
 class Layer(nn.Module):
     """A transformer layer with every way of cutting, of this rank's slices."""
 
-    def __init__(self):
+    def __init__(self, *, invariant: bool = False):
         super().__init__()
+        self.invariant = invariant
         self.input_norm = nn.LayerNorm(HIDDEN)
         self.local_norm = nn.LayerNorm(HIDDEN)
         self.query_key_value = _column(HIDDEN, QKV)
@@ -228,12 +230,23 @@ class Layer(nn.Module):
     def forward(self, x):
         rows = [size // grid.get_model_parallel_world_size() for size in QKV]
         query, key, value = self.query_key_value(_Copy.apply(self.input_norm(x))).split(rows, dim=-1)
-        x = x + _apply_row(self.dense, functional.scaled_dot_product_attention(query, key, value))
-        # Each rank trains its own copy of this norm on its own part of the work, as sequence parallelism
-        # does where gradients are not reduced: the copies drift apart.
-        gate, up = self.h_to_4h(self.local_norm(_Copy.apply(x))).chunk(2, dim=-1)
+        x = x + _apply_row(self.dense, self._attend(query, key, value))
+        gate, up = self.h_to_4h(self._local(x)).chunk(2, dim=-1)
         x = x + _apply_row(self.get_submodule("4h_to_h"), functional.silu(gate) * up)
         return x + _apply_row(self.adapter_out, torch.relu(self.adapter_in(_Copy.apply(x))))
+
+    def _attend(self, query, key, value):
+        """Attend with one head for each rank or, to compute the same at any degree, HEADS over all ranks."""
+        if not self.invariant:
+            return functional.scaled_dot_product_attention(query, key, value)
+        local = HEADS // grid.get_model_parallel_world_size()
+        heads = (x.unflatten(-1, (local, -1)).transpose(1, 2) for x in (query, key, value))
+        return functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+    def _local(self, x):
+        """Apply a norm of which each rank trains its own copy on its own part of the work, as sequence parallelism
+        does where gradients are not reduced: the copies drift apart. Or, not to drift, on all of the work."""
+        return _Copy.apply(self.local_norm(x)) if self.invariant else self.local_norm(_Copy.apply(x))
 
 
 def _column(size_in: int, sub_params: tuple[int, ...]) -> _Affine:
@@ -273,11 +286,11 @@ def logits_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
 class Megatron(nn.Module):
     """One transformer layer whose parameters are cut over the ranks of `use_grid`."""
 
-    def __init__(self):
+    def __init__(self, *, invariant: bool = False):
         super().__init__()
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
         self.embedding = Embedding()
-        self.layer = Layer()
+        self.layer = Layer(invariant=invariant)
 
     def forward(self, ids, labels):
         x = self.embedding(ids)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import show, source_options, write_options
+from zckpt.cli.options import show, source_options, verify_option, write_options
 
 
 @click.command("reshard")
@@ -16,7 +16,7 @@ from zckpt.cli.options import show, source_options, write_options
 @click.option(
     "--stage",
     type=click.Choice(["1", "2", "3"]),
-    help="ZeRO stage of TARGET. Default of this and the next three: as SOURCE.",
+    help="ZeRO stage of TARGET. Default of this and the next five: as SOURCE.",
 )
 @click.option("--elastic/--rigid", default=None, help="Form of the optimizer state (ZeRO-1, 2).")
 @click.option("--round-robin/--no-round-robin", default=None, help="As round_robin_gradients of the training.")
@@ -25,6 +25,21 @@ from zckpt.cli.options import show, source_options, write_options
     default=None,
     help="As parameter_alignment of the training.",
 )
+@click.option("--expert-parallel-size", type=int, metavar="E", help="Ranks over which experts are spread.")
+@click.option("--tensor-parallel-size", type=int, metavar="T", help="Ranks over which parameters are sliced.")
+@click.option(
+    "--tp-rules",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="How slices make up parameters: universal_checkpoint_info as JSON. Default: SOURCE's own.",
+)
+@click.option(
+    "--padded-vocab-size",
+    type=int,
+    metavar="ROWS",
+    help="Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
+)
+@verify_option
 @write_options
 @source_options
 def reshard_command(
@@ -35,6 +50,11 @@ def reshard_command(
     elastic: bool | None,
     round_robin: bool | None,
     parameter_alignment: bool | None,
+    expert_parallel_size: int | None,
+    tensor_parallel_size: int | None,
+    tp_rules: Path | None,
+    padded_vocab_size: int | None,
+    verify: bool,
     no_weight_check: bool,
     memory: int,
     overwrite: bool,
@@ -44,14 +64,15 @@ def reshard_command(
     tag: str | None,
     roots: tuple[Path, ...],
 ) -> None:
-    """Cut a DeepSpeed ZeRO checkpoint for another number of data-parallel ranks, or another stage.
+    """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
 
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
-    comes out as a run directory with `latest`, a tag directory as a tag directory.
+    comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
+    N x T ranks will load it.
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.reshard import reshard
-    from zckpt.report.resharding import document, render
+    from zckpt.report.written import document, render
 
     done = reshard(
         source,
@@ -61,7 +82,12 @@ def reshard_command(
         elastic=elastic,
         round_robin=round_robin,
         parameter_alignment=parameter_alignment,
+        expert_parallel_size=expert_parallel_size,
+        tensor_parallel_size=tensor_parallel_size,
+        tp_rules=tp_rules,
+        padded_vocab_size=padded_vocab_size,
         weight_check=not no_weight_check,
+        verify=verify,
         memory=memory,
         overwrite=overwrite,
         dry_run=dry_run,

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.errors import LayoutError, TargetExistsError, UsageError
+from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.formats import open_checkpoint
+from zckpt.formats.deepspeed.carried import notes
+from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.names import is_own
 from zckpt.formats.deepspeed.target import Options
-from zckpt.formats.deepspeed.writer import lay_out
-from zckpt.plan import Hole, fill, plan
-from zckpt.state import Checkpoint, Extent
+from zckpt.formats.deepspeed.writer import target_files
+from zckpt.operations.proof import check_apart, prove, verify_bytes
+from zckpt.plan import plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +30,11 @@ class Resharded:
     memory : int, bytes
         Upper bound of the copy buffers.
     compared : int
-        Elements of masters that were held against their weights.
+        Elements of masters that were held against their weights, and against those of other tensor-parallel ranks.
+    verified : int, bytes
+        What was compared with the source after writing.
     notes : tuple of str
-        What was carried over and may not mean anything at another world size.
+        What was carried over and may not mean anything at another number of ranks, and what could not be.
     warnings : tuple of str
     """
 
@@ -39,6 +43,7 @@ class Resharded:
     write_nbytes: int
     memory: int
     compared: int
+    verified: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -52,7 +57,12 @@ def reshard(
     elastic: bool | None = None,
     round_robin: bool | None = None,
     parameter_alignment: bool | None = None,
+    expert_parallel_size: int | None = None,
+    tensor_parallel_size: int | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+    padded_vocab_size: int | None = None,
     weight_check: bool = True,
+    verify: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
@@ -69,11 +79,21 @@ def reshard(
     target : path-like
         A directory that does not exist.
     world_size : int
-        Data-parallel ranks of the target.
+        Data-parallel ranks of the target; under tensor parallelism there are that many of each slice.
     stage : {1, 2, 3}, optional
         ZeRO stage of the target; by default the source's.
     elastic, round_robin, parameter_alignment : bool, optional
         As the target's training is configured; by default as the source's was.
+    expert_parallel_size : int, optional
+        Ranks over which the experts are spread; by default as in the source.
+    tensor_parallel_size : int, optional
+        Ranks over which parameters are sliced; by default as in the source. Then no value is touched.
+    tp_rules : path-like, optional
+        A JSON file with the rules for slices, in the form of `universal_checkpoint_info`; by default the source's own.
+    padded_vocab_size : int, optional
+        Rows of the target model's vocabulary; by default the source's, or the next multiple of the slices.
+    verify : bool
+        Compare all that was written with the source, before it gets its name.
     weight_check, overwrite, dry_run, memory, reporter, roots, tag
         As for `consolidate`.
 
@@ -86,62 +106,43 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag)
+    checkpoint = open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules)
     path = Path(target)
+    for place in (source, *roots):
+        if Path(place).resolve() in path.resolve().parents:
+            raise UsageError("the target is inside the source", path=path, found=os.fspath(place))
+    check_apart(checkpoint, path, overwrite=overwrite, is_own=lambda name: is_own(Path(name).name))
     run_directory = checkpoint.files != [] and Path(source).resolve() != Path(checkpoint.source).resolve()
-    options = Options(world_size, stage, elastic, round_robin, parameter_alignment)
-    made = plan(lay_out(checkpoint, options, run_directory=run_directory))
-    _check_apart(checkpoint, path, overwrite=overwrite)
+    options = Options(world_size, stage, elastic, round_robin, parameter_alignment, expert_parallel_size,
+                      tensor_parallel_size, padded_vocab_size)  # fmt: skip
+    wanted = decide(checkpoint, options)
+    made = plan(target_files(wanted, run_directory=run_directory))
+    told = tuple(notes(wanted))
     compared = 0
     if weight_check:
+        from zckpt.formats.deepspeed.slice_check import check_slices
         from zckpt.weight_check import check_weights
 
-        compared = check_weights(checkpoint)
+        compared = check_weights(checkpoint) + check_slices(wanted)
+    verified = 0
+
+    def check(written: Path) -> None:
+        nonlocal verified
+        found = open_checkpoint(written)
+        prove(checkpoint, found, path)
+        if verify:
+            verified = verify_bytes(checkpoint, found, path, memory=memory)
+
     if not dry_run:
-        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter)
-        _prove(checkpoint, path)
+        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
     files = tuple(path / one.file.name for one in made.files)
     return Resharded(
-        files, made.read_nbytes, made.write_nbytes, memory, compared, _notes(checkpoint), tuple(checkpoint.warnings)
+        files,
+        made.read_nbytes,
+        made.write_nbytes,
+        memory,
+        compared,
+        verified,
+        told,
+        tuple(checkpoint.warnings),
     )
-
-
-def _check_apart(checkpoint: Checkpoint, path: Path, *, overwrite: bool) -> None:
-    """Raise unless the target can be replaced without losing the source or anything that is no checkpoint."""
-    whole = path.resolve()
-    for file in checkpoint.files:
-        if whole in Path(file.path).resolve().parents:
-            raise UsageError("the target is, or contains, the source", path=path, found=file.path)
-    if overwrite and path.is_dir():
-        others = [p.name for p in path.rglob("*") if not p.is_dir() and not is_own(p.name)]
-        if others:
-            raise TargetExistsError(
-                "holds other files, which replacing it would remove",
-                path=path,
-                found=", ".join(sorted(others)[:4]),
-                advice="choose a new directory",
-            )
-
-
-def _prove(checkpoint: Checkpoint, path: Path) -> None:
-    """Open what was written and plan a read of all of it: every element of every slot must be there once."""
-    written = open_checkpoint(path)
-    for name, parameter in checkpoint.parameters.items():
-        found = written.parameters.get(name)
-        for key, slot in parameter.slots.items():
-            if found is None or (key not in found.slots and key != "weight"):
-                raise LayoutError(f"{key} of {name} did not arrive", path=path, advice="please report this")
-            if key in found.slots:
-                copy = found.slots[key]
-                if copy.shape != slot.shape:
-                    raise LayoutError(f"{key} of {name} has another shape", path=path, expected=slot.shape,
-                                      found=copy.shape, advice="please report this")  # fmt: skip
-                fill(Hole(0, f"{key}/{name}", copy, Extent.whole(copy.shape), copy.dtype))
-
-
-def _notes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Name what is carried over as it was and belongs to the old number of ranks."""
-    names = [key for key in ("data_sampler", "random_ltd") if checkpoint.metadata.get(key) is not None]
-    client = [key for key in checkpoint.metadata if "rng" in key.lower() or "random" in key.lower()]
-    return tuple(f"{key} is carried over as it was saved at another number of ranks"
-                 for key in dict.fromkeys([*names, *client]))  # fmt: skip

@@ -8,9 +8,9 @@ experts by their local number; the global one is e x (experts per rank) + local.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from zckpt.errors import LayoutError
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
 
 _EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
 
@@ -43,6 +43,64 @@ def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
         return name
     number = expert_rank * per_rank[match["before"]] + int(match["number"])
     return f"{match['before']}{number}{match['after']}"
+
+
+def local_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
+    """Return the name with the number that the expert has on its expert rank."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    number = int(match["number"]) - expert_rank * per_rank[match["before"]]
+    return f"{match['before']}{number}{match['after']}"
+
+
+def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> list[list[str]]:
+    """Return the names of experts, under their global numbers, for each rank of another expert-parallel degree.
+
+    Parameters
+    ----------
+    names : sequence of sequence of str
+        For each expert rank of the source, in the optimizer's order.
+    degree : int
+    path : str
+        For messages.
+
+    Raises
+    ------
+    UsageError
+        The experts of a layer do not divide among the ranks.
+    UnsupportedError
+        They are not layer by layer and expert by expert, so that their order at another degree cannot be told.
+    """
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in names[0]:
+        match = _EXPERT.fullmatch(name)
+        if match:
+            layers.setdefault(match["before"], {}).setdefault(int(match["number"]), []).append(match["after"])
+    counts = {layer: len(found) * len(names) for layer, found in layers.items()}
+
+    def dealt(ranks: int) -> list[list[str]]:
+        return [
+            [
+                f"{layer}{number}{after}"
+                for layer, found in layers.items()
+                for number in range(rank * counts[layer] // ranks, (rank + 1) * counts[layer] // ranks)
+                for after in found[min(found)]
+            ]
+            for rank in range(ranks)
+        ]
+
+    for layer, count in counts.items():
+        if count % degree:
+            raise UsageError(
+                f"{count} experts of {layer.removesuffix('.deepspeed_experts.')} cannot be spread over {degree} ranks",
+                path=path,
+                expected=f"a divisor of {count}",
+                found=degree,
+            )
+    if dealt(len(names)) != [list(one) for one in names]:
+        raise UnsupportedError("experts in an order that is not the model's are not regrouped", path=path)
+    return dealt(degree)
 
 
 def expert_parallel_size(dp: int, partition_count: int, names: Iterable[str]) -> int:

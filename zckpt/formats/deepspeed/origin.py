@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.torchfile import TorchFile
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one model-parallel rank, and the state they describe, before slices are put together.
+
+    Parameters
+    ----------
+    models : sequence of ModelShard
+        One; for ZeRO-3 one for each data-parallel rank, in order.
+    members : sequence of OptimizerShard
+        One for each data-parallel rank, in order.
+    state : RankState
+        With the padding rows of a vocabulary.
+    """
+
+    models: Sequence[ModelShard]
+    members: Sequence[OptimizerShard]
+    state: RankState
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The directory, the first model file and the optimizer files of the first model-parallel rank."""
+    """The files of a checkpoint.
+
+    Parameters
+    ----------
+    directory : TagDirectory
+    model : ModelShard
+        The first one.
+    members : sequence of OptimizerShard
+        Of the first model-parallel rank.
+    ranks : sequence of RankFiles
+        By model-parallel rank; empty where the files are made up and the checkpoint itself is the state.
+    experts : sequence of (Shard, TorchFile)
+        Files of experts' weights.
+    rules : mapping or None
+        How tensor-parallel slices make up parameters: the content of `universal_checkpoint_info`, or what a user gave.
+    rules_path : str or None
+        The file that a user gave them in.
+    """
 
     directory: TagDirectory
     model: ModelShard
     members: Sequence[OptimizerShard]
+    ranks: Sequence[RankFiles] = ()
+    experts: Sequence[tuple[Shard, TorchFile]] = ()
+    rules: Mapping[str, object] | None = None
+    rules_path: str | None = None

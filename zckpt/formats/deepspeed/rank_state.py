@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.errors import LayoutError, ShardError
+from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.deepspeed.experts import (
     expert_number,
     expert_parallel_size,
@@ -22,6 +22,7 @@ from zckpt.formats.deepspeed.flat import Case, cut_group, element_slots, flat_ca
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
 from zckpt.formats.deepspeed.per_parameter import cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.tensors import slot_of
 from zckpt.state import WEIGHT, Padding, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor
@@ -48,6 +49,7 @@ def read_rank(
     models: Sequence[ModelShard],
     members: Sequence[OptimizerShard],
     weights: Mapping[str, tuple[str, Tensor]],
+    shared: Mapping[str, str] | None = None,
 ) -> RankState:
     """Put together what the files of one model-parallel rank say.
 
@@ -60,6 +62,9 @@ def read_rank(
         One for each data-parallel rank, in order; empty for stage 0.
     weights : mapping of str to (path, Tensor)
         Weights that lie outside the model file: of experts, of pipeline layers.
+    shared : mapping of str to str, optional
+        Tied parameters, alias to owner, that another model-parallel rank's file lists: DeepSpeed lets the first
+        rank of all list them, and the others none.
 
     Raises
     ------
@@ -72,7 +77,9 @@ def read_rank(
         _read_parameterwise(state, models, members, trained)
     elif members:
         _read_flat(state, models[0], members, weights, trained)
-    _place_parameters(state, models, trained, weights, parameterwise=bool(members) and members[0].stage == 3)
+    parameterwise = bool(members) and members[0].stage == 3
+    aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
+    _place_parameters(state, models, trained, weights, aliases, parameterwise=parameterwise)
     return state
 
 
@@ -88,13 +95,15 @@ def _read_flat(
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
     groups = flat_groups(model, members, known)
     degrees = [expert_parallel_size(dp, members[0].partition_count[g.index], g.shapes) for g in groups]
+    if any(1 < ep < dp for ep in degrees) and model.config.get("use_data_before_expert_parallelism") is True:
+        raise UnsupportedError("experts whose ranks are numbered data-parallel first", path=model.shard.path)
     shared = [members[first::ep] for ep in degrees for first in range(ep)]
     owners = [group for group, ep in zip(groups, degrees, strict=True) for _ in range(ep)]
     keys = element_slots(case for g, ranks in zip(owners, shared, strict=True) for case in flat_cases(g, ranks))
+    per_rank = experts_per_rank(name for group in groups for name in group.shapes)
     for group, ep in zip(groups, degrees, strict=True):
         count = members[0].partition_count[group.index]
         state.expert_parallel = max(state.expert_parallel, ep)
-        per_rank = experts_per_rank(group.shapes)
         names: list[str] = []
         for expert_rank in range(ep):
             slots, padding = cut_group(group, members[expert_rank::ep], keys)
@@ -169,13 +178,13 @@ def _place_parameters(
     models: Sequence[ModelShard],
     trained: Trained,
     weights: Mapping[str, tuple[str, Tensor]],
+    aliases: Mapping[str, str],
     *,
     parameterwise: bool,
 ) -> None:
     """Sort the names of the module, of other weight files and of the groups into parameters and buffers."""
     model = models[0]
     path = model.shard.path
-    aliases = _aliases(models, trained, parameterwise=parameterwise)
     lost = []
     for name, tensor in model.module.items():
         if name in model.buffer_names:
@@ -225,35 +234,6 @@ def _complete_aliases(state: RankState, path: str) -> None:
         if owner is None or owner.tied_to is not None:
             raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
         parameter.shape, parameter.dtype = owner.shape, owner.dtype
-
-
-def _aliases(models: Sequence[ModelShard], trained: Trained, *, parameterwise: bool) -> dict[str, str]:
-    """Return alias to owner.
-
-    DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
-    they are not. Files before 2023 have no `shared_params`: there, two names of the same bytes are one parameter.
-    """
-    found: dict[str, str] = {}
-    recorded = [model.shared for model in models if model.shared is not None]
-    module = models[0].module
-    for shared in recorded:
-        found.update(shared)
-    if not recorded and not parameterwise:
-        owners: dict[tuple[object, ...], str] = {}
-        ordered = sorted(module, key=lambda name: name not in trained)
-        for name in ordered:
-            t = module[name]
-            if t.numel and name not in models[0].buffer_names:
-                owner = owners.setdefault((t.storage.key, t.storage_offset, t.shape, t.strides), name)
-                if owner != name and name not in trained:
-                    found[name] = owner
-    result = {}
-    for pair in found.items():
-        alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]
-        empty = alias in module and not parameterwise and not module[alias].numel
-        if alias not in trained and not empty and alias not in (models[0].frozen_shapes or {}):
-            result[alias] = owner
-    return {alias: result.get(owner, owner) for alias, owner in result.items()}
 
 
 def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, parameterwise: bool) -> Parameter:

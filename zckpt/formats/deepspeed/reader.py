@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
-from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
+from zckpt.formats.deepspeed.rules_file import INFO_KEY, read_rules
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.stage0 import attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
-from zckpt.formats.tensors import describe
+from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.formats.tensors import carried, describe
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
+VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
+"""The rules that also matter where nothing is sliced."""
 
-def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Checkpoint:
+OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+"""What an optimizer file holds beside the optimizer's state and how it is cut."""
+
+
+def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
     """Read the structure of a DeepSpeed checkpoint.
 
     Parameters
@@ -28,12 +37,17 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
     directory : TagDirectory
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for files that have only numbers (stage 0).
+    tp_rules : Path, optional
+        A JSON file with rules for tensor-parallel slices, which are used instead of the checkpoint's own.
 
     Raises
     ------
     SourceError
         Files are missing, damaged, or contradict each other.
+    UsageError
+        The file of rules cannot be used.
     """
+    given = None if tp_rules is None else read_rules(tp_rules)
     models = [read_model(shard) for shard in directory.of(MODEL)]
     if not models:
         raise ShardError(
@@ -48,9 +62,12 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
     for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside]:
         checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank))
     _refuse_unknown(directory, models)
-    states, members = _rank_states(directory, models, optimizers, outside, checkpoint)
+    ranks = _ranks(directory, models, optimizers, outside, checkpoint)
+    states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
-    stages = [merge(states[i : i + tp], _rules(models[0]), models[0].shard.path) for i in range(0, len(states), tp)]
+    info = _info(models[0]) if given is None else given
+    rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
+    stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
     state = join(stages, models[0].shard.path)
     checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
         state.parameters,
@@ -58,7 +75,10 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
         state.groups,
     )
     checkpoint.padding = state.padding
-    checkpoint.origin = Origin(directory, models[0], members)
+    experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
+    checkpoint.origin = Origin(
+        directory, models[0], members, ranks, experts, info, None if tp_rules is None else str(tp_rules)
+    )
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     if not optimizers:
@@ -77,13 +97,13 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None) -> Chec
     return checkpoint
 
 
-def _expert_weights(files: Sequence[tuple[Shard, TorchFile]]) -> Weights:
-    """Return the weights of experts, which lie in files of their own under their global names."""
+def _expert_weights(files: Sequence[tuple[Shard, TorchFile]], mp_rank: int) -> Weights:
+    """Return one rank's weights of experts, which lie in files of their own under their global names."""
     weights: Weights = {}
     for shard, file in files:
         if not isinstance(file.root, dict):
             raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
-        if shard.role == EXPERT:
+        if shard.role == EXPERT and (shard.mp_rank or 0) == mp_rank:
             weights.update({str(n): (shard.path, t) for n, t in file.root.items() if isinstance(t, Tensor)})
     return weights
 
@@ -98,14 +118,14 @@ def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> No
             raise UnknownFormatError("holds no model", path=model.shard.path, expected="a dict `module`")
 
 
-def _rank_states(
+def _ranks(
     directory: TagDirectory,
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
     outside: Sequence[tuple[Shard, TorchFile]],
     checkpoint: Checkpoint,
-) -> tuple[list[RankState], list[OptimizerShard]]:
-    """Return the state of each model-parallel rank, and the optimizer files of the first one."""
+) -> list[RankFiles]:
+    """Return the files and the state of each model-parallel rank."""
     mp_ranks = sorted({m.shard.mp_rank or 0 for m in models} | {o.shard.mp_rank or 0 for o in optimizers})
     recorded = models[0].content.get("mp_world_size")
     expected = recorded if isinstance(recorded, int) and recorded > 0 else len(mp_ranks)
@@ -117,13 +137,12 @@ def _rank_states(
             expected=f"{expected} model-parallel ranks",
             found=listed(mp_ranks),
         )
-    experts = _expert_weights(outside)
+    shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
     weights = stage_weights(layers, firsts, tp) if layers else {}
-    states: list[RankState] = []
-    first: list[OptimizerShard] = []
+    ranks: list[RankFiles] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
         shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
@@ -133,13 +152,10 @@ def _rank_states(
         if shards or any(m.content.get("param_shapes") for m in own):
             members, warnings = select(directory.path, own, shards, mp_rank)
             checkpoint.warnings += warnings
-        states.append(
-            read_rank(
-                mp_rank, _model_members(directory, own, members), members, {**experts, **weights.get(mp_rank, {})}
-            )
-        )
-        first = first or members
-    return states, first
+        files = _model_members(directory, own, members)
+        outer = {**_expert_weights(outside, mp_rank), **weights.get(mp_rank, {})}
+        ranks.append(RankFiles(files, members, read_rank(mp_rank, files, members, outer, shared)))
+    return ranks
 
 
 def _model_members(
@@ -161,9 +177,17 @@ def _model_members(
     return found
 
 
-def _rules(model: ModelShard) -> Mapping[str, object] | None:
-    info = plain(model.content.get("universal_checkpoint_info"))
+def _info(model: ModelShard) -> Mapping[str, object] | None:
+    info = plain(model.content.get(INFO_KEY))
     return info if isinstance(info, dict) else None
+
+
+def _rules(info: Mapping[str, object] | None, path: str, tp: int) -> Rules | None:
+    """Return the rules for slices; of a checkpoint without slices, those for a vocabulary alone."""
+    if info is None:
+        return None
+    keys = VOCABULARY_KEYS if tp == 1 else info
+    return Rules({key: info[key] for key in keys if key in info}, path)
 
 
 def _describe(
@@ -194,9 +218,11 @@ def _describe(
         pads = any(any(group) for group in members[0].alignment_paddings or [])
         checkpoint.details["parameter_alignment"] = pads or zero_option(model, "parameter_alignment")
         checkpoint.details["bf16_optimizer"] = members[0].bf16_optimizer
-        if members[0].elastic:
+        if members[0].elastic and not members[0].groups:
             checkpoint.warnings.append("the elastic form of the optimizer state does not hold hyperparameters")
-    checkpoint.metadata = {key: value for key, value in model.content.items() if key not in MODEL_KEYS}
+    checkpoint.metadata = {
+        key: carried(model.file, value) for key, value in model.content.items() if key not in MODEL_KEYS
+    }
     kept = (
         "lr_scheduler",
         "data_sampler",
@@ -204,9 +230,17 @@ def _describe(
         "skipped_steps",
         "global_steps",
         "global_samples",
+        "num_experts",
         "ds_config",
     )
-    checkpoint.metadata |= {key: model.content[key] for key in kept if model.content.get(key) is not None}
+    checkpoint.metadata |= {
+        key: carried(model.file, model.content[key]) for key in kept if model.content.get(key) is not None
+    }
+    if members:
+        content = members[0].content
+        checkpoint.optimizer_metadata = {
+            key: carried(members[0].file, content[key]) for key in OPTIMIZER_METADATA_KEYS if key in content
+        }
 
 
 def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:

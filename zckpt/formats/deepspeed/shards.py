@@ -251,6 +251,8 @@ def _read_flat(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) 
     base = z.get("base_optimizer_state")
     elastic = isinstance(base, list)
     states, groups = _base_state(base, path)
+    if elastic:
+        groups = _param_groups(z.get("base_optimizer_param_groups", []), path)
     tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
     common = z.get("base_optimizer_state_step")
     if common is not None:
@@ -313,13 +315,17 @@ def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, obje
         return {i: _mapping(state, path, "a dict of state") for i, state in enumerate(node)}, []
     content = _mapping(node, path, "the base optimizer's state")
     state = _mapping(content.get("state"), path, "a dict of state")
-    groups = content.get("param_groups")
-    if not isinstance(groups, list):
-        raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(groups).__name__)
     return (
         {key: _mapping(one, path, "a dict of state") for key, one in state.items()},
-        [with_scalars(_mapping(g, path, "a param group"), path) for g in groups],
+        _param_groups(content.get("param_groups"), path),
     )
+
+
+def _param_groups(node: object, path: str) -> list[dict[str, object]]:
+    """Return the param groups; of the elastic form, those that `zckpt strip` keeps beside it."""
+    if not isinstance(node, list):
+        raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(node).__name__)
+    return [with_scalars(_mapping(group, path, "a param group"), path) for group in node]
 
 
 def _split_states(

@@ -1,20 +1,22 @@
-"""What a DeepSpeed checkpoint is to be: stage, ranks, form of the optimizer state, order and alignment. Pure."""
+"""What a DeepSpeed checkpoint is to be, every option decided: which ranks, and what each of them has. Data only.
+
+    Target
+    `-- ranks: TargetRank           one for each model-parallel rank: its parameters, in its own shapes
+        `-- groups: TargetGroup     one for each param group
+            `-- experts             for each expert rank its parameters; of a dense group one list
+
+A list of parameters is cut over the data-parallel ranks that share it: all of them, or those of one expert rank.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.dtypes import itemsize
-from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.partition import (
-    PARAMETER_ALIGNMENT_NBYTES,
-    alignment_padding,
-    check_world_size,
-    round_robin_order,
-    sub_groups,
-)
-from zckpt.state import Checkpoint, Parameter
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.partition import flat_partition_numel, flat_starts, sub_groups
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -30,6 +32,10 @@ class Options:
         Data-parallel ranks.
     stage : int or None
     elastic, round_robin, alignment : bool or None
+    expert_parallel, tensor_parallel : int or None
+        Degrees.
+    padded_vocabulary : int or None
+        Rows of vocabulary parameters in the target's model, padding included.
     """
 
     world_size: int
@@ -37,29 +43,105 @@ class Options:
     elastic: bool | None = None
     round_robin: bool | None = None
     alignment: bool | None = None
+    expert_parallel: int | None = None
+    tensor_parallel: int | None = None
+    padded_vocabulary: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TargetGroup:
-    """A param group of the target.
+    """A param group of one model-parallel rank of the target.
 
     Parameters
     ----------
     index : int
-    parameters : list of Parameter
-        In the order in which they are stored.
+    values : ParamGroup
+        Its hyperparameters and single values.
+    experts : list of list of Parameter
+        For each expert rank its parameters, under the names and in the order in which they are stored; of a dense
+        group one list. A slot may have fewer rows than its parameter: the rest is padding of a vocabulary.
     pads : list of int, elements
         Alignment pad after each.
+    shared_by : int
+        Data-parallel ranks over which each list is cut.
     """
 
     index: int
-    parameters: list[Parameter]
+    values: ParamGroup
+    experts: list[list[Parameter]]
     pads: list[int]
+    shared_by: int
+
+    def of(self, rank: int) -> list[Parameter]:
+        """Return the parameters of which a data-parallel rank holds a part."""
+        return self.experts[rank % len(self.experts)]
+
+    def position(self, rank: int) -> int:
+        """Return which of the ranks that share its parameters a data-parallel rank is."""
+        return rank // len(self.experts)
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each parameter, which are alike on all expert ranks."""
+        return [p.numel for p in self.experts[0]]
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each parameter starts in the flat buffer and, last, where that ends, in elements."""
+        return flat_starts(self.numels, self.pads)
+
+    @property
+    def partition(self) -> int:
+        """Elements of one rank's partition of the flat buffer."""
+        return flat_partition_numel(self.starts[-1], self.shared_by)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRank:
+    """One model-parallel rank of the target.
+
+    Parameters
+    ----------
+    mp_rank : int
+    models : sequence of ModelShard
+        The source's model files from which everything is carried that is not made anew, by data-parallel rank; a rank
+        that is not there takes from the first.
+    members : sequence of OptimizerShard
+        The same for optimizer files.
+    parameters, buffers : dict of str to Parameter
+        In this rank's shapes.
+    groups : list of TargetGroup
+    """
+
+    mp_rank: int
+    models: Sequence[ModelShard]
+    members: Sequence[OptimizerShard]
+    parameters: dict[str, Parameter]
+    buffers: dict[str, Parameter]
+    groups: list[TargetGroup]
+
+    @property
+    def model(self) -> ModelShard:
+        """The first of the source's model files."""
+        return self.models[0]
+
+    def owner(self, name: str) -> Parameter:
+        """Return the parameter that has the slots of the one called `name`."""
+        parameter = self.parameters[name]
+        return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A DeepSpeed checkpoint that is to be written, every option decided."""
+    """A DeepSpeed checkpoint that is to be written, every option decided.
+
+    Parameters
+    ----------
+    world_size : int
+        Data-parallel ranks.
+    rules : mapping or None
+        `universal_checkpoint_info` to be written; None: as the source's files have it.
+    """
 
     checkpoint: Checkpoint
     origin: Origin
@@ -69,7 +151,8 @@ class Target:
     round_robin: bool
     alignment: bool
     bf16_optimizer: bool
-    groups: list[TargetGroup] = field(default_factory=list)
+    rules: Mapping[str, object] | None = None
+    ranks: list[TargetRank] = field(default_factory=list)
 
     @property
     def sub_group_size(self) -> int:
@@ -80,65 +163,5 @@ class Target:
 
     def sub_groups(self, group: TargetGroup) -> list[list[Parameter]]:
         """Return the sub-groups of a group under ZeRO-3."""
-        numels = [p.numel for p in group.parameters]
-        cut = sub_groups(numels, self.world_size, self.sub_group_size)
-        return [[group.parameters[i] for i in one] for one in cut]
-
-
-def decide(checkpoint: Checkpoint, options: Options) -> Target:
-    """Return the target for a checkpoint and options.
-
-    Raises
-    ------
-    UsageError
-        The options cannot be.
-    UnsupportedError
-        The source is of a kind that is not cut anew.
-    """
-    origin = checkpoint.origin
-    check_world_size(options.world_size)
-    if not isinstance(origin, Origin) or not origin.members:
-        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are cut for another number of ranks",
-                               path=checkpoint.source, found=checkpoint.format)  # fmt: skip
-    first = origin.members[0]
-    stage = first.stage if options.stage is None else options.stage
-    if stage not in (1, 2, 3):
-        raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    elastic = first.elastic if options.elastic is None else options.elastic
-    round_robin = (
-        bool(checkpoint.details.get("round_robin_gradients")) if options.round_robin is None else options.round_robin
-    )
-    aligned = bool(checkpoint.details.get("parameter_alignment")) if options.alignment is None else options.alignment
-    _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
-    flat = stage != 3
-    target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer)  # fmt: skip
-    for index, group in enumerate(checkpoint.param_groups):
-        parameters = [checkpoint.parameters[name] for name in group.parameters]
-        if target.round_robin:
-            parameters = [parameters[i] for i in round_robin_order(len(parameters), options.world_size)]
-        pads = [0] * len(parameters)
-        if target.alignment and parameters:
-            multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(parameters[0].dtype), 1)
-            pads = alignment_padding([p.numel for p in parameters], multiple)
-        target.groups.append(TargetGroup(index, parameters, pads))
-    return target
-
-
-def _refuse(checkpoint: Checkpoint, origin: Origin, options: Options, *, stage: int, elastic: bool) -> None:
-    path, topology = checkpoint.source, checkpoint.topology
-    if topology.tp > 1 or topology.pp > 1:
-        raise UnsupportedError("tensor- or pipeline-parallel checkpoints are not cut anew", path=path,
-                               found=f"tp={topology.tp} pp={topology.pp}")  # fmt: skip
-    if topology.ep > 1 or "num_experts" in origin.model.content:
-        raise UnsupportedError("checkpoints with experts are not cut anew", path=path)
-    if origin.members[0].bf16_optimizer and (stage != 1 or elastic or options.round_robin or options.alignment):
-        raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
-    if not elastic and origin.members[0].elastic and stage != 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which the rigid form needs", path=path)
-    if origin.members[0].elastic and stage == 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which ZeRO-3 needs", path=path)
-    lost = [f"{key} of group {index}" for index, group in enumerate(checkpoint.param_groups)
-            for key, value in group.state.items() if hasattr(value, "storage")]  # fmt: skip
-    if lost:
-        raise UnsupportedError(f"{', '.join(lost[:4])}: a tensor for a whole group is not cut anew", path=path)
+        cut = sub_groups(group.numels, self.world_size, self.sub_group_size)
+        return [[group.experts[0][i] for i in one] for one in cut]

@@ -1,32 +1,33 @@
-"""Put the states of all model-parallel ranks together: slices by rule, disjoint parts of a pipeline side by side."""
+"""Put tensor-parallel slices together by rule, and cut whole parameters into slices again."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from zckpt.boxes import boxes_of, row_major
-from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.rank_state import RankState
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules
-from zckpt.state import Extent, Parameter, ParamGroup, Slot, Span
+from zckpt.formats.deepspeed.slices import Run, moved
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
+from zckpt.state import Parameter, ParamGroup, Slot
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
 
 
-def merge(states: Sequence[RankState], info: Mapping[str, object] | None, path: str) -> RankState:
+def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded: bool = False) -> RankState:
     """Return one state for all tensor-parallel ranks.
 
     Parameters
     ----------
     states : sequence of RankState
         By tensor-parallel rank.
-    info : mapping or None
-        `universal_checkpoint_info`; None if the checkpoint has none.
+    rules : Rules or None
+        None if the checkpoint has none.
     path : str
-        The file that has it, or should.
+        The file that has them, or should.
+    padded : bool
+        Whether vocabularies keep their padding rows, which depend on the tensor-parallel degree.
 
     Raises
     ------
@@ -35,58 +36,56 @@ def merge(states: Sequence[RankState], info: Mapping[str, object] | None, path: 
     LayoutError
         The ranks do not fit together.
     """
-    if len(states) == 1:
-        return _without_vocabulary_padding(states[0], info or {}, path)
-    names = list(states[0].parameters)
-    if info is None:
-        raise UnsupportedError(
-            f"tensor-parallel slices of {len(names)} parameters ({', '.join(names[:SHOWN_NAMES])}, ...) and no rules "
-            f"how to put them together",
-            path=path,
-            expected="universal_checkpoint_info in the model file",
-        )
+    first = states[0]
+    names = list(first.parameters)
+    if rules is None:
+        if len(states) > 1:
+            raise without_rules(names, path, "how to put them together")
+        return first
     for other in states[1:]:
         if set(other.parameters) != set(names) or [g.parameters for g in other.groups] != [
-            g.parameters for g in states[0].groups
+            g.parameters for g in first.groups
         ]:
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
-    rules = Rules(info, path)
-    merged = RankState(0, buffers=states[0].buffers, expert_parallel=states[0].expert_parallel)
+    merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel)
     for name in names:
-        merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules)
-    for parameter in merged.parameters.values():
-        if parameter.tied_to is not None:
-            parameter.shape = merged.parameters[parameter.tied_to].shape
-    merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in states[0].groups]
+        merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
+    complete_aliases(merged.parameters)
+    merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     for state in states:
         merged.padding += state.padding
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
 
 
-def _without_vocabulary_padding(state: RankState, info: Mapping[str, object], path: str) -> RankState:
-    """Leave out the padding rows of a vocabulary, so that the state does not depend on the tensor-parallel degree."""
-    keys = ("vocabulary_parameter_patterns", "original_vocab_size")
-    rules = Rules({key: info[key] for key in keys if key in info}, path)
-    for name, parameter in state.parameters.items():
-        if parameter.tied_to is None and rules.is_vocabulary(name):
-            state.parameters[name] = _merge_parameter([parameter], rules)
-    for parameter in state.parameters.values():
+def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
+    """Return the error for slices that no rule places."""
+    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return UnsupportedError(
+        f"tensor-parallel slices of {len(names)} parameters ({shown}) and no rules {what}",
+        path=path,
+        expected="universal_checkpoint_info in the model file",
+        advice="`zckpt reshard` takes them from a file: --tp-rules FILE",
+    )
+
+
+def complete_aliases(parameters: dict[str, Parameter]) -> None:
+    """Give tied parameters the shapes of their owners."""
+    for name, parameter in parameters.items():
         if parameter.tied_to is not None:
-            parameter.shape = state.parameters[parameter.tied_to].shape
-    return state
+            parameters[name] = replace(parameter, shape=parameters[parameter.tied_to].shape)
 
 
-def _merge_parameter(slices: Sequence[Parameter], rules: Rules) -> Parameter:
+def _merge_parameter(slices: Sequence[Parameter], rules: Rules, *, padded: bool) -> Parameter:
     first = slices[0]
-    if first.tied_to is not None:
-        return Parameter(first.name, first.shape, first.dtype, tied_to=first.tied_to)
-    rule = rules.rule(first.name, [p.shape for p in slices])
+    if first.tied_to is not None or (len(slices) == 1 and (padded or not rules.is_vocabulary(first.name))):
+        return replace(first)
+    rule = rules.rule(first.name, [p.shape for p in slices], padded=padded)
     slots = {
         key: _merge_slot([p.slots[key] for p in slices if key in p.slots], rule, first.name, len(slices))
         for key in first.slots
     }
-    return Parameter(first.name, rule.shape, first.dtype, slots, first.group, first.frozen, state=first.state)
+    return replace(first, shape=rule.shape, slots=slots)
 
 
 def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slot:
@@ -97,36 +96,31 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
         return Slot(first.name, first.dtype, rule.shape, first.spans)
-    spans = tuple(
-        span for rank, slot in enumerate(slots) for one in slot.spans for span in _place(one, slot.shape, rule, rank)
-    )
-    return Slot(first.name, first.dtype, rule.shape, spans)
+    runs = [[Run(s.local, s.whole, s.size) for s in segments] for segments in rule.segments]
+    spans = [span for slot, own in zip(slots, runs, strict=True) for span in moved(slot.spans, rule.dim, own)]
+    return Slot(first.name, first.dtype, rule.shape, tuple(spans))
 
 
-def _place(span: Span, local: tuple[int, ...], rule: Rule, rank: int) -> Iterator[Span]:
-    """Yield the span of a slice as spans of the whole parameter."""
+def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
+    """Return what one tensor-parallel rank has of a whole parameter.
+
+    A vocabulary's slots may have fewer rows than the parameter: the rest is padding.
+    """
+    if rule.kind != SLICED:
+        return parameter
     segments = rule.segments[rank]
-    if len(segments) == 1 and segments[0].size == local[rule.dim] and span.strides is None:
-        offsets = _shifted((0,) * len(local), rule.dim, segments[0].whole)
-        extent = Extent(offsets, local, span.extent.start, span.extent.numel)
-        yield Span(extent, span.path, span.offset, span.dtype, None, span.byteorder)
-        return
-    steps = span.strides or row_major(local)
-    begin = 0 if span.strides else span.extent.start
-    size = itemsize(span.dtype)
-    for offsets, sizes in boxes_of(span.extent):
-        for segment in segments:
-            low = max(offsets[rule.dim], segment.local)
-            high = min(offsets[rule.dim] + sizes[rule.dim], segment.local + segment.size)
-            if low >= high:
-                continue
-            at = _shifted(offsets, rule.dim, low)
-            box = _shifted(sizes, rule.dim, high - low)
-            first = sum(o * s for o, s in zip(at, steps, strict=True)) - begin
-            whole = _shifted(offsets, rule.dim, low - segment.local + segment.whole)
-            extent = Extent(whole, box, 0, math.prod(box))
-            yield Span(extent, span.path, span.offset + first * size, span.dtype, steps, span.byteorder)
+    shape = _resized(rule.shape, rule.dim, sum(s.size for s in segments))
+    slots = {key: _cut_slot(slot, rule.dim, segments) for key, slot in parameter.slots.items()}
+    return replace(parameter, shape=shape, slots=slots)
 
 
-def _shifted(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*values[:dim], value, *values[dim + 1 :])
+def _cut_slot(slot: Slot, dim: int, segments: Sequence[Segment]) -> Slot:
+    present = slot.shape[dim]
+    runs = [Run(s.whole, s.local, max(min(s.size, present - s.whole), 0)) for s in segments]
+    shape = _resized(slot.shape, dim, sum(run.size for run in runs))
+    replicas = tuple(moved(spans, dim, runs) for spans in slot.replicas)
+    return Slot(slot.name, slot.dtype, shape, moved(slot.spans, dim, runs), replicas)
+
+
+def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -23,6 +23,9 @@ REPLICATED = "replicated"
 AVERAGED = "averaged"
 SLICED = "sliced"
 
+MAXIMUM_PARTS = 4096
+"""A rule that speaks of more sub-parameters than this is no rule for a model."""
+
 MAXIMUM_QUANTIFIERS = 4
 """Patterns come from the file. With more wildcards than this, matching could be made to take for ever."""
 
@@ -94,8 +97,15 @@ class Rules:
         size = info.get("original_vocab_size")
         self.vocabulary_size = size if type(size) is int else None
 
-    def rule(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Rule:
+    def rule(self, name: str, shapes: Sequence[tuple[int, ...]], *, padded: bool = False) -> Rule:
         """Return how the slices of a parameter, of these shapes by rank, make it up.
+
+        Parameters
+        ----------
+        name : str
+        shapes : sequence of tuple
+        padded : bool
+            Whether a vocabulary keeps its padding rows.
 
         Raises
         ------
@@ -110,7 +120,8 @@ class Rules:
                         path=self.path,
                         found=list(shapes),
                     )
-                return self._without_vocabulary_padding(name, Rule(kind, shapes[0]))
+                whole = Rule(kind, shapes[0])
+                return whole if padded else self._without_vocabulary_padding(name, whole)
         if self._matches("two", name):
             return self._parts(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
         for pattern, dim, sizes in self.sub_params:
@@ -118,11 +129,54 @@ class Rules:
                 return self._parts(name, shapes, dim, self._part_widths(name, pattern.pattern, shapes, dim, sizes))
         dim = 1 if self._matches("row", name) else 0
         sliced = self._parts(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
-        return self._without_vocabulary_padding(name, sliced)
+        return sliced if padded else self._without_vocabulary_padding(name, sliced)
+
+    def cut(self, name: str, shape: tuple[int, ...], ranks: int) -> Rule:
+        """Return how a whole parameter is cut: every rank gets an equal share of each part.
+
+        Raises
+        ------
+        LayoutError
+            A part does not divide among the ranks.
+        """
+        for kind in (REPLICATED, AVERAGED):
+            if self._matches(kind, name):
+                return Rule(kind, shape)
+        dim, parts = self._whole_parts(name, shape)
+        if dim >= len(shape) or sum(parts) != shape[dim] or any(width % ranks for width in parts):
+            raise LayoutError(
+                f"{name} cannot be cut for {ranks} tensor-parallel ranks",
+                path=self.path,
+                expected=f"parts along dimension {dim} that divide by {ranks}",
+                found=f"parts of {parts} in a shape of {shape}",
+            )
+        local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
+        return self._parts(name, [local] * ranks, dim, [[width // ranks] * ranks for width in parts])
+
+    def _whole_parts(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
+        """Return the dimension along which a whole parameter is sliced, and the widths of its parts along it."""
+        if self._matches("two", name):
+            return 0, [shape[0] // 2] * 2 if shape else []
+        for pattern, dim, sizes in self.sub_params:
+            if pattern.match(name):
+                recorded = self._recorded(name, pattern.pattern)
+                if recorded is not None:
+                    return dim, [sum(widths) for widths in recorded]
+                width = shape[dim] if dim < len(shape) else 0
+                if isinstance(sizes, int):
+                    return dim, [width // sizes] * sizes if 0 < sizes <= width else []
+                return dim, [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
+        dim = 1 if self._matches("row", name) else 0
+        return dim, [shape[dim]] if dim < len(shape) else []
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word of a vocabulary."""
         return self.vocabulary_size is not None and self._matches("vocabulary", name)
+
+    def matching(self, name: str) -> str | None:
+        """Return the kind of the rule that names a parameter; None if it is sliced for want of a rule."""
+        kinds = [kind for kind in _KEYS if self._matches(kind, name)]
+        return next(iter(kinds), "sub" if any(pattern.match(name) for pattern, _, _ in self.sub_params) else None)
 
     def _matches(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.patterns[kind])
@@ -151,6 +205,8 @@ class Rules:
             shape, dim = (one.get("shape"), one.get("partition_dim")) if isinstance(one, dict) else (None, None)
             if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
                 raise UnsupportedError("unreadable rule for sub-parameters", path=self.path, found=repr(one)[:80])
+            if type(shape[dim]) is int and shape[dim] > MAXIMUM_PARTS:
+                raise UnsupportedError("too many sub-parameters", path=self.path, found=shape[dim])
             found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
         return found
 
@@ -158,15 +214,15 @@ class Rules:
         self, name: str, pattern: str, shapes: Sequence[tuple[int, ...]], dim: int, sizes: object
     ) -> list[list[int]]:
         """Return for each part its width on each rank."""
-        recorded = self.widths.get(pattern)
+        recorded = self._recorded(name, pattern)
         if recorded is not None:
-            return [[int(w) for w in widths] for widths in recorded]
+            return recorded
         whole = sum(s[dim] if dim < len(s) else 0 for s in shapes)
         if isinstance(sizes, int):
             if sizes < 1 or whole % sizes:
                 raise LayoutError(f"{name} does not have {sizes} equal parts", path=self.path, found=list(shapes))
             sizes = [whole // sizes] * sizes
-        parts = [int(n) for n in sizes] if isinstance(sizes, (list, tuple)) else []
+        parts = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
         if sum(parts) != whole or any(n % len(shapes) for n in parts):
             raise LayoutError(
                 f"parts of {name} cannot be told apart",
@@ -176,11 +232,24 @@ class Rules:
             )
         return [[n // len(shapes)] * len(shapes) for n in parts]
 
+    def _recorded(self, name: str, pattern: str) -> list[list[int]] | None:
+        """Return the width of each part on each rank that the rules list for a pattern; None if they do not."""
+        found = self.widths.get(pattern)
+        if found is None:
+            return None
+        if (
+            not isinstance(found, (list, tuple))
+            or not found
+            or not all(isinstance(part, (list, tuple)) and len(part) == len(found[0]) for part in found)
+            or not all(type(width) is int and width >= 0 for part in found for width in part)
+        ):
+            raise UnsupportedError(f"unreadable widths of the parts of {name}", path=self.path, found=repr(found)[:80])
+        return [list(part) for part in found]
+
     def _parts(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
         """Return the rule for slices that hold, along `dim`, one piece of each part."""
-        local = [
-            sum(part[rank] for part in widths) if len(widths[0]) == len(shapes) else -1 for rank in range(len(shapes))
-        ]
+        fits = widths and all(len(part) == len(shapes) for part in widths)
+        local = [sum(part[rank] for part in widths) if fits else -1 for rank in range(len(shapes))]
         rest = {s[:dim] + s[dim + 1 :] for s in shapes}
         if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local, strict=True)):
             raise LayoutError(
@@ -193,7 +262,11 @@ class Rules:
         at, used = 0, [0] * len(shapes)
         for part in widths:
             for rank, width in enumerate(part):
-                segments[rank].append(Segment(used[rank], at, width))
+                before = segments[rank][-1] if segments[rank] else None
+                if before is not None and before.whole + before.size == at:
+                    segments[rank][-1] = Segment(before.local, before.whole, before.size + width)
+                else:
+                    segments[rank].append(Segment(used[rank], at, width))
                 used[rank] += width
                 at += width
         whole = (*shapes[0][:dim], at, *shapes[0][dim + 1 :])

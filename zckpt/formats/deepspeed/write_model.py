@@ -3,102 +3,157 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.target import Target, TargetGroup
+from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.parts import slot_parts
+from zckpt.formats.deepspeed.rules_file import INFO_KEY
+from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.write_optimizer import config_tree
+from zckpt.formats.tensors import slot_of
 from zckpt.formats.torch_archive import FromFile, SlotPart, SlotTensor, new_storage, view
-from zckpt.partition import flat_partition_numel, flat_starts, shard_fragment, shard_numel
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Slot
+from zckpt.partition import shard_fragment, shard_numel
+from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.torchfile import OrderedMapping, Size, Tensor
 
 
-def model_tree(target: Target, rank: int) -> object:
-    """Return the content of a model file: the only one, or under ZeRO-3 that of one rank."""
-    source = target.origin.model
-    parameterwise = target.stage == 3
-    made: dict[str, object] = {
-        "module": _module(target),
-        "param_shapes": [_shapes(group.parameters) for group in target.groups],
+def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
+    """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
+    source = carried_from(mp, rank)
+    made = {
+        "module": _module(target, mp, source),
+        "param_shapes": _param_shapes(target, mp),
+        "shared_params": _shared(source, mp, rank),
         "dp_world_size": target.world_size,
+        "mp_world_size": len(target.ranks),
         "ds_config": config_tree(target),
     }
-    frozen = [p for p in target.checkpoint.parameters.values() if p.frozen]
-    if target.stage == 1 or not (frozen or source.frozen_shapes is not None or target.origin.members[0].stage == 1):
+    dimensions = source.content.get("checkpoint_parallel_dimensions")
+    if isinstance(dimensions, dict) and "tp_degree" in dimensions:
+        made["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": len(target.ranks)}
+    frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
+    if target.stage == 1 or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         made["frozen_param_shapes"] = made["frozen_param_fragments"] = None
     else:
         made["frozen_param_shapes"] = _shapes(frozen)
-        made["frozen_param_fragments"] = _fragments(target, frozen, rank if parameterwise else None)
-    return {key: made[key] if key in made else FromFile.of(source.file, value) for key, value in source.content.items()}
+        made["frozen_param_fragments"] = _fragments(target, frozen, rank if target.stage == 3 else None)
+    content = {key: made[key] if key in made else FromFile.of(source.file, value)
+               for key, value in source.content.items()}  # fmt: skip
+    if target.rules is not None:
+        content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
+    return content
 
 
-def _shapes(parameters: Sequence[Parameter]) -> OrderedMapping:
+def carried_from(mp: TargetRank, rank: int) -> ModelShard:
+    """Return the source's model file that a rank carries everything from that is not made anew."""
+    return mp.models[rank] if rank < len(mp.models) else mp.models[0]
+
+
+def _shared(source: ModelShard, mp: TargetRank, rank: int) -> object:
+    """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one."""
+    listed = source.content.get("shared_params")
+    first = mp.mp_rank == 0 and rank == 0
+    return listed if first or listed is None or source is not mp.model else {}
+
+
+def _param_shapes(target: Target, mp: TargetRank) -> list[OrderedMapping]:
+    """Return shapes by group, under ZeRO-3 by sub-group; plain tuples where the source has those."""
+    old = mp.model.content.get("param_shapes")
+    first = old[0] if isinstance(old, list) and old and isinstance(old[0], dict) else {}
+    groups = [group.experts[0] for group in mp.groups]
+    if target.stage == 3:
+        groups = [parameters for group in mp.groups for parameters in target.sub_groups(group)]
+    return [_shapes(parameters, tuples=any(type(shape) is tuple for shape in first.values())) for parameters in groups]
+
+
+def _shapes(parameters: Sequence[Parameter], *, tuples: bool = False) -> OrderedMapping:
     shapes = OrderedMapping()
     for parameter in parameters:
-        shapes[parameter.name] = Size(parameter.shape)
+        shapes[parameter.name] = parameter.shape if tuples else Size(parameter.shape)
     return shapes
 
 
 def _weight(parameter: Parameter) -> Slot:
-    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it."""
+    """Return what a parameter's weight is written from.
+
+    It is rounded from the master where no file has it, and where both are means over ranks: the mean of rounded
+    values need not be the rounded mean.
+    """
     slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
     if slot is None:
         raise UnsupportedError(f"no file holds the values of {parameter.name}")
-    return slot
+    return parameter.slots.get(MASTER, slot) if slot.replicas else slot
 
 
-def _module(target: Target) -> object:
-    """Return the module in the source's order: views of one storage for each group, or empty under ZeRO-3."""
-    source = target.origin.model
+def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
+    """Return the module in the source's order: views of one storage for each group, or empty under ZeRO-3.
+
+    Experts are in files of their own, and their model's other tensors do not share storages.
+    """
     module = OrderedMapping()
     old = source.content.get("module")
     if isinstance(old, OrderedMapping):
         module.state = old.state
-    made: dict[str, object] = {}
-    for group in target.groups if target.stage != 3 else []:
-        made.update(_views(target, group))
-    names = dict.fromkeys([*source.module, *target.checkpoint.parameters, *target.checkpoint.buffers])
-    for name in names:
-        if name in target.checkpoint.buffers:
-            slot = target.checkpoint.buffers[name].slots[WEIGHT]
+    made: dict[str, Tensor] = {}
+    apart = "num_experts" in source.content
+    for group in mp.groups if target.stage != 3 and not apart else []:
+        made.update(_views(group))
+    for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
+        if name in mp.buffers:
+            slot = _buffer(target, mp, source, name)
             module[name] = SlotTensor(slot, slot.dtype, name)
-        elif name in target.checkpoint.parameters:
-            owner = target.checkpoint.owner(name)
-            if owner.name not in made:
-                made[owner.name] = _single(target, owner, name)
-            module[name] = made[owner.name]
+        elif name in mp.parameters and (name in source.module or not is_expert(name)):
+            owner = mp.owner(name)
+            if owner.name not in made and not apart:
+                made[owner.name] = _single(target, owner)
+            # Each name gets a tensor of its own, as a view of what it shares with others.
+            module[name] = replace(made[owner.name]) if not apart else _single(target, owner)
     return module
 
 
-def _single(target: Target, parameter: Parameter, name: str) -> object:
+def _buffer(target: Target, mp: TargetRank, source: ModelShard, name: str) -> Slot:
+    """Return a buffer; under ZeRO-3 every rank has written its own, and they may differ."""
+    slot = mp.buffers[name].slots[WEIGHT]
+    own = source.module.get(name)
+    if target.stage == 3 and source is not mp.model and own is not None and own.shape == slot.shape:
+        return slot_of(WEIGHT, own, source.shard.path)
+    return slot
+
+
+def _single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))
-    return SlotTensor(_weight(parameter), parameter.dtype, name)
+    parts = slot_parts(_weight(parameter), parameter.name, 0, 0, parameter.numel)
+    return view(new_storage(parameter.dtype, parameter.numel, list(parts)), parameter.shape)
 
 
-def _views(target: Target, group: TargetGroup) -> dict[str, Tensor]:
+def _views(group: TargetGroup) -> dict[str, Tensor]:
     """Return the weights of a group as views of its flat buffer, as DeepSpeed keeps them."""
-    starts = flat_starts([p.numel for p in group.parameters], group.pads)
-    dtypes = {p.dtype for p in group.parameters}
+    parameters, starts = group.experts[0], group.starts
+    dtypes = {p.dtype for p in parameters}
     if len(dtypes) != 1:
         return {}
-    numel = flat_partition_numel(starts[-1], target.world_size) * target.world_size
-    parts = [SlotPart(start, _weight(p), p.name) for start, p in zip(starts, group.parameters, strict=False) if p.numel]
-    storage = new_storage(dtypes.pop(), numel, parts)
-    return {p.name: view(storage, p.shape, start=s) for s, p in zip(starts, group.parameters, strict=False)}
+    parts: list[SlotPart] = []
+    for start, p in zip(starts, parameters, strict=False):
+        parts += slot_parts(_weight(p), p.name, 0, start, p.numel)
+    storage = new_storage(dtypes.pop(), group.partition * group.shared_by, parts)
+    return {p.name: view(storage, p.shape, start=start) for start, p in zip(starts, parameters, strict=False)}
 
 
 def _fragments(target: Target, frozen: Sequence[Parameter], rank: int | None) -> OrderedMapping:
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
     fragments = OrderedMapping()
     for parameter in frozen:
-        slot = _weight(parameter)
+        slot, numel = _weight(parameter), parameter.numel
         if rank is None:
-            fragments[parameter.name] = SlotTensor(slot, slot.dtype, parameter.name)
+            parts = slot_parts(slot, parameter.name, 0, 0, numel)
+            fragments[parameter.name] = view(new_storage(slot.dtype, numel, list(parts)), parameter.shape)
             continue
-        start, count = shard_fragment(parameter.numel, target.world_size, rank)
-        numel = shard_numel(parameter.numel, target.world_size)
-        parts = [SlotPart(0, slot, parameter.name, Extent.flat(parameter.shape, start, count))] if count else []
-        fragments[parameter.name] = view(new_storage(slot.dtype, numel, parts), (numel,))
+        start, count = shard_fragment(numel, target.world_size, rank)
+        held = shard_numel(numel, target.world_size)
+        parts = slot_parts(slot, parameter.name, start, 0, count)
+        fragments[parameter.name] = view(new_storage(slot.dtype, held, list(parts)), (held,))
     return fragments

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zckpt.formats.deepspeed.target import Target, TargetGroup
+from zckpt.formats.deepspeed.parts import slot_parts
+from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.scalars import encode
 from zckpt.formats.torch_archive import FromFile, SlotPart, ValueTensor, new_storage, view
 from zckpt.partition import (
     Fragment,
     flat_fragments,
     flat_padding,
-    flat_partition_numel,
-    flat_starts,
     shard_fragment,
     shard_numel,
 )
-from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -35,15 +35,15 @@ _PARAMETERWISE_KEYS = (
 )  # fmt: skip
 
 
-def optimizer_tree(target: Target, rank: int) -> object:
+def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     """Return the content of one rank's optimizer file."""
-    source = target.origin.members[0]
+    source = mp.members[0]
     old = source.content
-    made = _parameterwise(target, rank) if target.stage == 3 else _flat(target, rank)
+    made = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
     same = (source.stage == 3) == (target.stage == 3)
     keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
     if target.elastic != source.elastic and same:
-        keys = [key for key in keys if key != "base_optimizer_state_step"]
+        keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
     content = {key: made[key] if key in made else FromFile.of(source.file, old[key]) for key in keys
                if key in made or key in old}  # fmt: skip
     root = source.file.root
@@ -68,6 +68,9 @@ def config_tree(target: Target) -> object:
     batch, steps = changed.get("train_batch_size"), changed.get("gradient_accumulation_steps", 1)
     if type(batch) is int and type(steps) is int and steps > 0 and batch % (target.world_size * steps) == 0:
         changed["train_micro_batch_size_per_gpu"] = batch // (target.world_size * steps)
+    sliced = changed.get("tensor_parallel")
+    if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
+        changed["tensor_parallel"] = {**sliced, "autotp_size": len(target.ranks)}
     return FromFile.of(target.origin.model.file, changed)
 
 
@@ -93,10 +96,9 @@ def _slot_keys(parameters: list[Parameter]) -> list[str]:
     return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
-def _ordered(target: Target, group: ParamGroup, tensors: dict[object, object]) -> dict[object, object]:
+def _ordered(first: OptimizerShard, group: ParamGroup, tensors: dict[object, object]) -> dict[object, object]:
     """Return one state with its keys in the order that the source's have."""
     state = {**_values(group), **tensors}
-    first = target.origin.members[0]
     known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
     order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
     return {key: state[key] for key in order if key in state}
@@ -106,49 +108,48 @@ def _dtype(parameters: list[Parameter], key: str) -> str:
     return next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
 
 
-def _flat(target: Target, rank: int) -> dict[str, object]:
+def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     """Return the keys of a flat file that depend on how it is cut."""
+    source = mp.members[0]
     masters: list[object] = []
     states: list[dict[object, object]] = []
     paddings: list[object] = []
     mappings: list[object] = []
-    for group in target.groups:
-        numels = [p.numel for p in group.parameters]
-        starts = flat_starts(numels, group.pads)
-        partition = flat_partition_numel(starts[-1], target.world_size)
-        fragments = list(flat_fragments(numels, starts, partition, rank))
-        padding = flat_padding(starts[-1], partition, rank)
+    for group in mp.groups:
+        parameters, position = group.of(rank), group.position(rank)
+        starts, partition = group.starts, group.partition
+        total = starts[-1]
+        fragments = list(flat_fragments(group.numels, starts, partition, position))
+        padding = flat_padding(total, partition, position)
         stripped = partition - padding
-        old = target.origin.members[0].masters[group.index] if target.origin.members[0].stage != 3 else None
+        like = source.masters[min(group.index, len(source.masters) - 1)] if source.stage != 3 else None
         full = partition if target.bf16_optimizer else stripped
-        masters.append(_partition(group, MASTER, fragments, partition, full, like=old))
+        masters.append(_partition(parameters, MASTER, fragments, partition, full, like=like))
         length = stripped if target.elastic else partition
         tensors: dict[object, object] = {
-            key: _partition(group, key, fragments, partition, length) for key in _slot_keys(group.parameters)
+            key: _partition(parameters, key, fragments, partition, length) for key in _slot_keys(parameters)
         }
-        states.append(_ordered(target, target.checkpoint.param_groups[group.index], tensors))
-        last = rank == target.world_size - 1
-        on_last = target.world_size * partition - starts[-1] if last else 0
+        states.append(_ordered(source, group.values, tensors))
+        on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
-        mappings.append(_mapping(group, fragments))
-    groups = target.checkpoint.param_groups
+        mappings.append(_mapping(parameters, fragments))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
-        "param_groups": [_hyperparameters(group, [index]) for index, group in enumerate(groups)],
+        "param_groups": [_hyperparameters(group.values, [group.index]) for group in mp.groups],
     }
     made: dict[str, object] = {
         "base_optimizer_state": states if target.elastic else rigid,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": paddings,
-        "partition_count": [target.world_size] * len(groups),
+        "partition_count": [group.shared_by for group in mp.groups],
         "param_slice_mappings": mappings,
     }
     if not target.bf16_optimizer:
         made["zero_stage"] = _stage(target)
         made["clip_grad"] = _clip(target)
-        made["ds_version"] = target.origin.members[0].version
+        made["ds_version"] = source.version
     if not target.bf16_optimizer and (target.alignment or _knows_alignment(target)):
-        made["param_alignment_paddings"] = [list(group.pads) for group in target.groups]
+        made["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
     return made
 
 
@@ -165,44 +166,52 @@ def _clip(target: Target) -> object:
 
 
 def _partition(
-    group: TargetGroup, key: str, fragments: list[Fragment], numel: int, length: int, *, like: Tensor | None = None
+    parameters: list[Parameter],
+    key: str,
+    fragments: list[Fragment],
+    numel: int,
+    length: int,
+    *,
+    like: Tensor | None = None,
 ) -> Tensor:
     """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
-    parts = [_part(group.parameters[f.index], key, f.start, f.position, f.numel) for f in fragments
-             if key in group.parameters[f.index].slots]  # fmt: skip
-    return view(new_storage(_dtype(group.parameters, key), numel, parts), (length,), like=like)
+    parts = [part for f in fragments for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
+    return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
 
 
-def _part(parameter: Parameter, key: str, start: int, position: int, numel: int) -> SlotPart:
-    extent = Extent.flat(parameter.shape, start, numel)
-    return SlotPart(position, parameter.slots[key], f"{key}/{parameter.name}", extent)
+def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+    slot = parameter.slots.get(key)
+    if slot is not None:
+        yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
-def _mapping(group: TargetGroup, fragments: list[Fragment]) -> OrderedMapping:
+def _mapping(parameters: list[Parameter], fragments: list[Fragment]) -> OrderedMapping:
     mapping = OrderedMapping()
     for f in fragments:
         state: dict[object, object] = {"numel": f.numel, "start": f.position}
-        mapping[group.parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
+        mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
     return mapping
 
 
-def _parameterwise(target: Target, rank: int) -> dict[str, object]:
+def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     """Return the keys of a ZeRO-3 file that depend on how it is cut."""
     masters: list[object] = []
     states: dict[object, object] = {}
     groups: list[object] = []
-    source = target.origin.members[0]
-    for group, old in zip(target.groups, target.checkpoint.param_groups, strict=True):
+    source = mp.members[0]
+    known = source.masters if source.stage == 3 else []
+    for group in mp.groups:
         numbers = []
         for parameters in target.sub_groups(group):
-            numbers.append(len(masters))
-            like = source.masters[0] if source.stage == 3 and source.masters else None
+            number = len(masters)
+            numbers.append(number)
+            like = known[min(number, len(known) - 1)] if known else None
             master, tensors = _shards(target, parameters, rank, like)
-            state = _ordered(target, old, tensors)
+            state = _ordered(source, group.values, tensors)
             if state:
-                states[len(masters)] = state
+                states[number] = state
             masters.append(master)
-        groups.append(_hyperparameters(old, numbers))
+        groups.append(_hyperparameters(group.values, numbers))
     return {
         "zero_stage": _stage(target),
         "partition_count": target.world_size,
@@ -228,6 +237,5 @@ def _shard_parts(target: Target, parameters: list[Parameter], key: str, rank: in
     at = 0
     for p in parameters:
         start, count = shard_fragment(p.numel, target.world_size, rank)
-        if count and key in p.slots:
-            yield _part(p, key, start, at, count)
+        yield from _parts(p, key, start, at, count)
         at += shard_numel(p.numel, target.world_size)

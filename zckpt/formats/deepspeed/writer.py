@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from zckpt.formats import torch_archive
-from zckpt.formats.deepspeed.target import Options, Target, decide
+from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.target import Options, Target, TargetRank
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.plan import Literal, TargetFile
 from zckpt.state import Checkpoint
+from zckpt.torchfile import FromFile
 
 
 def lay_out(checkpoint: Checkpoint, options: Options, *, run_directory: bool) -> list[TargetFile]:
@@ -25,25 +28,39 @@ def lay_out(checkpoint: Checkpoint, options: Options, *, run_directory: bool) ->
 
     Raises
     ------
-    UsageError, UnsupportedError
+    UsageError, UnsupportedError, LayoutError
         As `decide`.
     """
-    target = decide(checkpoint, options)
+    return target_files(decide(checkpoint, options), run_directory=run_directory)
+
+
+def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
+    """Return the files of a target; see `lay_out`."""
     tag = target.origin.directory.tag
     folder = f"{tag}/" if run_directory else ""
-    files = [torch_archive.lay_out(f"{folder}{name}", model_tree(target, rank)) for rank, name in _models(target)]
-    for rank in range(target.world_size):
-        name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        files.append(torch_archive.lay_out(name, optimizer_tree(target, rank)))
+    files = []
+    for mp in target.ranks:
+        for rank, name in _models(target, mp):
+            files.append(torch_archive.lay_out(f"{folder}{name}", model_tree(target, mp, rank)))
+    for shard, file in target.origin.experts:
+        # Named and numbered over all ranks, they are the same at any number of ranks.
+        files.append(torch_archive.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file, file.root)))
+    for mp in target.ranks:
+        for rank in range(target.world_size):
+            name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
+            files.append(torch_archive.lay_out(name, optimizer_tree(target, mp, rank)))
     if run_directory:
         files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
     return files
 
 
-def _models(target: Target) -> list[tuple[int, str]]:
+def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
+    """Yield the data-parallel rank and the name of each model file of a model-parallel rank."""
     if target.stage != 3:
-        return [(0, "mp_rank_00_model_states.pt")]
-    return [(rank, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt") for rank in range(target.world_size)]
+        yield 0, f"mp_rank_{mp.mp_rank:02d}_model_states.pt"
+        return
+    for rank in range(target.world_size):
+        yield rank, f"zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_model_states.pt"
 
 
 def _prefix(target: Target) -> str:

@@ -1,0 +1,333 @@
+"""`zckpt reshard`: every option's effect, every error's status, and that a target appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES, copy, inspected, refused, run, succeeded
+from tests.deepspeed import sliced
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+
+
+def snapshot(directory: Path) -> dict[str, bytes | None]:
+    """Everything below a directory."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def flat_files(world_size: int, folder: str = "") -> list[str]:
+    ranks = [f"{folder}bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world_size)]
+    return sorted([f"{folder}mp_rank_00_model_states.pt", *ranks])
+
+
+# --- what is written
+
+
+def test_run_directory_comes_out_as_a_run_directory(tmp_path: Path) -> None:
+    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3)
+    assert done.stdout == ""
+    assert "wrote" in done.stderr
+    assert files(tmp_path) == sorted(["cut/latest", *flat_files(3, "cut/global_step5/")])
+    assert (tmp_path / "cut" / "latest").read_text() == "global_step5"
+    assert zckpt.open(tmp_path / "cut").topology.dp == 3
+
+
+def test_tag_directory_comes_out_as_a_tag_directory(tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE / "global_step5", tmp_path / "cut", "--world-size", 3)
+    assert files(tmp_path / "cut") == flat_files(3)
+    assert zckpt.open(tmp_path / "cut").topology.dp == 3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stage_is_the_one_asked_for(stage: int, tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--stage", stage)
+    document = inspected(tmp_path / "cut")
+    assert document["zero_stage"] == stage
+
+
+@pytest.mark.parametrize(("option", "key"), [("round-robin", "round_robin_gradients"),
+                                             ("parameter-alignment", "parameter_alignment")])  # fmt: skip
+def test_order_and_alignment_are_switched_on_and_off(option: str, key: str, tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "on", "--world-size", 3, f"--{option}")
+    succeeded("reshard", tmp_path / "on", tmp_path / "kept", "--world-size", 2)
+    succeeded("reshard", tmp_path / "kept", tmp_path / "off", "--world-size", 3, f"--no-{option}")
+    found = [bool(zckpt.open(tmp_path / one).details.get(key)) for one in ("on", "kept", "off")]
+    assert found == [True, True, False]
+
+
+def test_stage_form_and_order_together(tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--stage", 1, "--elastic", "--round-robin")
+    found = inspected(tmp_path / "cut")
+    assert found["zero_stage"] == 1
+    assert found["details"]["optimizer_form"] == "elastic"
+    assert found["details"]["round_robin_gradients"] is True
+
+
+def test_elastic_is_written(tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--elastic")
+    assert zckpt.open(tmp_path / "cut").details["optimizer_form"] == "elastic"
+
+
+def test_experts_are_regrouped(tmp_path: Path) -> None:
+    source = FIXTURES / "moe_ep2_s2_fp32_dp4"
+    succeeded("reshard", source, tmp_path / "cut", "--world-size", 6, "--expert-parallel-size", 1)
+    assert inspected(tmp_path / "cut")["topology"] == {"dp": 6, "tp": 1, "pp": 1, "ep": 1}
+
+
+def test_slices_are_cut_anew(tmp_path: Path) -> None:
+    source, options = FIXTURES / "tp2_s1_bf16_dp2", ("--tensor-parallel-size", 4, "--padded-vocab-size", 48)
+    succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, *options)
+    assert inspected(tmp_path / "cut")["topology"] == {"dp": 3, "tp": 4, "pp": 1, "ep": 1}
+    optimizers = [f"_zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt" for dp in range(3) for tp in range(4)]
+    models = [f"mp_rank_{tp:02d}_model_states.pt" for tp in range(4)]
+    expected = ["latest", *(f"global_step5/{name}" for name in [*models, *(f"bf16{name}" for name in optimizers)])]
+    assert files(tmp_path / "cut") == sorted(expected)
+
+
+def test_rules_come_from_a_file(tmp_path: Path) -> None:
+    run_directory = sliced.make(tmp_path / "source", 2, 2, rules=None)
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps(sliced.RULES))
+    for options in ((), ("--tensor-parallel-size", 1)):
+        words = ("embedding.weight", "no rules", "--tp-rules")
+        refused(3, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, *options, words=words)
+    assert not (tmp_path / "cut").exists()
+    options = ("--tensor-parallel-size", 1, "--tp-rules", rules)
+    succeeded("reshard", run_directory, tmp_path / "cut", "--world-size", 3, *options)
+    assert inspected(tmp_path / "cut")["topology"] == {"dp": 3, "tp": 1, "pp": 1, "ep": 1}
+    rules.write_text("{}}")
+    refused(2, "reshard", run_directory, tmp_path / "no", "--world-size", 3, *options, words=("rules.json", "JSON"))
+
+
+def test_tag_chooses_another_checkpoint(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2_multitag"
+    succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, "--tag", "global_step3")
+    assert (tmp_path / "cut" / "latest").read_text() == "global_step3"
+    assert zckpt.open(tmp_path / "cut").step == 3
+    succeeded("reshard", source, tmp_path / "newest", "--world-size", 3)
+    assert zckpt.open(tmp_path / "newest").step == 5
+
+
+def test_root_adds_another_nodes_files(tmp_path: Path) -> None:
+    run_directory = copy("s2_bf16_dp2", tmp_path)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    other = tmp_path / "node1" / "global_step5"
+    other.mkdir(parents=True)
+    (run_directory / "global_step5" / name).rename(other / name)
+    refused(3, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, words=("rank 1", "--root"))
+    assert not (tmp_path / "cut").exists()
+    succeeded("reshard", run_directory, tmp_path / "cut", "--world-size", 3, "--root", tmp_path / "node1")
+    succeeded("reshard", SOURCE, tmp_path / "whole", "--world-size", 3)
+    assert snapshot(tmp_path / "cut") == snapshot(tmp_path / "whole")
+
+
+def test_overwrite_replaces_a_checkpoint(tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 6)
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--overwrite")
+    assert files(tmp_path) == sorted(["cut/latest", *flat_files(3, "cut/global_step5/")])
+
+
+# --- what is printed
+
+
+def test_dry_run_lists_the_files_and_writes_nothing(tmp_path: Path) -> None:
+    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--dry-run")
+    assert list(tmp_path.iterdir()) == []
+    for name in ["latest", *flat_files(3, "global_step5/")]:
+        assert str(tmp_path / "cut" / name) in done.stdout
+    assert "would write" in done.stdout
+
+
+def test_json_is_one_document(tmp_path: Path) -> None:
+    dry = json.loads(succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--dry-run", "--json").stdout)
+    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--json")
+    document = json.loads(done.stdout)
+    assert (dry["dry_run"], document["dry_run"]) == (True, False)
+    assert {**dry, "dry_run": False} == document
+    assert sorted(document["files"]) == [str(tmp_path / "cut" / name) for name in files(tmp_path / "cut")]
+    assert document["write_nbytes"] == sum(Path(name).stat().st_size for name in document["files"])
+    assert document["checked_elements"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("s2_bf16_dp4", ("--world-size", 6)),
+        ("s3_bf16_dp3", ("--world-size", 2, "--stage", 1)),
+        ("moe_ep2_s2_fp32_dp4", ("--world-size", 4, "--expert-parallel-size", 1)),
+        ("tp2_s2_fp32_dp2", ("--world-size", 1, "--tensor-parallel-size", 1)),
+        ("tp2_s1_bf16_dp2", ("--world-size", 3)),
+    ],
+)
+def test_verify_compares_all_that_was_written(name: str, options: tuple[object, ...], tmp_path: Path) -> None:
+    done = succeeded("reshard", FIXTURES / name, tmp_path / "out", *options, "--verify")
+    assert "compared with the source, byte for byte" in done.stderr
+
+
+def test_no_weight_check_compares_nothing(tmp_path: Path) -> None:
+    options = ("--world-size", 3, "--json", "--no-weight-check")
+    assert json.loads(succeeded("reshard", SOURCE, tmp_path / "cut", *options).stdout)["checked_elements"] == 0
+
+
+def test_notes_name_random_states_that_are_carried_over(tmp_path: Path) -> None:
+    done = succeeded("reshard", FIXTURES / "s2_bf16_dp2_client", tmp_path / "cut", "--world-size", 3, "--json")
+    notes = "\n".join(json.loads(done.stdout)["notes"])
+    assert "np_rng" in notes
+    assert "py_rng" in notes
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--quiet")
+    assert (done.stdout, done.stderr) == ("", "")
+    assert zckpt.open(tmp_path / "cut").topology.dp == 3
+
+
+# --- what is refused
+
+
+def test_target_that_exists_is_kept(tmp_path: Path) -> None:
+    succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3)
+    before = snapshot(tmp_path)
+    refused(4, "reshard", SOURCE, tmp_path / "cut", "--world-size", 6, words=("exists", "--overwrite"))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("moe_ep2_s2_fp32_dp4", ("--world-size", 3), ("divides the world size", "--expert-parallel-size")),
+        ("moe_ep2_s2_fp32_dp4", ("--world-size", 6, "--expert-parallel-size", 3), ("4 experts", "3 ranks")),
+        ("s2_bf16_dp2", ("--world-size", 6, "--expert-parallel-size", 3), ("no experts",)),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--tensor-parallel-size", 0), ("tensor-parallel size", "0")),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--tensor-parallel-size", 10**12), ("tensor-parallel size", "at most")),
+        ("tp2_s1_bf16_dp2", ("--world-size", 6, "--padded-vocab-size", 39), ("padded size", "39")),
+    ],
+)
+def test_degrees_that_cannot_be(name: str, options: tuple[object, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(2, "reshard", FIXTURES / name, tmp_path / "cut", *options, words=words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slices_that_do_not_divide_are_named(tmp_path: Path) -> None:
+    options = ("--world-size", 2, "--tensor-parallel-size", 3)
+    refused(3, "reshard", FIXTURES / "tp2_s1_bf16_dp2", tmp_path / "cut", *options, words=("query_key_value", "3"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("world_size", ["0", "-1"])
+def test_impossible_world_size(world_size: str, tmp_path: Path) -> None:
+    refused(2, "reshard", SOURCE, tmp_path / "cut", "--world-size", world_size, words=("world size", world_size))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options", [("--world-size", "abc"), ("--world-size", "1.5"),
+                ("--world-size", "3", "--stage", "4"), ("--world-size", "3", "--stage", "0"),
+                ("--stage", "2")]
+)  # fmt: skip
+def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("reshard", SOURCE, tmp_path / "cut", *options)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert options[-2] in done.stderr or "--world-size" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "s0_bf16_dp2", "s0_fp32_dp2", "pp2_s0_fp32_dp2"]
+)
+def test_kinds_that_are_not_cut_anew(name: str, tmp_path: Path) -> None:
+    refused(3, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, words=("cut", "global_step5"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_torch_file_is_not_cut_anew(tmp_path: Path) -> None:
+    (path,) = sorted((FIXTURES / "other" / "plain_adamw").glob("*.pt"))[:1]
+    refused(3, "reshard", path, tmp_path / "cut", "--world-size", 3, words=(path.name,))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_rank_is_named(tmp_path: Path) -> None:
+    run_directory = copy("s3_bf16_dp4", tmp_path)
+    (run_directory / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    refused(3, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, words=("rank 2", "missing"))
+    assert [path.name for path in tmp_path.iterdir()] == ["s3_bf16_dp4"]
+
+
+@pytest.mark.parametrize("form", ["--rigid", "--stage=3"])
+def test_elastic_source_lacks_what_other_forms_need(form: str, tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2_elastic"
+    refused(3, "reshard", source, tmp_path / "cut", "--world-size", 3, form, words=("elastic", "hyperparameters"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [("--stage", "2"), ("--elastic",), ("--round-robin",), ("--parameter-alignment",)])
+def test_bf16_optimizer_stays_one(options: tuple[str, ...], tmp_path: Path) -> None:
+    source = FIXTURES / "s1_bf16_dp2_bf16opt"
+    refused(3, "reshard", source, tmp_path / "cut", "--world-size", 3, *options, words=("BF16_Optimizer",))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", [".", "global_step5", ".."])
+@pytest.mark.parametrize("source", [".", "global_step5"])
+def test_target_that_is_or_contains_the_source(source: str, target: str, tmp_path: Path) -> None:
+    run_directory = copy("s2_bf16_dp2", tmp_path / "around")
+    before = snapshot(tmp_path)
+    where = (run_directory / target).resolve()
+    refused(2, "reshard", run_directory / source, where, "--world-size", 3, "--overwrite", words=("source",))
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "inside"), [(".", "cut"), (".", "global_step5/cut"), ("global_step5", "global_step5/cut")]
+)
+def test_target_inside_the_source(source: str, inside: str, tmp_path: Path) -> None:
+    """It would be read with the source from then on, and lost with it."""
+    run_directory = copy("s2_bf16_dp2", tmp_path)
+    before = snapshot(run_directory)
+    refused(2, "reshard", run_directory / source, run_directory / inside, "--world-size", 3, words=("source",))
+    assert snapshot(run_directory) == before
+
+
+def test_tag_directory_beside_the_source(tmp_path: Path) -> None:
+    run_directory = copy("s2_bf16_dp2", tmp_path)
+    succeeded("reshard", run_directory / "global_step5", run_directory / "cut", "--world-size", 3)
+    assert zckpt.open(run_directory).topology.dp == 2
+    assert zckpt.open(run_directory, tag="cut").topology.dp == 3
+
+
+def test_source_behind_a_link_is_the_source(tmp_path: Path) -> None:
+    run_directory = copy("s2_bf16_dp2", tmp_path)
+    (tmp_path / "link").symlink_to(run_directory)
+    before = snapshot(run_directory)
+    done = run("reshard", tmp_path / "link", run_directory, "--world-size", 3, "--overwrite")
+    assert done.returncode == 2, done.stderr
+    done = run("reshard", run_directory, tmp_path / "link", "--world-size", 3, "--overwrite")
+    assert done.returncode == 2, done.stderr
+    assert snapshot(run_directory) == before
+
+
+def test_overwrite_keeps_other_files(tmp_path: Path) -> None:
+    target = tmp_path / "cut"
+    succeeded("reshard", SOURCE, target, "--world-size", 3)
+    (target / "notes.txt").write_text("mine")
+    before = snapshot(tmp_path)
+    refused(4, "reshard", SOURCE, target, "--world-size", 6, "--overwrite", words=("notes.txt",))
+    assert snapshot(tmp_path) == before
+
+
+def test_parent_that_is_not_there(tmp_path: Path) -> None:
+    refused(4, "reshard", SOURCE, tmp_path / "no" / "cut", "--world-size", 3, words=("no",))
+    assert list(tmp_path.iterdir()) == []

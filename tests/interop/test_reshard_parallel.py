@@ -1,0 +1,165 @@
+"""Experts and slices that `reshard` spreads over another number of ranks: stock DeepSpeed goes on from there.
+
+Compared bit for bit, as in `test_reshard`: masters, every slot, weights, steps and hyperparameters, by global name and
+for the whole parameter. Losses are compared within tolerances: another number of ranks adds up in another order
+(TOLERANCE); DeepSpeed's balancing loss of experts is a mean over ranks of products of means, so that it depends on
+which rank has which tokens (MOE_TOLERANCE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.engine import Spec, produce, resume
+from tests.truth import bits
+
+pytestmark = pytest.mark.interop
+
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
+MOE_TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}
+
+Made = Callable[[Spec], Path]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
+    directory = tmp_path_factory.mktemp("made")
+    folders: dict[str, Path] = {}
+
+    def get(wanted: Spec) -> Path:
+        if wanted.name not in folders:
+            folders.update(produce([wanted], directory))
+        return folders[wanted.name]
+
+    return get
+
+
+def moe(name: str, **changes: Any) -> Spec:
+    return Spec(name, **{"model": "moe", "world_size": 4, "steps": 3, "steps_after": 2, **changes})
+
+
+def sliced(name: str, degree: int, **changes: Any) -> Spec:
+    known = {"model": "megatron", "tensor_parallel": degree, "universal_info": True, "groups": 2, "invariant": True}
+    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, **known, **changes})
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, the options of `reshard`, and all ranks and what else is different of the training that resumes."""
+
+    source: Spec
+    options: dict[str, Any]
+    world_size: int
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "-".join([self.source.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+def spread(source: Spec, world_size: int, experts: int, **changes: Any) -> Case:
+    options = {"world_size": world_size, "expert_parallel_size": experts, **changes}
+    return Case(source, options, world_size, {"expert_parallel": experts, **changes})
+
+
+def cut(source: Spec, world_size: int, degree: int, **changes: Any) -> Case:
+    options = {"world_size": world_size, "tensor_parallel_size": degree, **changes}
+    return Case(source, options, world_size * degree, {"tensor_parallel": degree, **changes})
+
+
+EP1, EP2 = moe("ep1_fp32", dtype="fp32"), moe("ep2_fp32", expert_parallel=2, dtype="fp32")
+EP2_BF16 = moe("ep2_bf16", expert_parallel=2)
+EP4 = moe("ep4_s1", expert_parallel=4, stage=1)
+
+MOE = [
+    *(Case(EP2, {"world_size": world}, world) for world in (2, 4, 6)),
+    Case(EP2_BF16, {"world_size": 2}, 2),
+    spread(EP2, 4, 1),
+    spread(EP2, 4, 4),
+    spread(EP1, 4, 2),
+    spread(EP1, 2, 2),
+    spread(EP1, 6, 1, stage=1),
+    spread(EP4, 2, 2, stage=2),
+    spread(EP4, 3, 1),
+    spread(EP2_BF16, 6, 1),
+    spread(EP2, 4, 2, round_robin=True),
+    spread(moe("ep2_rr", expert_parallel=2, round_robin=True), 4, 4),
+    spread(moe("ep2_palign", expert_parallel=2, parameter_alignment=True), 6, 1),
+    spread(moe("ep2_sgdm", expert_parallel=2, optimizer="sgdm"), 2, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOE, ids=str)
+def test_deepspeed_resumes_experts(case: Case, made: Made, tmp_path: Path) -> None:
+    folder = made(case.source)
+    zckpt.reshard(folder, tmp_path / "cut", **case.options)
+    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert len(verdict.losses) == 2
+    assert verdict.loss_difference <= MOE_TOLERANCE[case.source.dtype], verdict.losses
+
+
+TP2 = {stage: sliced(f"tp2_s{stage}", 2, stage=stage, dtype="fp32") for stage in (1, 2, 3)}
+TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
+TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)
+
+SLICES = [
+    *(cut(source, 2, 1) for source in TP2.values()),
+    *(cut(source, 3, 2) for source in TP2.values()),
+    *(cut(source, 1, 4) for source in TP2.values()),
+    cut(TP1, 2, 2),
+    cut(TP1, 1, 4, stage=3),
+    cut(TP2[1], 4, 1, stage=3),
+    cut(TP2[3], 2, 1, stage=2),
+    cut(TP2_BF16, 3, 1),
+    cut(TP2_BF16, 1, 2),
+    cut(sliced("tp1_bf16", 1, world_size=2, stage=3, universal_version=0.4), 2, 2),
+    cut(sliced("tp2_rr", 2, round_robin=True), 2, 1),
+    cut(sliced("tp4_palign", 4, parameter_alignment=True), 2, 2),
+    cut(sliced("tp2_sgdm", 2, optimizer="sgdm", stage=3), 1, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SLICES, ids=str)
+def test_deepspeed_resumes_slices(case: Case, made: Made, tmp_path: Path) -> None:
+    folder = made(case.source)
+    zckpt.reshard(folder, tmp_path / "cut", **case.options)
+    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert len(verdict.losses) == 2
+    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Made, tmp_path: Path) -> None:
+    """Training goes on from another model then, as it does from a universal checkpoint: losses are not compared."""
+    source = sliced(f"drift_s{stage}", 2, stage=stage, invariant=False)
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=2, tensor_parallel_size=1)
+    verdict = resume(tmp_path / "cut", source.at(2, tensor_parallel=1), folder)
+    assert [*verdict.slots, *verdict.hyperparameters, *verdict.steps] == []
+    averaged = {"layer.local_norm.weight", "layer.local_norm.bias"}
+    assert set(verdict.weights) <= averaged  # the truth has the mean of rounded values
+    truth, found = load_file(folder / "truth.safetensors"), zckpt.open(tmp_path / "cut")
+    for name in averaged:
+        master = truth[f"fp32/{name}"]
+        assert torch.equal(bits(found.read(name, "master")), bits(master))
+        if stage == 1:
+            assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
+
+
+def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made: Made, tmp_path: Path) -> None:
+    source = sliced("drift_s2", 2, invariant=False, dtype="fp32")
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=3)
+    verdict = resume(tmp_path / "cut", source.at(6), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses

@@ -1,0 +1,51 @@
+"""Which parameters are other names of one: what the model files list, and which of it is true."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from zckpt.formats.deepspeed.shards import ModelShard
+
+
+def tied_names(
+    models: Sequence[ModelShard], trained: Collection[str], others: Mapping[str, str], *, parameterwise: bool
+) -> dict[str, str]:
+    """Return alias to owner.
+
+    Parameters
+    ----------
+    models : sequence of ModelShard
+        Of one model-parallel rank.
+    trained : collection of str
+        Parameters that a param group has.
+    others : mapping of str to str
+        What the files of other model-parallel ranks list.
+    parameterwise : bool
+        ZeRO-3, where a model file holds no weights.
+
+    Notes
+    -----
+    DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
+    they are not. Files before 2023 have no `shared_params`: there, two names of the same bytes are one parameter.
+    """
+    found: dict[str, str] = dict(others)
+    recorded = [model.shared for model in models if model.shared is not None]
+    module = models[0].module
+    for shared in recorded:
+        found.update(shared)
+    if not recorded and not parameterwise:
+        owners: dict[tuple[object, ...], str] = {}
+        ordered = sorted(module, key=lambda name: name not in trained)
+        for name in ordered:
+            t = module[name]
+            if t.numel and name not in models[0].buffer_names:
+                owner = owners.setdefault((t.storage.key, t.storage_offset, t.shape, t.strides), name)
+                if owner != name and name not in trained:
+                    found[name] = owner
+    result = {}
+    for pair in found.items():
+        alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]
+        empty = alias in module and not parameterwise and not module[alias].numel
+        if alias not in trained and not empty and alias not in (models[0].frozen_shapes or {}):
+            result[alias] = owner
+    return {alias: result.get(owner, owner) for alias, owner in result.items()}
