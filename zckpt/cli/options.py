@@ -102,6 +102,11 @@ def write_options(command: Command) -> Command:
     )
 
 
+def verify_option(command: Command) -> Command:
+    """Add the option that has all of a target compared with its source."""
+    return click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE.")(command)
+
+
 def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
     if as_json:

@@ -11,7 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
-from zckpt.formats import deepspeed, safetensors_file, torch_file
+from zckpt.formats import (
+    consolidated,
+    dcp,
+    deepspeed,
+    native,
+    safetensors_file,
+    safetensors_shards,
+    torch_file,
+    universal,
+    zero_redundancy,
+)
 from zckpt.state import Checkpoint
 
 
@@ -21,6 +31,7 @@ def open_checkpoint(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
 
@@ -34,6 +45,8 @@ def open_checkpoint(
         Which checkpoint of a run directory; by default the one that `latest` names.
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for files that only number them.
+    tp_rules : path-like, optional
+        A JSON file with the rules for DeepSpeed's tensor-parallel slices; by default the checkpoint's own.
 
     Returns
     -------
@@ -49,23 +62,44 @@ def open_checkpoint(
         path.stat()
     except (OSError, ValueError) as error:
         raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
+    only_deepspeed = bool(roots) or tag is not None or tp_rules is not None
     if path.is_dir():
+        found = universal.find(path, tag=tag) if not roots else None
+        if found is not None:  # it has a model file as a tag directory has, so it is asked for first
+            return universal.read(found)
         directory = deepspeed.find(path, roots=[Path(root) for root in roots], tag=tag)
         if directory is not None:
-            return deepspeed.read(directory, names=names)
-    if roots or tag is not None:
-        raise UsageError("is no DeepSpeed directory, so --root and --tag do not apply", path=path)
+            return deepspeed.read(directory, names=names, tp_rules=None if tp_rules is None else Path(tp_rules))
+    if only_deepspeed:
+        raise UsageError("is no DeepSpeed directory, so --root, --tag and --tp-rules do not apply", path=path)
+    checkpoint = _open_directory(path, names) if path.is_dir() else None
+    if checkpoint is not None:
+        return checkpoint
     if safetensors_file.is_safetensors(path):
         return safetensors_file.read(path)
     if path.is_dir():
         raise UnknownFormatError(
             "no checkpoint recognised",
             path=path,
-            expected="a DeepSpeed run or tag directory, or safetensors with an index",
+            expected="a directory of DeepSpeed, torch DCP, ZeroRedundancyOptimizer, safetensors or zckpt",
             found=_content(path),
             advice=_advice(path),
         )
     return torch_file.read(path, names=names)
+
+
+def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | None:
+    """Open a directory of a format that has marks of its own; None where there are none."""
+    if native.is_native(path):
+        return native.read(path, names=names)
+    if safetensors_shards.is_sharded(path):
+        return safetensors_shards.read(path)
+    readers = (
+        (dcp.find, dcp.read),
+        (consolidated.find, consolidated.read),
+        (zero_redundancy.find, zero_redundancy.read),
+    )
+    return next((read(path, names=names) for find, read in readers if find(path) is not None), None)
 
 
 def _content(path: Path) -> str:

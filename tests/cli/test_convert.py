@@ -1,0 +1,161 @@
+"""`zckpt convert` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.console import FIXTURES, copy, inspected, refused, succeeded
+
+FORMATS = ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")
+S2 = FIXTURES / "s2_bf16_dp2"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_every_format_is_written_and_read_again(to: str, tmp_path: Path) -> None:
+    done = succeeded("convert", S2, tmp_path / "out", "--to", to)
+    assert done.stdout == ""
+    assert f"wrote {tmp_path}" in done.stderr
+    document = inspected(tmp_path / "out")
+    source = inspected(S2)
+    assert document["num_elements"] == source["num_elements"]
+    assert set(document["slots"]) >= {"weight", "exp_avg", "exp_avg_sq"}
+
+
+def test_deepspeed_run_directory_has_the_ranks_of_its_source_unless_told(tmp_path: Path) -> None:
+    succeeded("convert", S2, tmp_path / "same", "--to", "deepspeed")
+    assert inspected(tmp_path / "same")["topology"]["dp"] == 2
+    succeeded("convert", S2, tmp_path / "other", "--to", "deepspeed", "--world-size", 3, "--stage", 3)
+    document = inspected(tmp_path / "other")
+    assert (document["topology"]["dp"], document["zero_stage"]) == (3, 3)
+
+
+def test_universal_has_its_pointer_beside_it(tmp_path: Path) -> None:
+    done = succeeded("convert", S2, tmp_path / "step5", "--to", "universal", "--json")
+    assert (tmp_path / "latest_universal").read_text() == "step5"
+    assert str(tmp_path / "latest_universal") in json.loads(done.stdout)["files"]
+    assert inspected(tmp_path)["format"] == inspected(tmp_path / "step5")["format"]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".bin", ".pth"])
+def test_consolidated_file(suffix: str, tmp_path: Path) -> None:
+    target = tmp_path / f"all{suffix}"
+    succeeded("convert", S2, target, "--to", "consolidated")
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert inspected(target)["num_elements"] == inspected(S2)["num_elements"]
+
+
+def test_dtype_of_a_consolidated_model(tmp_path: Path) -> None:
+    succeeded("convert", S2, tmp_path / "out", "--to", "consolidated", "--dtype", "float32")
+    dtypes = {p["name"]: p["dtype"] for p in inspected(tmp_path / "out")["parameters"] if p["group"] is not None}
+    assert dtypes
+    assert set(dtypes.values()) == {"float32"}
+
+
+def test_ranks_of_zero_redundancy(tmp_path: Path) -> None:
+    succeeded("convert", S2, tmp_path / "whole", "--to", "zero-redundancy")
+    succeeded("convert", S2, tmp_path / "cut", "--to", "zero-redundancy", "--world-size", 3)
+    more = {p.name for p in (tmp_path / "cut").iterdir()} - {p.name for p in (tmp_path / "whole").iterdir()}
+    assert len(more) == 3
+
+
+def test_dry_run_names_the_files_and_writes_nothing(tmp_path: Path) -> None:
+    done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--dry-run")
+    assert "would write" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_one_document(tmp_path: Path) -> None:
+    document = json.loads(succeeded("convert", S2, tmp_path / "out", "--to", "dcp", "--json").stdout)
+    assert document["dry_run"] is False
+    assert all(Path(path).is_file() for path in document["files"])
+    assert sum(Path(path).stat().st_size for path in document["files"]) == document["write_nbytes"]
+
+
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    done = succeeded("convert", S2, tmp_path / "out", "--to", "zckpt", "--quiet")
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_overwrite_replaces_a_target_of_its_format_only(tmp_path: Path) -> None:
+    for to in FORMATS:
+        succeeded("convert", S2, tmp_path / to, "--to", to)
+        refused(4, "convert", S2, tmp_path / to, "--to", to, words=("exists already", "--overwrite"))
+        succeeded("convert", S2, tmp_path / to, "--to", to, "--overwrite")
+        (tmp_path / to / "mine.txt").write_text("mine")
+        refused(4, "convert", S2, tmp_path / to, "--to", to, "--overwrite", words=("mine.txt",))
+        assert (tmp_path / to / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_verify_compares_all_that_was_written(to: str, tmp_path: Path) -> None:
+    done = succeeded("convert", S2, tmp_path / "out", "--to", to, "--verify", "--json")
+    slots = inspected(S2)["slots"]
+    assert json.loads(done.stdout)["verified_nbytes"] >= sum(slots[key]["nbytes"] for key in ("exp_avg", "exp_avg_sq"))
+
+
+# --- refusals: one line, and no target
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--to", "zckpt", "--stage", 2), ("stage", "zckpt")),
+        (("--to", "universal", "--world-size", 2), ("world-size", "universal")),
+        (("--to", "dcp", "--dtype", "float32"), ("dtype", "dcp")),
+        (("--to", "consolidated", "--elastic"), ("elastic", "consolidated")),
+        (("--to", "deepspeed", "--world-size", 0), ("0",)),
+        (("--to", "zckpt", "--world-size", -1), ("-1",)),
+        (("--to", "deepspeed", "--stage", 4), ("4",)),
+        (("--to", "hdf5"), ("hdf5", "universal")),
+        ((), ("--to",)),
+    ],
+)
+def test_options_that_do_not_apply(options: tuple[object, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(2, "convert", S2, tmp_path / "out", *options, words=words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_and_stage_are_needed_where_the_source_has_none(tmp_path: Path) -> None:
+    source = tmp_path / "all.pt"
+    succeeded("convert", FIXTURES / "s1_fp32_dp2", source, "--to", "consolidated")
+    refused(2, "convert", source, tmp_path / "out", "--to", "deepspeed", words=("--world-size",))
+    succeeded("convert", source, tmp_path / "out", "--to", "deepspeed", "--world-size", 2)
+    assert inspected(tmp_path / "out")["zero_stage"] == 1
+
+
+def test_source_without_an_optimizer_is_no_zero_checkpoint(tmp_path: Path) -> None:
+    succeeded("consolidate", S2, tmp_path / "model.safetensors")
+    refused(3, "convert", tmp_path / "model.safetensors", tmp_path / "out", "--to", "deepspeed", "--world-size", 2,
+            "--stage", 1, words=("no optimizer",))  # fmt: skip
+
+
+def test_parameters_without_names_are_no_zero_checkpoint(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+    options = ("--to", "deepspeed", "--world-size", 2, "--stage", 1)
+    refused(3, "convert", source, tmp_path / "out", *options, words=("--names",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_rank_is_named(tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp4", tmp_path)
+    (source / "global_step5" / "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    refused(3, "convert", source, tmp_path / "out", "--to", "dcp", words=("rank 2",))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["", "global_step5", "global_step5/out"])
+def test_target_apart_from_the_source(target: str, tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp2", tmp_path)
+    before = sorted(path.name for path in source.rglob("*"))
+    refused(2, "convert", source, source / target, "--to", "zckpt", "--overwrite", words=("source",))
+    assert sorted(path.name for path in source.rglob("*")) == before
+
+
+def test_universal_checkpoint_within_its_run_directory(tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp2", tmp_path)
+    succeeded("convert", source, source / "global_step5_universal", "--to", "universal")
+    assert (source / "latest_universal").read_text() == "global_step5_universal"
+    assert inspected(source)["format"] == "deepspeed"

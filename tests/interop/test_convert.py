@@ -1,0 +1,85 @@
+"""What went through other formats, stock DeepSpeed loads again: masters, slots, steps, hyperparameters, losses.
+
+Bits are compared as in `test_reshard`, from the live engine; losses within the tolerances stated there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from tests.engine import Spec, produce, resume
+from tests.engine.catalogue import odd_client_state
+from tests.interop.test_reshard import TOLERANCE
+from tests.truth import Truth
+
+pytestmark = pytest.mark.interop
+
+
+def spec(name: str, **changes: Any) -> Spec:
+    return Spec(name, **{"world_size": 4, "steps": 3, "steps_after": 2, **changes})
+
+
+RING: list[tuple[str, dict[str, Any]]] = [
+    ("universal", {}),
+    ("zckpt", {"world_size": 3}),
+    ("dcp", {"world_size": 2}),
+    ("consolidated", {}),
+    ("zero-redundancy", {"world_size": 3}),
+]
+
+CASES = [
+    (spec("s2_bf16"), 3, 2),
+    (spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 6, 1),
+    (spec("s3_fp32", stage=3, dtype="fp32"), 3, 1),
+    (spec("s1_fp32_sgdm", stage=1, dtype="fp32", optimizer="sgdm"), 2, 3),
+    (spec("s2_lion", optimizer="lion"), 3, 2),
+    (spec("s2_fp16", dtype="fp16"), 3, 3),
+    (spec("s2_zerodim", zero_dim=True), 3, 2),
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
+    """Gives the folder of a trained checkpoint."""
+    directory = tmp_path_factory.mktemp("made")
+
+    def get(wanted: Spec) -> Path:
+        return produce([wanted], directory)[wanted.name]
+
+    return get
+
+
+def assert_resumes(run_directory: Path, wanted: Spec, folder: Path) -> None:
+    verdict = resume(run_directory, wanted, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert len(verdict.losses) == 2
+    assert verdict.loss_difference <= TOLERANCE[wanted.dtype], verdict.losses
+
+
+@pytest.mark.parametrize(("source", "world_size", "stage"), CASES, ids=lambda value: getattr(value, "name", str(value)))
+def test_deepspeed_resumes_what_went_around_the_ring(
+    source: Spec, world_size: int, stage: int, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    at = folder = made(source)
+    for to, options in RING:
+        zckpt.convert(at, tmp_path / to, to=to, verify=True, **options)
+        at = tmp_path / to
+    zckpt.convert(at, tmp_path / "run", to="deepspeed", world_size=world_size, stage=stage, verify=True)
+    assert_resumes(tmp_path / "run", source.at(world_size, stage=stage), folder)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_without_zero_goes_on_with_it(
+    stage: int, dtype: str, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    source = spec(f"s0_{dtype}", stage=0, dtype=dtype, world_size=2)
+    folder = made(source)
+    names = list(Truth(folder).numbers.values())
+    zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
+    assert_resumes(tmp_path / "run", source.at(3, stage=stage), folder)

@@ -1,0 +1,88 @@
+"""Two checkpoints of whatever formats hold the same logical state, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import zckpt
+from tests.truth import bits
+from zckpt.formats.optimizer_values import parameter_values
+from zckpt.state import Scalar, Slot
+from zckpt.torchfile import FromFile, plain, walk_tensors
+
+
+def assert_same_state(found: zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint) -> None:
+    """Parameters, slots, groups, single values and what lies beside them.
+
+    A weight may be absent where the master is there (ZeRO-3 has none), and present where `expected` has none.
+    """
+    assert set(found.parameters) == set(expected.parameters)
+    assert set(found.buffers) == set(expected.buffers)
+    assert [g.parameters for g in found.param_groups] == [g.parameters for g in expected.param_groups]
+    for mine, its in zip(found.param_groups, expected.param_groups, strict=True):
+        assert plain_values(mine.hyperparameters) == plain_values(its.hyperparameters)
+    for parameter in expected.tensors():
+        other = found.parameters.get(parameter.name) or found.buffers[parameter.name]
+        about = ("shape", "dtype", "group", "frozen", "tied_to")
+        assert {key: getattr(other, key) for key in about} == {key: getattr(parameter, key) for key in about}
+        assert_same_slots(found, expected, parameter.name)
+    assert found.step == expected.step
+    assert plain_values(found.metadata) == plain_values(expected.metadata)
+    assert plain_values(found.optimizer_metadata) == plain_values(expected.optimizer_metadata)
+    for key, value in expected.metadata.items():
+        assert tensors_below(found.metadata[key]) == tensors_below(value), key
+
+
+def assert_same_slots(found: zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint, name: str) -> None:
+    """Weight, master and the optimizer's whole state of one parameter."""
+    mine, its = found.owner(name), expected.owner(name)
+    for slot in ("weight", "master"):
+        if slot in its.slots and (slot in mine.slots or slot == "master" or "master" not in its.slots):
+            assert_same_bits(found, expected, name, slot)
+    values, wanted = parameter_values(found, mine), parameter_values(expected, its)
+    assert set(values) == set(wanted), name
+    for key, value in wanted.items():
+        if isinstance(value, Slot) and value.shape:
+            assert_same_bits(found, expected, name, key)
+        else:
+            single = number(values[key], found, name, key), number(value, expected, name, key)
+            assert single[0] == single[1], (name, key)
+
+
+def assert_same_bits(found: zckpt.OpenedCheckpoint, expected: zckpt.OpenedCheckpoint, name: str, slot: str) -> None:
+    mine, its = found.read(name, slot), expected.read(name, slot)
+    assert (mine.dtype, mine.shape) == (its.dtype, its.shape), (name, slot)
+    assert torch.equal(bits(mine), bits(its)), (name, slot)
+
+
+def number(value: object, checkpoint: zckpt.OpenedCheckpoint, name: str, key: str) -> object:
+    """A single value, whether it is a number, or a tensor of the group's or of the parameter's own."""
+    if isinstance(value, Slot):
+        return checkpoint.read(name, key).item()
+    return value.value if isinstance(value, Scalar) else plain_values(value)
+
+
+def plain_values(value: object) -> Any:
+    """A tree as plain data, tensors by type, shape and where they are from left out."""
+    if isinstance(value, Scalar):
+        return value.value
+    if isinstance(value, FromFile):
+        return plain_values(value.node)
+    if isinstance(value, dict):
+        return {str(key): plain_values(one) for key, one in value.items()}
+    return plain(value)
+
+
+def tensors_below(value: object) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every tensor in a part of a file's tree."""
+    if not isinstance(value, FromFile):
+        return []
+    data = Path(value.path).read_bytes()
+    found = []
+    for _, tensor in walk_tensors(value.node):
+        assert tensor.is_contiguous
+        found.append((tensor.dtype, tensor.shape, data[tensor.offset : tensor.offset + tensor.nbytes]))
+    return found

@@ -1,0 +1,97 @@
+"""`zckpt convert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import names_option, read_names, show, source_options, verify_option, write_options
+
+FORMATS = ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--to", type=click.Choice(FORMATS), required=True, help="Format of TARGET.")
+@click.option("--world-size", type=int, metavar="N", help="Ranks that TARGET is cut for, where its format is cut.")
+@click.option("--stage", type=click.Choice(["1", "2", "3"]), help="ZeRO stage of a DeepSpeed TARGET.")
+@click.option("--elastic/--rigid", default=None, help="Form of a DeepSpeed TARGET's optimizer state (ZeRO-1, 2).")
+@click.option("--round-robin/--no-round-robin", default=None, help="As round_robin_gradients of the training.")
+@click.option(
+    "--parameter-alignment/--no-parameter-alignment",
+    default=None,
+    help="As parameter_alignment of the training.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
+    help="Element type of trained parameters in a consolidated TARGET. Default: keep.",
+)
+@verify_option
+@write_options
+@names_option
+@source_options
+def convert_command(
+    source: Path,
+    target: Path,
+    to: str,
+    world_size: int | None,
+    stage: str | None,
+    elastic: bool | None,
+    round_robin: bool | None,
+    parameter_alignment: bool | None,
+    dtype: str | None,
+    verify: bool,
+    no_weight_check: bool,
+    memory: int,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    tag: str | None,
+    roots: tuple[Path, ...],
+    names_file: Path | None,
+) -> None:
+    r"""Write a checkpoint in another format, with all of its state.
+
+    \b
+    deepspeed        a run directory that stock DeepSpeed loads (--world-size, --stage)
+    universal        DeepSpeed's universal checkpoint, for any optimizer
+    consolidated     one model and one torch.optim state; a directory, or one .pt file
+    zckpt            zckpt's own: JSON and safetensors, no pickle (--world-size)
+    dcp              torch.distributed.checkpoint (--world-size)
+    zero-redundancy  PyTorch's ZeroRedundancyOptimizer (--world-size: each rank's file, too)
+    """
+    from zckpt.cli.progress import reporter
+    from zckpt.operations.convert import convert
+    from zckpt.report.written import document, render
+
+    done = convert(
+        source,
+        target,
+        to=to,
+        world_size=world_size,
+        stage=None if stage is None else int(stage),
+        elastic=elastic,
+        round_robin=round_robin,
+        parameter_alignment=parameter_alignment,
+        dtype=dtype,
+        weight_check=not no_weight_check,
+        verify=verify,
+        memory=memory,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        reporter=reporter("convert", quiet=quiet),
+        tag=tag,
+        roots=roots,
+        names=read_names(names_file),
+    )
+    show(
+        document(done, dry_run=dry_run),
+        render(done, dry_run=dry_run),
+        as_json=as_json,
+        dry_run=dry_run,
+        quiet=quiet,
+    )

@@ -1,0 +1,235 @@
+"""A checkpoint of any format, as DeepSpeed would have kept it: what `writer` needs beside the logical state.
+
+DeepSpeed's flat buffers hold float32 masters, one value of each kind (`step`) for a whole group, and state for every
+element. What does not fit that is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard
+from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
+from zckpt.formats.remainder import origin
+from zckpt.formats.torch_archive import new_storage, view
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
+from zckpt.torchfile import FromFile, Global, Object, OrderedMapping, TorchFile
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose form is written where the source says none."""
+
+SHOWN_NAMES = 4
+
+_FLAT_KEYS = (
+    "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage", "group_paddings",
+    "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
+)  # fmt: skip
+_PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
+
+_LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
+_DYNAMIC_LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
+_DEFAULT_LOSS_SCALE = 2.0**16
+
+
+def adopt(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
+    """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    stage : {1, 2, 3}
+
+    Raises
+    ------
+    UnsupportedError
+        It has no optimizer, parameters without names, or state that a flat buffer cannot hold.
+    """
+    _refuse(checkpoint)
+    parameters = dict(checkpoint.parameters)
+    groups = []
+    for index, group in enumerate(checkpoint.param_groups):
+        values = _common(checkpoint, group, index)
+        groups.append(ParamGroup(group.hyperparameters, group.parameters, values))
+        for name in group.parameters:
+            parameters[name] = _with_master(parameters[name], values)
+    for parameter in parameters.values():
+        if parameter.tied_to is None and parameter.group is None:
+            parameters[parameter.name] = replace(parameter, frozen=True)
+    made = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
+    made.origin = _origin(made, stage)
+    return made
+
+
+def _refuse(checkpoint: Checkpoint) -> None:
+    path = checkpoint.source
+    if not checkpoint.param_groups:
+        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path)
+    unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
+    if unnamed:
+        raise UnsupportedError(
+            f"the optimizer's parameters {_listed(unnamed)} have no names",
+            path=path,
+            advice="give --names FILE, one name a line in the optimizer's order",
+        )
+    if not any(group.hyperparameters for group in checkpoint.param_groups):
+        raise UnsupportedError(
+            "holds no hyperparameters, which a checkpoint of ZeRO needs",
+            path=path,
+            expected="a source that is not elastic",
+        )
+    experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
+    if experts or checkpoint.topology.pp > 1:
+        raise UnsupportedError("experts and pipeline stages are not written anew from another format", path=path,
+                               found=_listed(experts) or f"pp={checkpoint.topology.pp}")  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more
+
+
+def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
+    """Return the values that all parameters of a group have in common; whatever else is no tensor is refused."""
+    members = [checkpoint.parameters[name] for name in group.parameters]
+    values = dict(group.state)
+    for parameter in members:
+        single = {key for key, slot in parameter.slots.items() if key == "step" or slot.shape != parameter.shape}
+        single |= {key for key, value in parameter.state.items() if key not in values or not _same(value, values[key])}
+        lost = sorted(single - set(values))
+        if lost:
+            raise UnsupportedError(
+                f"{_listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
+                f"and not one value for each element",
+                path=checkpoint.source,
+            )
+    return values
+
+
+def _same(one: object, other: object) -> bool:
+    a, b = (x.value if isinstance(x, Scalar) else x for x in (one, other))
+    return a == b
+
+
+def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:
+    """Return a parameter with a master, made of its weight where there is none, and slots for each element only."""
+    slots = {key: slot for key, slot in parameter.slots.items() if key not in values}
+    if MASTER not in slots:
+        if WEIGHT not in slots and parameter.numel:
+            raise UnsupportedError(f"no file holds the values of {parameter.name}")
+        slots[MASTER] = replace(slots[WEIGHT], name=MASTER)
+    return replace(parameter, slots=slots, state={})
+
+
+def _origin(checkpoint: Checkpoint, stage: int) -> Origin:
+    """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
+    tag = origin(checkpoint).get("tag")
+    name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
+    directory = TagDirectory(Path(checkpoint.source), name or f"global_step{checkpoint.step or 0}", ())
+    return Origin(directory, _model(checkpoint), [_optimizer(checkpoint, stage)])
+
+
+def _file(root: object) -> TorchFile:
+    return TorchFile("", 0, "zip", "little", root, {}, {}, 2)
+
+
+def _model(checkpoint: Checkpoint) -> ModelShard:
+    """Return a model file of which the keys are those of DeepSpeed and then the client's own."""
+    metadata = checkpoint.metadata
+    step = checkpoint.step or 0
+    content: dict[str, object] = {
+        "module": OrderedMapping(),
+        "buffer_names": list(checkpoint.buffers),
+        "optimizer": None,
+        "param_shapes": None,
+        "frozen_param_shapes": None,
+        "shared_params": {p.name: p.tied_to for p in checkpoint.parameters.values() if p.tied_to is not None},
+        "frozen_param_fragments": None,
+        "lr_scheduler": metadata.get("lr_scheduler"),
+        "data_sampler": metadata.get("data_sampler"),
+        "random_ltd": metadata.get("random_ltd"),
+        "skipped_steps": metadata.get("skipped_steps", 0),
+        "global_steps": metadata.get("global_steps", step),
+        "global_samples": metadata.get("global_samples", 0),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": _config(checkpoint),
+        "ds_version": VERSION,
+    }
+    content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
+    shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
+    return ModelShard(shard, _file(content), {}, set(checkpoint.buffers), None, None, None, None, content)
+
+
+def _config(checkpoint: Checkpoint) -> dict[object, object]:
+    config = checkpoint.metadata.get("ds_config")
+    node = config.node if isinstance(config, FromFile) else config
+    if isinstance(node, dict):
+        return {"zero_optimization": {}, **node}
+    found: dict[object, object] = {"zero_optimization": {}}
+    dtype = _dtype(checkpoint)
+    if dtype in ("bfloat16", "float16"):
+        found["bf16" if dtype == "bfloat16" else "fp16"] = {"enabled": True}
+    return found
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    """Return the type of most of the trained elements."""
+    numels: dict[str, int] = {}
+    for parameter in checkpoint.parameters.values():
+        if parameter.group is not None:
+            numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel
+    return max(numels, key=lambda dtype: numels[dtype], default="float32")
+
+
+def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
+    """Return an optimizer file with the keys of a stage; those that depend on the cut are made by the writer."""
+    carried = checkpoint.optimizer_metadata
+    common = {
+        "loss_scaler": carried.get("loss_scaler", _scaler(checkpoint, stage)),
+        "dynamic_loss_scale": carried.get("dynamic_loss_scale", _dtype(checkpoint) == "float16"),
+        "overflow": carried.get("overflow", False),
+    }
+    if common["loss_scaler"] is None:
+        common = {"overflow": common["overflow"]}  # the training's own configuration decides
+    if stage == 3:
+        content = {"zero_stage": stage, **common, **dict.fromkeys(_PARAMETERWISE_KEYS)}
+    else:
+        content = {**common, "clip_grad": carried.get("clip_grad"), **dict.fromkeys(_FLAT_KEYS)}
+    prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
+    shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
+    root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}
+    return OptimizerShard(
+        shard,
+        _file(root),
+        stage,
+        elastic=False,
+        bf16_optimizer=False,
+        masters=[view(new_storage("float32", 0), (0,)) for _ in checkpoint.param_groups],
+        tensors=[],
+        scalars=[],
+        groups=[],
+        partition_count=[1] * len(checkpoint.param_groups),
+        alignment_paddings=[],
+        content=content,
+        version=VERSION,
+    )
+
+
+def _scaler(checkpoint: Checkpoint, stage: int) -> Object | None:
+    """Return a loss scaler for a source that has none; None where DeepSpeed can do without one and knows better."""
+    if _dtype(checkpoint) != "float16":
+        state: dict[object, object] = {"cur_scale": 1.0, "dynamic": False}
+        return Object(_LOSS_SCALER, how="newobj", state=state, has_state=True)
+    if stage != 3:
+        return None
+    scale = checkpoint.loss_scale or _DEFAULT_LOSS_SCALE
+    state = {"cur_scale": scale, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
+             "scale_window": 1000, "min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1,
+             "consecutive_hysteresis": False, "raise_error_at_min_scale": True}  # fmt: skip
+    return Object(_DYNAMIC_LOSS_SCALER, how="newobj", state=state, has_state=True)

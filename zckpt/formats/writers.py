@@ -1,0 +1,200 @@
+"""The formats that a checkpoint can be written in, what each needs to be told, and the files it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from zckpt.errors import UsageError
+from zckpt.partition import check_world_size
+from zckpt.plan import TargetFile
+from zckpt.state import Checkpoint
+
+DTYPES = ("float32", "bfloat16", "float16", "keep")
+TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How a target is to be, where its format leaves a choice; None: as the source is, or the format's default.
+
+    Parameters
+    ----------
+    world_size : int or None
+        Ranks that the target is cut for.
+    stage : int or None
+        ZeRO stage.
+    elastic, round_robin, parameter_alignment : bool or None
+        As a DeepSpeed training is configured.
+    dtype : str or None
+        Of trained parameters in a whole model.
+    """
+
+    world_size: int | None = None
+    stage: int | None = None
+    elastic: bool | None = None
+    round_robin: bool | None = None
+    parameter_alignment: bool | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The files of a target.
+
+    Parameters
+    ----------
+    files : list of TargetFile
+        In the target directory; the only one is the target itself where `is_file`.
+    is_own : callable
+        Tells a file of this format by its name within the target.
+    beside : list of TargetFile
+        Small ones of literals only that go into the target's parent, replacing what is there.
+    is_file : bool
+    notes : tuple of str
+        What to know of the target.
+    """
+
+    files: list[TargetFile]
+    is_own: Callable[[str], bool]
+    beside: list[TargetFile] = field(default_factory=list)
+    is_file: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be written.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    source, target : Path
+        As the user named them.
+    wanted : Wanted
+    """
+
+    checkpoint: Checkpoint
+    source: Path
+    target: Path
+    wanted: Wanted
+
+
+Writer = Callable[[Job], Made]
+
+
+def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted: Wanted) -> Made:
+    """Return the files of a checkpoint in another format.
+
+    Raises
+    ------
+    UsageError
+        An unknown format, or a wish that does not apply to it.
+    UnsupportedError
+        The format cannot hold the checkpoint.
+    """
+    if to not in _WRITERS:
+        raise UsageError("unknown format", expected=", ".join(FORMATS), found=repr(to))
+    applicable, writer = _WRITERS[to]
+    for one in fields(wanted):
+        if getattr(wanted, one.name) is not None and one.name not in applicable:
+            raise UsageError(f"{one.name.replace('_', '-')} does not apply to {to}")
+    if wanted.world_size is not None:
+        check_world_size(wanted.world_size)
+    return writer(Job(checkpoint, source, target, wanted))
+
+
+def _deepspeed(job: Job) -> Made:
+    from zckpt.formats import remainder
+    from zckpt.formats.deepspeed import foreign, names, writer
+    from zckpt.formats.deepspeed.origin import Origin
+    from zckpt.formats.deepspeed.target import Options
+
+    checkpoint, wanted = job.checkpoint, job.wanted
+    origin = checkpoint.origin
+    own = isinstance(origin, Origin) and bool(origin.members)
+    world_size = wanted.world_size if wanted.world_size is not None or not own else checkpoint.topology.dp
+    stage = wanted.stage
+    if not own:
+        known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
+        stage = stage if stage is not None else (known if known in (1, 2, 3) and type(known) is int else None)
+        if world_size is None or stage is None:
+            raise UsageError(
+                f"{'--world-size' if world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
+                f"from this source",
+                path=checkpoint.source,
+                found=checkpoint.format,
+            )
+        if stage not in (1, 2, 3):
+            raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+        checkpoint = foreign.adopt(checkpoint, stage=stage)
+    run_directory = not own or job.source.resolve() != Path(checkpoint.source).resolve()
+    options = Options(world_size or 1, stage, wanted.elastic, wanted.round_robin, wanted.parameter_alignment)
+    return Made(
+        writer.lay_out(checkpoint, options, run_directory=run_directory),
+        lambda name: names.is_own(name.rpartition("/")[2]),
+    )
+
+
+def _universal(job: Job) -> Made:
+    from zckpt.formats import universal
+
+    return Made(
+        universal.lay_out(job.checkpoint),
+        universal.is_own,
+        beside=[universal.latest_universal(job.target.name)],
+        notes=universal.notes(job.checkpoint),
+    )
+
+
+def _consolidated(job: Job) -> Made:
+    from zckpt.formats import consolidated
+
+    target, dtype = job.target, job.wanted.dtype or "keep"
+    if dtype not in DTYPES:
+        raise UsageError("unusable dtype", expected=" or ".join(DTYPES), found=repr(dtype))
+    if target.suffix in TORCH_SUFFIXES:
+        return Made(
+            [consolidated.lay_out_file(target.name, job.checkpoint, dtype=dtype)], lambda _: False, is_file=True
+        )
+    if target.suffix == ".safetensors":
+        raise UsageError(
+            "one safetensors file holds a model only",
+            path=target,
+            expected="a directory or a .pt file",
+            advice="use `zckpt consolidate` for the model by itself",
+        )
+    return Made(consolidated.lay_out(job.checkpoint, dtype=dtype), consolidated.is_own)
+
+
+def _native(job: Job) -> Made:
+    from zckpt.formats import native
+
+    return Made(native.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1), native.is_own)
+
+
+def _dcp(job: Job) -> Made:
+    from zckpt.formats.dcp import writer
+
+    return Made(writer.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1), writer.is_own)
+
+
+def _zero_redundancy(job: Job) -> Made:
+    from zckpt.formats import zero_redundancy
+
+    per_rank = job.wanted.world_size is not None
+    files = zero_redundancy.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1, per_rank=per_rank)
+    return Made(files, zero_redundancy.is_own)
+
+
+_WRITERS: Mapping[str, tuple[tuple[str, ...], Writer]] = {
+    "deepspeed": (("world_size", "stage", "elastic", "round_robin", "parameter_alignment"), _deepspeed),
+    "universal": ((), _universal),
+    "consolidated": (("dtype",), _consolidated),
+    "zckpt": (("world_size",), _native),
+    "dcp": (("world_size",), _dcp),
+    "zero-redundancy": (("world_size",), _zero_redundancy),
+}
+
+FORMATS = tuple(_WRITERS)

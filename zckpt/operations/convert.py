@@ -1,0 +1,159 @@
+"""Write a checkpoint of any format in any other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.formats import open_checkpoint
+from zckpt.formats.writers import Made, Wanted, lay_out
+from zckpt.operations.proof import check_apart, prove, verify_bytes
+from zckpt.plan import Plan, plan
+from zckpt.state import MASTER, WEIGHT, Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was written, or under `dry_run` would be.
+
+    Parameters
+    ----------
+    files : tuple of Path
+    read_nbytes, write_nbytes : int, bytes
+    memory : int, bytes
+        Upper bound of the copy buffers.
+    compared : int
+        Elements of masters that were held against their weights.
+    verified : int, bytes
+        What was compared with the source after writing.
+    notes, warnings : tuple of str
+    """
+
+    files: tuple[Path, ...]
+    read_nbytes: int
+    write_nbytes: int
+    memory: int
+    compared: int
+    verified: int
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    world_size: int | None = None,
+    stage: int | None = None,
+    elastic: bool | None = None,
+    round_robin: bool | None = None,
+    parameter_alignment: bool | None = None,
+    dtype: str | None = None,
+    weight_check: bool = True,
+    verify: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+) -> Converted:
+    """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
+
+    Parameters
+    ----------
+    source : path-like
+        Anything that `open` reads.
+    target : path-like
+        A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
+        `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
+    to : {"deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy"}
+    world_size : int, optional
+        Ranks of the target. `deepspeed`: by default the source's. `zckpt`, `dcp`: files to spread it over, by
+        default one; any number of ranks loads it. `zero-redundancy`: also write each rank's own file.
+    stage : {1, 2, 3}, optional
+        ZeRO stage, for `deepspeed`; by default the source's.
+    elastic, round_robin, parameter_alignment : bool, optional
+        For `deepspeed`, as for `reshard`.
+    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
+        Of trained parameters in the model of `consolidated`, as for `consolidate`; by default "keep".
+    verify : bool
+        Compare all that was written with the source, before it gets its name.
+    weight_check, overwrite, dry_run, memory, reporter, roots, tag, names
+        As for `consolidate`.
+
+    Raises
+    ------
+    UsageError
+        An option that cannot be used.
+    SourceError
+        The source cannot be read, contradicts itself, or holds what the format cannot.
+    TargetError
+        The target exists or cannot be written.
+    """
+    if memory < 1:
+        raise UsageError("sizes must be positive", found=memory)
+    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    path = Path(target)
+    wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
+    made = lay_out(checkpoint, Path(source), path, to, wanted)
+    planned = plan(made.files)
+    check_apart(checkpoint, path, overwrite=overwrite, is_own=made.is_own)
+    compared = _compared(checkpoint) if weight_check else 0
+    verified = 0
+    if not dry_run:
+        verified = _write(checkpoint, made, planned, path, overwrite, memory, reporter, verify)
+    inside = [path if made.is_file else path / one.name for one in made.files]
+    return Converted(
+        tuple(inside + [path.parent / one.name for one in made.beside]),
+        planned.read_nbytes,
+        planned.write_nbytes,
+        memory,
+        compared,
+        verified,
+        made.notes,
+        tuple(checkpoint.warnings),
+    )
+
+
+def _compared(checkpoint: Checkpoint) -> int:
+    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+        return 0
+    from zckpt.weight_check import check_weights
+
+    return check_weights(checkpoint)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    made: Made,
+    planned: Plan,
+    path: Path,
+    overwrite: bool,
+    memory: int,
+    reporter: Reporter | None,
+    verify: bool,
+) -> int:
+    """Write the target, prove it before it gets its name, then write what points to it; return the bytes compared."""
+    verified = 0
+
+    def check(written: Path) -> None:
+        nonlocal verified
+        found = open_checkpoint(written)
+        prove(checkpoint, found, path)
+        if verify:
+            verified = verify_bytes(checkpoint, found, path, memory=memory)
+
+    if made.is_file:
+        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: check(w[0]))
+    else:
+        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
+    if made.beside:
+        execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
+    return verified

@@ -1,0 +1,132 @@
+"""What holds of every target: it is apart from its source, and what was written is all there, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from zckpt.errors import LayoutError, TargetExistsError, UsageError
+from zckpt.plan import Hole, fill
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+
+SHOWN_NAMES = 4
+
+
+def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, is_own: Callable[[str], bool]) -> None:
+    """Raise unless a directory can be made or replaced without losing the source or anything that is no checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The source.
+    target : Path
+        A directory.
+    overwrite : bool
+    is_own : callable
+        Tells a file of the target's format by its name within the target.
+
+    Raises
+    ------
+    UsageError
+        The target is, contains, or is inside the source.
+    TargetExistsError
+        It holds files that replacing it would remove.
+    """
+    whole = target.resolve()
+    for file in checkpoint.files:
+        if whole in (Path(file.path).resolve(), *Path(file.path).resolve().parents):
+            raise UsageError("the target is, or contains, the source", path=target, found=file.path)
+    if Path(checkpoint.source).resolve() in whole.parents:
+        raise UsageError("the target is inside the source", path=target, found=checkpoint.source)
+    if not overwrite or not target.is_dir():
+        return
+    others = sorted(
+        name
+        for path in target.rglob("*")
+        if not path.is_dir() and not is_own(name := path.relative_to(target).as_posix())
+    )
+    if others:
+        raise TargetExistsError(
+            "holds other files, which replacing it would remove",
+            path=target,
+            found=", ".join(others[:SHOWN_NAMES]),
+            advice="choose a new directory",
+        )
+
+
+def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
+    """Plan a read of all that was written: every element of every slot of the source must be there once.
+
+    A weight may be missing where its master is there, and a master where a weight of its own type is.
+
+    Raises
+    ------
+    LayoutError
+        Something did not arrive.
+    """
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        found = _same(parameter, written)
+        for key, slot in parameter.slots.items():
+            copy = _copy(key, slot, found)
+            if copy is None:
+                raise LayoutError(f"{key} of {parameter.name} did not arrive", path=target, advice="please report this")
+            if copy.shape != slot.shape:
+                raise LayoutError(
+                    f"{key} of {parameter.name} has another shape",
+                    path=target,
+                    expected=slot.shape,
+                    found=copy.shape,
+                    advice="please report this",
+                )
+            fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+
+
+def _same(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
+    """Return the slots and group-wide values of the parameter of the same name."""
+    name = parameter.name
+    found = written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
+    if found is None:
+        return {}
+    group = written.param_groups[found.group].state if found.group is not None else {}
+    return {**group, **found.slots}
+
+
+def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
+    copy = found.get(key)
+    if copy is None and key in (WEIGHT, MASTER):
+        copy = found.get(MASTER if key == WEIGHT else WEIGHT)
+        if key == MASTER and isinstance(copy, Slot) and copy.dtype != slot.dtype:
+            return None
+    if copy is None or isinstance(copy, Slot):
+        return copy
+    return slot if not slot.shape else None  # one value, which its group has now
+
+
+def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, memory: int) -> int:
+    """Compare every byte of every slot that was written with the source; return how many bytes were compared.
+
+    Raises
+    ------
+    LayoutError
+        Some element is another one than the source's.
+    """
+    from zckpt.compare import Pair, differences
+
+    pairs = []
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        found = _same(parameter, written)
+        for key, slot in parameter.slots.items():
+            copy = found.get(key)
+            rounded = key == WEIGHT and bool(slot.replicas)  # from the mean of the masters, not the mean of weights
+            if isinstance(copy, Slot) and not rounded:
+                pairs.append(Pair(f"{key}/{parameter.name}", slot, copy))
+    different = differences(pairs, memory=memory)
+    if different:
+        first = different[0]
+        raise LayoutError(
+            f"{len(different)} tensors differ from the source: {first.label} in {first.num_different} of "
+            f"{first.numel} elements, first at {first.first}",
+            path=target,
+            advice="please report this",
+        )
+    return sum(pair.found.nbytes for pair in pairs)
