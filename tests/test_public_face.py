@@ -22,10 +22,11 @@ READ = [
 
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
-        "Checkpoint", "Consolidated", "DamagedFileError", "Extent", "LayoutError", "OpenedCheckpoint", "ParamGroup",
-        "Parameter", "PickleError", "Resharded", "Scalar", "ShardError", "Slot", "SourceError", "Span", "TargetError",
-        "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "WeightMismatchError", "ZckptError", "__version__", "consolidate", "inspect", "open", "reshard",
+        "Checkpoint", "Consolidated", "Converted", "DamagedFileError", "Extent", "LayoutError", "OpenedCheckpoint",
+        "ParamGroup", "Parameter", "PickleError", "Resharded", "Scalar", "ShardError", "Slot", "SourceError", "Span",
+        "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError",
+        "UsageError", "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "inspect", "open",
+        "reshard", "strip",
     ]  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def test_other_names_are_none() -> None:
         zckpt.frobnicate  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["open", "consolidate"])
+@pytest.mark.parametrize("name", ["open", "consolidate", "convert", "reshard", "strip"])
 def test_arguments_after_the_first_two_are_keyword_only(name: str) -> None:
     parameters = list(inspect.signature(getattr(zckpt, name)).parameters.values())
     positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]

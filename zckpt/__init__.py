@@ -1,4 +1,4 @@
-"""zckpt: open, inspect, consolidate and reshard the checkpoints of sharded optimizers, without running their pickles.
+"""zckpt: open, inspect, consolidate, reshard and convert the checkpoints of sharded optimizers; runs no pickle.
 
     import zckpt
 
@@ -8,6 +8,8 @@
     zckpt.inspect(checkpoint)                              # what is in it, as JSON-able data
     zckpt.consolidate("run/global_step500", "model.safetensors")
     zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
+    zckpt.convert("run/global_step500", "dcp", to="dcp")
+    zckpt.strip("run/global_step500", "small", optimizer=True)
 
 The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
 """
@@ -34,8 +36,10 @@ if TYPE_CHECKING:
     )
     from zckpt.opened import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.consolidate import Consolidated, consolidate
+    from zckpt.operations.convert import Converted, convert
     from zckpt.operations.inspect import inspect
     from zckpt.operations.reshard import Resharded, reshard
+    from zckpt.operations.strip import Stripped, strip
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
 
 __version__ = "0.1.0"
@@ -43,8 +47,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "zckpt.opened": ("OpenedCheckpoint", "open"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
+    "zckpt.operations.convert": ("Converted", "convert"),
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),
+    "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
     "zckpt.errors": (
         "DamagedFileError",
@@ -66,6 +72,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Checkpoint",
     "Consolidated",
+    "Converted",
     "DamagedFileError",
     "Extent",
     "LayoutError",
@@ -79,6 +86,7 @@ __all__ = [
     "Slot",
     "SourceError",
     "Span",
+    "Stripped",
     "TargetError",
     "TargetExistsError",
     "Topology",
@@ -89,9 +97,11 @@ __all__ = [
     "ZckptError",
     "__version__",
     "consolidate",
+    "convert",
     "inspect",
     "open",
     "reshard",
+    "strip",
 ]
 
 

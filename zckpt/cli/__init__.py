@@ -14,8 +14,10 @@ import click
 
 from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
+from zckpt.cli.convert_command import convert_command
 from zckpt.cli.inspect_command import inspect_command
 from zckpt.cli.reshard_command import reshard_command
+from zckpt.cli.strip_command import strip_command
 from zckpt.errors import TargetError, ZckptError
 
 INTERRUPTED = 130
@@ -25,7 +27,7 @@ INTERRUPTED = 130
 @click.version_option(__version__, prog_name="zckpt")
 @click.option("--debug", is_flag=True, help="Show a traceback for errors.")
 def cli(debug: bool) -> None:
-    """Open, inspect, consolidate and reshard the checkpoints of sharded optimizers.
+    """Open, inspect, consolidate, reshard, convert and strip the checkpoints of sharded optimizers.
 
     No pickle is ever executed, and a target appears whole or not at all.
     """
@@ -34,6 +36,8 @@ def cli(debug: bool) -> None:
 cli.add_command(inspect_command)
 cli.add_command(consolidate_command)
 cli.add_command(reshard_command)
+cli.add_command(convert_command)
+cli.add_command(strip_command)
 
 
 def main() -> None:

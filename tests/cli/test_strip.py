@@ -1,0 +1,118 @@
+"""`zckpt strip`: what it prints, each error's status, and that a target appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.console import FIXTURES, refused, run, succeeded
+
+SOURCE = FIXTURES / "s1_fp32_dp4_sgdm"
+PLAIN = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+def nbytes(path: Path) -> int:
+    return sum(one.stat().st_size for one in [path, *path.rglob("*")] if one.is_file())
+
+
+def test_bytes_saved_are_printed_by_kind(tmp_path: Path) -> None:
+    done = succeeded("strip", SOURCE, tmp_path / "thin", "--padding", "--unreferenced")
+    assert done.stdout == ""
+    rows = dict(
+        line.rsplit(None, 1) for line in done.stderr.splitlines() if line.split()[-1].replace(",", "").isdigit()
+    )
+    kinds = {kind: int(number.replace(",", "")) for kind, number in rows.items()}
+    assert set(kinds) == {"padding", "unreferenced", "structure", "in all"}
+    assert kinds["in all"] == nbytes(SOURCE) - nbytes(tmp_path / "thin")
+    assert "note: DeepSpeed takes hyperparameters from the training's configuration" in done.stderr
+    assert files(tmp_path / "thin") == files(SOURCE)
+
+
+def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    options = ("--keep-slots", "exp_avg", "--json")
+    dry = json.loads(succeeded("strip", PLAIN, tmp_path / "thin.pt", *options, "--dry-run").stdout)
+    assert list(tmp_path.iterdir()) == []
+    document = json.loads(succeeded("strip", PLAIN, tmp_path / "thin.pt", *options).stdout)
+    assert (dry["dry_run"], document["dry_run"]) == (True, False)
+    assert {**dry, "dry_run": False} == document
+    assert document["files"] == [str(tmp_path / "thin.pt")]
+    assert document["write_nbytes"] == nbytes(tmp_path / "thin.pt")
+    assert sum(document["saved_nbytes"].values()) == nbytes(PLAIN) - nbytes(tmp_path / "thin.pt")
+    assert document["saved_nbytes"]["exp_avg_sq"] > 0
+    assert "exp_avg" not in document["saved_nbytes"]
+
+
+def test_dry_run_prints_what_would_be_saved(tmp_path: Path) -> None:
+    done = succeeded("strip", PLAIN, tmp_path / "thin.pt", "--optimizer", "--dry-run")
+    assert f"would write {tmp_path / 'thin.pt'}" in done.stdout
+    assert "exp_avg_sq" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("options", [("--keep-slots", "exp_avg,exp_avg_sq"),
+                                     ("--keep-slots", "exp_avg", "--keep-slots", "exp_avg_sq")])  # fmt: skip
+def test_slots_are_named_at_once_or_one_by_one(options: tuple[str, ...], tmp_path: Path) -> None:
+    succeeded("strip", PLAIN, tmp_path / "thin.pt", *options, "--quiet")
+    assert (tmp_path / "thin.pt").read_bytes() == PLAIN.read_bytes()
+
+
+def test_file_that_is_written_is_sound(tmp_path: Path) -> None:
+    succeeded("strip", PLAIN, tmp_path / "thin.pt", "--optimizer")
+    loaded = torch.load(tmp_path / "thin.pt", weights_only=True, mmap=True)
+    assert any(isinstance(value, dict) and value.get("state") == {} for value in loaded.values())
+
+
+def test_without_an_option_it_says_what_could_be_saved(tmp_path: Path) -> None:
+    line = refused(2, "strip", SOURCE, tmp_path / "thin", words=("--padding (", "--optimizer (", "--unreferenced ("))
+    assert "momentum_buffer" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--keep-slots", "exp_avg"), ("no slot exp_avg", "momentum_buffer")),
+        (("--keep-slots", "momentum_buffer", "--optimizer"), ("--optimizer", "--keep-slots")),
+        (("--padding", "--memory", "0"), ()),
+    ],
+)
+def test_unusable_options_are_refused(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(2, "strip", SOURCE, tmp_path / "thin", *options, words=words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_target_is_refused_and_replaced_only_when_told(tmp_path: Path) -> None:
+    succeeded("strip", SOURCE, tmp_path / "thin", "--padding")
+    refused(4, "strip", SOURCE, tmp_path / "thin", "--optimizer", words=("exists",))
+    succeeded("strip", SOURCE, tmp_path / "thin", "--optimizer", "--overwrite")
+    assert not list((tmp_path / "thin").rglob("*optim_states.pt"))
+    (tmp_path / "thin" / "mine.txt").write_text("precious")
+    refused(4, "strip", SOURCE, tmp_path / "thin", "--padding", "--overwrite", words=("mine.txt",))
+
+
+def test_damaged_source_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cut.pt").write_bytes(PLAIN.read_bytes()[:-100])
+    refused(3, "strip", tmp_path / "cut.pt", tmp_path / "thin.pt", "--optimizer", words=("cut.pt",))
+    assert not (tmp_path / "thin.pt").exists()
+
+
+def test_missing_rank_is_refused(tmp_path: Path) -> None:
+    for path in [SOURCE / "latest", *(SOURCE / "global_step5").iterdir()]:
+        if "rank_2" not in path.name:
+            target = tmp_path / "run" / path.relative_to(SOURCE)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    refused(3, "strip", tmp_path / "run", tmp_path / "thin", "--padding", words=("rank 2",))
+
+
+def test_help_names_every_kind() -> None:
+    text = run("strip", "--help").stdout
+    for option in ("--padding", "--optimizer", "--unreferenced", "--keep-slots"):
+        assert option in text

@@ -1,0 +1,214 @@
+"""What `strip` leaves of DeepSpeed's files: every value bit for bit, and the bytes saved to the last one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES, copy
+from tests.truth import Truth, assert_consolidated, assert_same
+from zckpt.errors import ShardError, SourceError, UsageError
+from zckpt.operations.strip import strip
+
+FLAT = ["s1_bf16_dp2_bf16opt", "s1_bf16_dp2_elastic", "s1_bf16_dp2_empty", "s1_bf16_dp3_fused", "s1_bf16_dp4",
+        "s1_fp32_dp3_palign", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_adagrad1g", "s2_bf16_dp2_bf16master",
+        "s2_bf16_dp2_client", "s2_bf16_dp2_cpuadam", "s2_bf16_dp2_elastic_fused", "s2_bf16_dp2_lion", "s2_bf16_dp2_rr",
+        "s2_bf16_dp2_zerodim", "s2_fp16_dp2", "s2_fp32_dp4", "ds0145_s1_fp32_dp2", "ds0145_s2_bf16_dp4",
+        "ds0145_s2_bf16_dp2_elastic_fused", "moe_ep2_s2_fp32_dp4", "tp2_s1_bf16_dp2", "pp2_s1_fp32_dp2"]  # fmt: skip
+OTHERS = ["s0_bf16_dp2", "s0_fp32_dp2", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "s3_fp16_dp2", "tp2_s3_bf16_dp2"]
+LEAN = {"s1_bf16_dp3_fused", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_cpuadam", "s2_bf16_dp2_lion", "s1_bf16_dp2_elastic",
+        "s2_bf16_dp2_elastic_fused", "ds0145_s2_bf16_dp2_elastic_fused"}  # fmt: skip
+
+
+def nbytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """All tensors of a loaded file."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    below = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else []
+    return [found for one in below for found in tensors(one)]
+
+
+def optimizer_files(directory: Path) -> list[Any]:
+    paths = sorted(directory.rglob("*optim_states.pt"))
+    return [torch.load(path, weights_only=False)["optimizer_state_dict"] for path in paths]
+
+
+# --- nothing that counts goes
+
+
+@pytest.mark.parametrize("name", FLAT + OTHERS)
+def test_every_slot_is_there_without_padding_and_unused_bytes(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name
+    done = strip(source, tmp_path / "thin", padding=True, unreferenced=True)
+    assert nbytes(source) - nbytes(tmp_path / "thin") == sum(done.saved.values())
+    assert all(file.unreferenced_nbytes == 0 for file in zckpt.open(tmp_path / "thin").files)
+    assert_consolidated(tmp_path / "thin", Truth(source), tmp_path)
+    again = strip(tmp_path / "thin", tmp_path / "again", padding=True, unreferenced=True)
+    assert again.saved == {}
+    for path in sorted((tmp_path / "thin").rglob("*.pt")):
+        assert (tmp_path / "again" / path.relative_to(tmp_path / "thin")).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_masters_have_no_padding_in_their_storages(name: str, tmp_path: Path) -> None:
+    done = strip(FIXTURES / name, tmp_path / "thin", padding=True)
+    wanted = sum(p.numel for p in zckpt.open(tmp_path / "thin").padding)
+    files = optimizer_files(tmp_path / "thin")
+    masters = [t for z in files for t in z["single_partition_of_fp32_groups"]]
+    for master in masters:
+        assert master.untyped_storage().nbytes() == master.nbytes
+    assert all(isinstance(z["base_optimizer_state"], list) is (name in LEAN) for z in files)
+    before = [t for z in optimizer_files(FIXTURES / name) for t in z["single_partition_of_fp32_groups"]]
+    assert done.saved.get("padding", 0) >= sum(t.untyped_storage().nbytes() for t in before) - sum(
+        t.nbytes for t in masters
+    )
+    if wanted:
+        assert done.saved["padding"] > 0
+
+
+@pytest.mark.parametrize("name", sorted(LEAN))
+def test_lean_slots_are_as_long_as_their_masters_and_padding_makes_a_partition(name: str, tmp_path: Path) -> None:
+    strip(FIXTURES / name, tmp_path / "thin", padding=True)
+    for before, z in zip(optimizer_files(FIXTURES / name), optimizer_files(tmp_path / "thin"), strict=True):
+        lengths = [master.numel() for master in z["single_partition_of_fp32_groups"]]
+        partitions = [length + padding for length, padding in zip(lengths, z["group_paddings"], strict=True)]
+        for state, length in zip(z["base_optimizer_state"], lengths, strict=True):
+            shaped = [value for value in state.values() if torch.is_tensor(value) and value.dim()]
+            assert shaped
+            assert {(t.numel(), t.untyped_storage().nbytes()) for t in shaped} == {(length, 4 * length)}
+        rigid = before["base_optimizer_state"]
+        if isinstance(rigid, dict):
+            assert z["base_optimizer_param_groups"] == rigid["param_groups"]
+            assert z["base_optimizer_state_step"] == rigid["param_groups"][0].get("step")
+            assert partitions == [len(next(iter(tensors(rigid["state"][i])))) for i in range(len(lengths))]
+
+
+def test_rigid_slots_that_deepspeed_needs_whole_stay_whole_and_a_note_says_why(tmp_path: Path) -> None:
+    reasons = {
+        "s2_bf16_dp2": "does not load step",
+        "s2_bf16_dp2_client": "a scheduler",
+        "s1_bf16_dp2_bf16opt": "BF16_Optimizer",
+        "s2_bf16_dp2_bf16master": "exp_avg",
+    }
+    for name, reason in reasons.items():
+        done = strip(FIXTURES / name, tmp_path / name, padding=True)
+        assert any("keep their padding" in note and reason in note for note in done.notes), done.notes
+        for before, z in zip(optimizer_files(FIXTURES / name), optimizer_files(tmp_path / name), strict=True):
+            for one, other in zip(
+                tensors(before["base_optimizer_state"]), tensors(z["base_optimizer_state"]), strict=True
+            ):
+                assert_same(other, one, name)
+
+
+def test_zero3_keeps_its_padding_and_says_so(tmp_path: Path) -> None:
+    done = strip(FIXTURES / "s3_bf16_dp3", tmp_path / "same", padding=True)
+    assert done.saved == {}
+    assert any("ZeRO-3" in note for note in done.notes)
+
+
+# --- optimizer state goes
+
+
+@pytest.mark.parametrize("name", FLAT + OTHERS)
+def test_model_is_there_without_the_optimizer(name: str, tmp_path: Path) -> None:
+    source, truth = FIXTURES / name, Truth(FIXTURES / name)
+    before = zckpt.open(source)
+    done = strip(source, tmp_path / "model", optimizer=True)
+    assert nbytes(source) - nbytes(tmp_path / "model") == sum(done.saved.values())
+    after = zckpt.open(tmp_path / "model")
+    assert set(after.slot_names()) <= {"weight", "master"}
+    assert list(after.parameters) == list(before.parameters)
+    flat = name in FLAT and not name.startswith("pp")
+    assert bool(list((tmp_path / "model").rglob("*optim_states.pt"))) is (not flat and not name.startswith("s0"))
+    for slot in set(before.slot_names()) - {"weight", "master"}:
+        slots = [p.slots[slot] for p in [*before.parameters.values(), *before.unnamed.values()] if slot in p.slots]
+        assert done.saved[slot] >= sum(one.nbytes for one in slots)
+    for parameter, value in truth.weights.items():
+        if "weight" in after.owner(parameter).slots:
+            assert_same(after.read(after.owner(parameter).name, "weight"), value, parameter)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_bf16_dp2_elastic", "s3_bf16_dp3", "s0_bf16_dp2",
+                                  "moe_ep2_s2_fp32_dp4", "tp2_s1_bf16_dp2"])  # fmt: skip
+def test_slots_by_name_stay_bit_for_bit(name: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / name)
+    strip(FIXTURES / name, tmp_path / "some", keep_slots=["exp_avg_sq"])
+    some = zckpt.open(tmp_path / "some")
+    assert set(some.slot_names()) - {"weight", "step"} == {"master", "exp_avg_sq"}
+    for kind, slot in (("exp_avg_sq", "exp_avg_sq"), ("fp32", "master")):
+        for parameter, value in truth.kind(kind).items():
+            if parameter in some.parameters and slot in some.parameters[parameter].slots:
+                assert_same(some.read(parameter, slot), value, parameter)
+
+
+def test_only_masters_stay(tmp_path: Path) -> None:
+    strip(FIXTURES / "s2_bf16_dp2", tmp_path / "masters", keep_slots=["master"])
+    assert [z["base_optimizer_state"]["state"] for z in optimizer_files(tmp_path / "masters")] == [{}, {}]
+    truth = Truth(FIXTURES / "s2_bf16_dp2")
+    checkpoint = zckpt.open(tmp_path / "masters")
+    assert checkpoint.slot_names() == ["weight", "master"]
+    for parameter, value in truth.masters.items():
+        assert_same(checkpoint.read(parameter, "master"), value, parameter)
+
+
+# --- what is around the checkpoint
+
+
+def test_other_files_are_copied_and_other_checkpoints_left_out(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2_multitag", tmp_path)
+    (run / "scheduler.pt").write_bytes(b"anything")
+    (run / "global_step3" / "deep").mkdir()
+    (run / "global_step3" / "deep" / "note").write_text("kept")
+    done = strip(run, tmp_path / "thin", optimizer=True, tag="global_step3")
+    assert any("global_step5" in note for note in done.notes)
+    assert (tmp_path / "thin" / "scheduler.pt").read_bytes() == b"anything"
+    assert (tmp_path / "thin" / "global_step3" / "deep" / "note").read_text() == "kept"
+    assert (tmp_path / "thin" / "latest").read_text() == "global_step3"
+    assert not (tmp_path / "thin" / "global_step5").exists()
+    assert zckpt.open(tmp_path / "thin").step == 3
+
+
+def test_shards_of_several_nodes_come_together(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2", tmp_path)
+    other = tmp_path / "node1" / "global_step5"
+    other.mkdir(parents=True)
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (run / "global_step5" / name).rename(other / name)
+    with pytest.raises(ShardError):
+        strip(run, tmp_path / "thin", padding=True)
+    strip(run, tmp_path / "thin", padding=True, roots=[tmp_path / "node1"])
+    assert_consolidated(tmp_path / "thin", Truth(FIXTURES / "s2_bf16_dp2"), tmp_path)
+
+
+def test_tag_directory_comes_out_as_one(tmp_path: Path) -> None:
+    strip(FIXTURES / "s2_bf16_dp2" / "global_step5", tmp_path / "thin", padding=True)
+    names = {path.name for path in (FIXTURES / "s2_bf16_dp2" / "global_step5").iterdir()}
+    assert {path.name for path in (tmp_path / "thin").iterdir()} == names
+
+
+def test_target_inside_the_source_is_refused(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2", tmp_path)
+    for target in (run, run / "thin", run / "global_step5" / "thin", tmp_path):
+        with pytest.raises(UsageError, match="the target is"):
+            strip(run, target, padding=True, overwrite=True)
+    assert sorted(path.name for path in run.iterdir()) == ["global_step5", "latest", "truth.json", "truth.safetensors"]
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2", tmp_path)
+    (run / "loop").symlink_to(run)
+    with pytest.raises(SourceError, match="link to a directory"):
+        strip(run, tmp_path / "thin", padding=True)
+    (run / "loop").unlink()
+    (run / "gone").symlink_to(run / "nowhere")
+    with pytest.raises(SourceError, match="no regular file"):
+        strip(run, tmp_path / "thin", padding=True)
+    assert not (tmp_path / "thin").exists()

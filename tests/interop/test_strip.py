@@ -1,0 +1,189 @@
+"""What `strip` leaves, the programs it came from load: real DeepSpeed resumes or loads it, real torch steps with it.
+
+Where nothing that counts was taken away (padding, unused bytes), the resumed run has the same bits and, at the same
+number of ranks on the same machine, the same losses to the last digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.engine import Spec, produce, resume, workers
+from zckpt.operations.strip import strip
+
+pytestmark = pytest.mark.interop
+
+
+def spec(name: str, **changes: Any) -> Spec:
+    return Spec(name, **{"world_size": 4, "steps": 2, "steps_after": 2, **changes})
+
+
+ADAMW = spec("s2_adamw")
+SGDM = spec("s1_sgdm", stage=1, dtype="fp32", optimizer="sgdm")
+LION = spec("s2_lion", optimizer="lion")
+SCHEDULED = spec("s2_lion_scheduled", optimizer="lion", scheduler=True)
+FUSED = spec("s2_fused", optimizer="fused_layout", world_size=3)
+MANY_RANKS = spec("s2_sgdm_dp12", optimizer="sgdm", world_size=12)
+ELASTIC = spec("s2_elastic", elastic=True, optimizer="fused_layout")
+ALIGNED = spec("s1_palign", stage=1, parameter_alignment=True, optimizer="lion")
+BF16_OPTIMIZER = spec("s1_bf16opt", stage=1, bf16_optimizer=True)
+STAGE3 = spec("s3_adamw", stage=3)
+STAGE0 = spec("s0_adamw", stage=0, dtype="fp32", world_size=2)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
+    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
+    directory = tmp_path_factory.mktemp("made")
+    folders: dict[str, Path] = {}
+
+    def get(wanted: Spec) -> Path:
+        if wanted.name not in folders:
+            folders.update(produce([wanted], directory))
+        return folders[wanted.name]
+
+    return get
+
+
+# --- nothing that counts is taken away
+
+
+@pytest.mark.parametrize(
+    ("wanted", "lean"),
+    [(SGDM, True), (LION, True), (FUSED, True), (MANY_RANKS, True), (ALIGNED, True), (ELASTIC, True),
+     (ADAMW, False), (SCHEDULED, False), (BF16_OPTIMIZER, False)],
+    ids=lambda one: one.name if isinstance(one, Spec) else "lean" if one else "rigid",
+)  # fmt: skip
+def test_deepspeed_resumes_without_padding(
+    wanted: Spec, lean: bool, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    done = strip(made(wanted), tmp_path / "thin", padding=True, unreferenced=True)
+    assert done.saved["padding"] > 0
+    state = optimizer_content(tmp_path / "thin")["base_optimizer_state"]
+    assert isinstance(state, list) is lean
+    verdict = resume(tmp_path / "thin", wanted, made(wanted))
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert len(verdict.losses) == 2
+    assert verdict.loss_difference == 0.0
+
+
+def test_lean_form_would_change_the_training_under_a_scheduler(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Why slots keep their padding there: DeepSpeed steps once with the configuration's learning rate."""
+    strip(made(SCHEDULED), tmp_path / "lean", padding=True)
+    for path in sorted((tmp_path / "lean").rglob("*optim_states.pt")):
+        content = torch.load(path, weights_only=False)
+        z = content["optimizer_state_dict"]
+        lengths = [master.numel() for master in z["single_partition_of_fp32_groups"]]
+        states = z["base_optimizer_state"]["state"]
+        z["base_optimizer_state"] = [{"exp_avg": states[i]["exp_avg"][:n]} for i, n in enumerate(lengths)]
+        z["base_optimizer_state_step"] = None
+        torch.save(content, path)
+    verdict = resume(tmp_path / "lean", SCHEDULED, made(SCHEDULED))
+    assert verdict.slots == []
+    assert verdict.hyperparameters != []
+    assert verdict.loss_difference > 0
+
+
+def test_deepspeed_resumes_zero3_without_unused_bytes(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    strip(made(STAGE3), tmp_path / "thin", unreferenced=True, padding=True)
+    verdict = resume(tmp_path / "thin", STAGE3, made(STAGE3))
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference == 0.0
+
+
+# --- the optimizer's state is taken away
+
+
+WITHOUT_OPTIMIZER = {"load_optimizer_states": False}
+MODULE_ONLY = {"load_module_only": True}  # of ZeRO-3, it makes DeepSpeed load nothing from any checkpoint
+AS_ALWAYS: dict[str, bool] = {}  # with ZeRO-1 and 2, DeepSpeed then wants the optimizer's files
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"),
+    [(ADAMW, WITHOUT_OPTIMIZER), (ADAMW, MODULE_ONLY),
+     (BF16_OPTIMIZER, WITHOUT_OPTIMIZER), (BF16_OPTIMIZER, MODULE_ONLY),
+     (STAGE3, WITHOUT_OPTIMIZER), (STAGE3, AS_ALWAYS),
+     (STAGE0, WITHOUT_OPTIMIZER), (STAGE0, MODULE_ONLY), (STAGE0, AS_ALWAYS)],
+    ids=lambda one: one.name if isinstance(one, Spec) else "-".join(one) or "as_always",
+)  # fmt: skip
+def test_deepspeed_loads_the_model_without_the_optimizer(
+    wanted: Spec, options: dict[str, bool], made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    strip(made(wanted), tmp_path / "model", optimizer=True)
+    loaded = load(tmp_path / "model", wanted, options)
+    truth = load_file(made(wanted) / "truth.safetensors")
+    assert loaded.weights
+    for name, value in loaded.weights.items():
+        assert torch.equal(value, truth[f"module/{name}"]), name
+    for name, slots in loaded.slots.items():
+        if wanted.stage == 3 and not options:
+            assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
+        else:
+            assert torch.equal(slots["fp32"], truth[f"module/{name}"].float()), name
+    assert loaded.fresh
+    assert loaded.steps == 2
+
+
+def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_anew(
+    made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    strip(made(ADAMW), tmp_path / "masters", keep_slots=["master"])
+    loaded = load(tmp_path / "masters", ADAMW, {})
+    truth = load_file(made(ADAMW) / "truth.safetensors")
+    for name, slots in loaded.slots.items():
+        assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
+    assert loaded.fresh
+    assert loaded.steps == 2
+
+
+@pytest.mark.parametrize("wanted", [ADAMW, STAGE3], ids=lambda one: one.name)
+def test_deepspeed_loads_the_slots_that_were_kept(wanted: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    strip(made(wanted), tmp_path / "some", keep_slots=["exp_avg"])
+    loaded = load(tmp_path / "some", wanted, {}, train=False)
+    truth = load_file(made(wanted) / "truth.safetensors")
+    for name, slots in loaded.slots.items():
+        assert set(slots) == {"fp32", "exp_avg"}
+        for slot, value in slots.items():
+            assert torch.equal(value, truth[f"{slot}/{name}"]), f"{slot}/{name}"
+
+
+# --- how it is loaded
+
+
+class Loaded:
+    """What a rank holds after `load_checkpoint`: weights, slots, whether the optimizer is new, steps it then took."""
+
+    def __init__(self, live: Any, *, fresh: bool, steps: int) -> None:
+        self.weights, self.slots, self.fresh, self.steps = live.weights, live.slots, fresh, steps
+
+
+def load(run: Path, wanted: Spec, options: dict[str, bool], *, train: bool = True) -> Loaded:
+    loaded = workers.run(_load, wanted.world_size, wanted, run, options, train)[0]
+    assert isinstance(loaded, Loaded)
+    return loaded
+
+
+def _load(rank: int, world_size: int, wanted: Spec, run: Path, options: dict[str, bool], train: bool) -> Loaded:
+    from tests.engine import models
+    from tests.engine.training import build_engine, train_step
+    from tests.engine.truth import read_live
+
+    engine = build_engine(wanted, seed=models.MODEL_SEED + 1)
+    path, _ = engine.load_checkpoint(str(run), **options)
+    assert path is not None
+    live = read_live(engine, wanted)
+    fresh = all(not value.any() for slots in live.slots.values() for key, value in slots.items() if key != "fp32")
+    losses = [train_step(engine, wanted, 3 + i)[0] for i in range(2)] if train else []
+    return Loaded(live, fresh=fresh, steps=sum(loss == loss and loss < 10 for loss in losses))
+
+
+def optimizer_content(run: Path) -> Any:
+    path = min(run.rglob("*optim_states.pt"))
+    return torch.load(path, weights_only=False)["optimizer_state_dict"]

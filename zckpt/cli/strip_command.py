@@ -1,0 +1,76 @@
+"""`zckpt strip`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import show, source_options, write_options
+
+
+@click.command("strip")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--padding", is_flag=True, help="Remove the padding at the end of each rank's partition (ZeRO-1, 2).")
+@click.option(
+    "--optimizer",
+    is_flag=True,
+    help="Remove the optimizer's state: slots, and masters that have a weight beside them.",
+)
+@click.option("--unreferenced", is_flag=True, help="Remove bytes of storages that no tensor uses.")
+@click.option(
+    "--keep-slots",
+    multiple=True,
+    metavar="SLOT,...",
+    help="Remove all slots of the optimizer but these; weights and masters stay. May be repeated.",
+)
+@write_options
+@source_options
+def strip_command(
+    source: Path,
+    target: Path,
+    padding: bool,
+    optimizer: bool,
+    unreferenced: bool,
+    keep_slots: tuple[str, ...],
+    no_weight_check: bool,
+    memory: int,
+    overwrite: bool,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    tag: str | None,
+    roots: tuple[Path, ...],
+) -> None:
+    """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
+
+    TARGET has SOURCE's format and form: a file, a run directory or a tag directory. Without any of the first four
+    options, what each would save is said and nothing is written.
+    """
+    from zckpt.cli.progress import reporter
+    from zckpt.operations.strip import strip
+    from zckpt.report.stripping import document, render
+
+    done = strip(
+        source,
+        target,
+        padding=padding,
+        optimizer=optimizer,
+        unreferenced=unreferenced,
+        keep_slots=[slot for one in keep_slots for slot in one.split(",") if slot] if keep_slots else None,
+        weight_check=not no_weight_check,
+        memory=memory,
+        overwrite=overwrite,
+        dry_run=dry_run,
+        reporter=reporter("strip", quiet=quiet),
+        tag=tag,
+        roots=roots,
+    )
+    show(
+        document(done, dry_run=dry_run),
+        render(done, dry_run=dry_run),
+        as_json=as_json,
+        dry_run=dry_run,
+        quiet=quiet,
+    )

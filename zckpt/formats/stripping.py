@@ -1,0 +1,280 @@
+"""A torch file without the bytes that are not wanted, and what was saved, by kind. Knows no program's keys.
+
+An edit takes tensors out of a file's tree or narrows them; what follows for the file's storages is decided here:
+
+    a storage that no tensor is left of                     goes
+    one that the edit trimmed, or any under `unreferenced`  keeps the bytes within reach of its tensors
+    every other one                                         stays as it is
+
+A file of which nothing goes is copied, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from zckpt.dtypes import itemsize
+from zckpt.errors import UnsupportedError
+from zckpt.formats.replaced_tensors import replace_tensors
+from zckpt.formats.storage_runs import Range, Runs, gaps, runs, shares
+from zckpt.formats.torch_archive import FromFile, NewStorage, SlotPart, lay_out, new_storage
+from zckpt.plan import Hole, TargetFile
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
+from zckpt.torchfile import Storage, Tensor, TorchFile, read_torchfile, walk_tensors
+from zckpt.torchfile.walk import children, is_leaf
+
+PADDING = "padding"
+UNREFERENCED = "unreferenced"
+STRUCTURE = "structure"
+"""The kind of all bytes that are no tensor's: pickles, headers, alignment within a file. May be negative."""
+
+PACKED = ("quint4x2", "quint2x4")
+"""Types with several elements in a byte: their reach is not a multiple of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to go.
+
+    Parameters
+    ----------
+    padding : bool
+    optimizer : bool
+        The whole state of the optimizer.
+    unreferenced : bool
+        Bytes of storages that no tensor uses.
+    keep_slots : frozenset of str, or None
+        The optimizer's slots that stay, beside masters; None: all, unless `optimizer` is set.
+    """
+
+    padding: bool = False
+    optimizer: bool = False
+    unreferenced: bool = False
+    keep_slots: frozenset[str] | None = None
+
+    @property
+    def slots(self) -> bool:
+        """Whether any slot may have to go."""
+        return self.optimizer or self.keep_slots is not None
+
+    def drops(self, slot: str) -> bool:
+        """Tell whether a slot of the optimizer goes."""
+        return self.optimizer or (self.keep_slots is not None and slot not in self.keep_slots and slot != MASTER)
+
+    def needs(self, slot: str) -> bool:
+        """Tell whether a slot must be there afterwards; the model always is."""
+        if slot == MASTER:
+            return not self.optimizer
+        return slot == WEIGHT or not self.slots or (self.keep_slots is not None and slot in self.keep_slots)
+
+
+@dataclass(slots=True)
+class Edited:
+    """What an edit made of a file.
+
+    Parameters
+    ----------
+    root : object
+        Its tree; None where the whole file goes.
+    dropped : list of (str, Tensor)
+        Tensors that are no longer in the tree, and of which kind they are.
+    trimmed : set of str
+        Keys of storages of which padding is to go.
+    changed : bool
+        Whether the tree differs from the file's even where no tensor was dropped.
+    """
+
+    root: object
+    dropped: list[tuple[str, Tensor]] = field(default_factory=list)
+    trimmed: set[str] = field(default_factory=set)
+    changed: bool = False
+
+
+Edit = Callable[[TorchFile], Edited]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A file of the source and what becomes of it.
+
+    Parameters
+    ----------
+    name : str
+        Within the target.
+    nbytes : int, bytes
+        Of the source's file.
+    file : TargetFile or None
+        None where it goes.
+    saved : dict of str to int, bytes
+        By kind; they add up to the difference of the two files.
+    """
+
+    name: str
+    nbytes: int
+    file: TargetFile | None
+    saved: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Stripping:
+    """What becomes of a checkpoint.
+
+    Parameters
+    ----------
+    files : list of Rewritten
+    notes : tuple of str
+        What to know of the target.
+    """
+
+    files: list[Rewritten]
+    notes: tuple[str, ...] = ()
+
+
+def as_it_is(path: Path, name: str) -> Rewritten:
+    """Return a file that is copied, byte for byte."""
+    nbytes = path.stat().st_size
+    return Rewritten(name, nbytes, _copy(path, name, nbytes), {})
+
+
+def replaced(name: str, nbytes: int, file: TargetFile, kinds: dict[str, int]) -> Rewritten:
+    """Return a file in place of one of `nbytes` bytes, given the bytes of the tensors that went, by kind."""
+    return Rewritten(name, nbytes, file, _complete(kinds, nbytes - file.nbytes))
+
+
+def without(path: Path, name: str, kinds: dict[str, int]) -> Rewritten:
+    """Return a file that goes, given the bytes of its tensors by kind."""
+    nbytes = path.stat().st_size
+    return Rewritten(name, nbytes, None, _complete(kinds, nbytes))
+
+
+def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritten:
+    """Return a torch file after an edit.
+
+    Parameters
+    ----------
+    path : Path
+    name : str
+        Within the target.
+    edit : callable
+        Gets the file, whose tree is its own to change.
+    unreferenced : bool
+        Whether bytes go that no tensor uses.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be read, or holds what cannot be written.
+    """
+    file = read_torchfile(path)
+    edited = edit(file)
+    saved, new = _storages(file, edited, unreferenced=unreferenced)
+    if edited.root is None:
+        return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
+    if not edited.changed and not edited.dropped and not saved:
+        return Rewritten(name, file.nbytes, _copy(path, name, file.nbytes), {})
+    target = lay_out(name, FromFile.of(file, _replaced(edited.root, new, path)))
+    return replaced(name, file.nbytes, target, saved)
+
+
+def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[dict[str, int], dict[int, Tensor]]:
+    """Return the bytes of storages that go, by kind, and the tensors of smaller storages by the id of the old ones."""
+    tensors: dict[str, list[Tensor]] = {}
+    for _, tensor in walk_tensors(edited.root):
+        tensors.setdefault(tensor.storage.key, []).append(tensor)
+    dropped: dict[str, list[tuple[int, int, str]]] = {}
+    for kind, tensor in edited.dropped:
+        dropped.setdefault(tensor.storage.key, []).append((*_reach(tensor), kind))
+    whole = _bare_storages(edited.root)
+    saved: dict[str, int] = {}
+    new: dict[int, Tensor] = {}
+    for key, storage in file.storages.items():
+        views, trimmed = tensors.get(key, []), key in edited.trimmed
+        if key in whole or (views and not ((unreferenced or trimmed) and _can_shrink(storage, views))):
+            continue
+        kept = runs(map(_reach, views), storage.nbytes, _alignment(storage, views))
+        if views and kept.nbytes < storage.nbytes:
+            shrunk = _shrunk(storage, kept, file, views[0].byteorder)
+            new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
+        removed = gaps(kept.ranges, storage.nbytes)
+        of = shares(removed, dropped.get(key, ()))
+        rest = sum(high - low for low, high in removed) - sum(of.values())
+        of[PADDING if trimmed else UNREFERENCED] = rest
+        saved |= {kind: saved.get(kind, 0) + nbytes for kind, nbytes in of.items() if nbytes}
+    return saved, new
+
+
+def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
+    """Return bytes by kind that add up to `nbytes`."""
+    rest = nbytes - sum(saved.values())
+    return {**saved, **({STRUCTURE: rest} if rest else {})}
+
+
+def _copy(path: Path, name: str, nbytes: int) -> TargetFile:
+    extent = Extent.whole((nbytes,))
+    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
+    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
+
+
+def _reach(tensor: Tensor) -> Range:
+    """Return the bytes of its storage from a tensor's first element to its last."""
+    start = tensor.storage_offset * tensor.itemsize
+    if not tensor.numel:
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def _bare_storages(root: object) -> set[str]:
+    """Return the keys of storages that are in a tree by themselves, of which every byte is used."""
+    found: set[str] = set()
+    seen = {id(root)}
+    waiting = [root]
+    while waiting:
+        for _, child in children(waiting.pop()):
+            if isinstance(child, Storage):
+                found.add(child.key)
+            elif not is_leaf(child) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
+    return found
+
+
+def _can_shrink(storage: Storage, tensors: list[Tensor]) -> bool:
+    """Tell whether a part of a storage can be written: an untyped one in the other byte order is not cut up."""
+    if any(tensor.dtype in PACKED for tensor in tensors):
+        return False
+    return all(t.dtype == storage.dtype or t.byteorder == "little" or t.itemsize == 1 for t in tensors)
+
+
+def _alignment(storage: Storage, tensors: list[Tensor]) -> int:
+    return max([itemsize(storage.dtype), *(tensor.itemsize for tensor in tensors)])
+
+
+def _shrunk(storage: Storage, kept: Runs, file: TorchFile, byteorder: str) -> NewStorage:
+    """Return a storage of the bytes that are kept of another."""
+    size, dtype = itemsize(storage.dtype), storage.dtype
+    parts = []
+    for (low, high), start in zip(kept.ranges, kept.starts, strict=True):
+        shape = ((high - low) // size,)
+        span = Span(Extent.whole(shape), file.path, storage.offset + low, dtype, None, byteorder)
+        label = f"storage {storage.key} of {file.path}"
+        parts.append(SlotPart(start // size, Slot("storage", dtype, shape, (span,)), label))
+    return new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
+
+
+def _moved(tensor: Tensor, storage: NewStorage, kept: Runs) -> Tensor:
+    offset = kept.place(_reach(tensor)[0]) // tensor.itemsize if tensor.numel else 0
+    return replace(tensor, storage=storage, storage_offset=offset, byteorder="little")
+
+
+def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
+    """Return a tree with tensors of new storages; none of the old ones may be left, for they would share no memory."""
+    if not new:
+        return root
+    count = len(new)
+    made = replace_tensors(root, new)
+    if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(made)) != count:
+        raise UnsupportedError("tensors in places where they cannot be replaced", path=path)
+    return made

@@ -1,0 +1,209 @@
+"""Write a checkpoint again, in the format it has, without the bytes that are not wanted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import LayoutError, UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.formats import open_checkpoint, strippers
+from zckpt.formats.stripping import Request, Stripping
+from zckpt.operations.proof import check_apart
+from zckpt.plan import Hole, fill, plan
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
+
+CHOICES = {
+    "padding": Request(padding=True),
+    "optimizer": Request(optimizer=True),
+    "unreferenced": Request(unreferenced=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stripped:
+    """What was written, or under `dry_run` would be.
+
+    Parameters
+    ----------
+    files : tuple of Path
+    read_nbytes, write_nbytes : int, bytes
+    saved : dict of str to int, bytes
+        By kind: `padding`, `unreferenced`, the name of each slot that went, and `structure` for what is no tensor's
+        (pickles and headers, of which a rewritten file may also have more than before). They add up to the
+        difference of source and target.
+    memory : int, bytes
+        Upper bound of the copy buffers.
+    compared : int
+        Elements of masters that were held against their weights.
+    notes : tuple of str
+        What to know about the target.
+    warnings : tuple of str
+        What to know about the source.
+    """
+
+    files: tuple[Path, ...]
+    read_nbytes: int
+    write_nbytes: int
+    saved: dict[str, int]
+    memory: int
+    compared: int
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def strip(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    padding: bool = False,
+    optimizer: bool = False,
+    unreferenced: bool = False,
+    keep_slots: Sequence[str] | None = None,
+    weight_check: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+) -> Stripped:
+    """Write a checkpoint without padding, optimizer state or unused bytes; the program it came from loads the result.
+
+    Whatever a file does not lose is there bit for bit, and files of which nothing goes are copied.
+
+    Parameters
+    ----------
+    source : path-like
+        A file, or a directory of DeepSpeed, of ZeroRedundancyOptimizer, or of a consolidated model. Of a run
+        directory with several checkpoints one is written.
+    target : path-like
+        A file where the source is one, else a directory, that does not exist.
+    padding : bool
+        Take the padding at the end of each rank's partition off (DeepSpeed, ZeRO-1 and 2): off the masters, and
+        off the slots where DeepSpeed loads what is left as it was saved; a note says where it does not.
+    optimizer : bool
+        Drop the optimizer's state: all slots, and the masters where the model's weights are there beside them. The
+        hyperparameters stay where they are in a file that stays. DeepSpeed, ZeRO-1 and 2: the optimizer's files go.
+    unreferenced : bool
+        Drop the bytes of storages that no tensor uses.
+    keep_slots : sequence of str, optional
+        Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
+        more than them.
+    weight_check, overwrite, dry_run, memory, reporter, roots, tag
+        As for `consolidate`.
+
+    Raises
+    ------
+    UsageError
+        Nothing is to go, or there is no slot of a name.
+    SourceError
+        The source cannot be read, contradicts itself, or is in a format that nothing is taken out of.
+    TargetError
+        The target exists or cannot be written.
+    """
+    if memory < 1:
+        raise UsageError("sizes must be positive", found=memory)
+    if optimizer and keep_slots is not None:
+        raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
+    checkpoint = open_checkpoint(source, roots=roots, tag=tag)
+    request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
+    origin, path = Path(source), Path(target)
+    _check_request(checkpoint, origin, request)
+    made = strippers.strip(checkpoint, origin, request)
+    planned = plan(one.file for one in made.files if one.file is not None)
+    _check_apart(checkpoint, origin, path, made, overwrite=overwrite)
+    compared = _compared(checkpoint) if weight_check else 0
+
+    def check(written: Path) -> None:
+        _prove(checkpoint, open_checkpoint(written), request, path)
+
+    if not dry_run and origin.is_dir():
+        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
+    elif not dry_run:
+        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: check(w[0]))
+    return Stripped(
+        tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
+        planned.read_nbytes,
+        planned.write_nbytes,
+        _saved(made),
+        memory,
+        compared,
+        made.notes,
+        tuple(checkpoint.warnings),
+    )
+
+
+def _compared(checkpoint: Checkpoint) -> int:
+    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+        return 0
+    from zckpt.weight_check import check_weights
+
+    return check_weights(checkpoint)
+
+
+def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
+    """Raise unless something is to go that can; where nothing is named, say what could be."""
+    slots = [name for name in strippers.slot_names(checkpoint, source) if name != WEIGHT]
+    unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
+    if unknown:
+        raise UsageError(
+            f"no slot {', '.join(unknown)}",
+            path=checkpoint.source,
+            expected=", ".join(slots) or "a checkpoint that has an optimizer",
+        )
+    if request == Request():
+        choices = [f"--{name} ({_gain(checkpoint, source, one):,} bytes)" for name, one in CHOICES.items()]
+        kept = f"--keep-slots ({', '.join(slots)})" if slots else "--keep-slots"
+        raise UsageError("nothing is to be removed", path=source, expected=f"{', '.join(choices)} or {kept}")
+
+
+def _gain(checkpoint: Checkpoint, source: Path, request: Request) -> int:
+    """Return the bytes that would be saved."""
+    return sum(_saved(strippers.strip(checkpoint, source, request)).values())
+
+
+def _saved(made: Stripping) -> dict[str, int]:
+    saved: dict[str, int] = {}
+    for one in made.files:
+        for kind, nbytes in one.saved.items():
+            saved[kind] = saved.get(kind, 0) + nbytes
+    return saved
+
+
+def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, made: Stripping, *, overwrite: bool) -> None:
+    """Raise unless the target can be made or replaced without losing the source or what is none of its files."""
+    whole, of = target.resolve(), source.resolve()
+    if whole == of or of in whole.parents or whole in of.parents:
+        raise UsageError("the target is, contains or is inside the source", path=target, found=source)
+    if source.is_dir():
+        names = {one.name for one in made.files}
+        check_apart(checkpoint, target, overwrite=overwrite, is_own=names.__contains__)
+
+
+def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target: Path) -> None:
+    """Plan a read of all that was written: every element of every slot that was to stay must be there once."""
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        found = _same(parameter, written)
+        for key, slot in parameter.slots.items():
+            alone = key == MASTER and WEIGHT not in parameter.slots
+            if not request.needs(key) and not alone:
+                continue
+            copy = None if found is None else found.slots.get(key)
+            if copy is None or (copy.shape, copy.dtype) != (slot.shape, slot.dtype):
+                raise LayoutError(
+                    f"{key} of {parameter.name} did not arrive",
+                    path=target,
+                    expected=f"{slot.dtype} of shape {slot.shape}",
+                    found=None if copy is None else f"{copy.dtype} of shape {copy.shape}",
+                    advice="please report this",
+                )
+            fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+
+
+def _same(parameter: Parameter, written: Checkpoint) -> Parameter | None:
+    """Return the parameter of the same name."""
+    name = parameter.name
+    return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
