@@ -20,6 +20,7 @@ check: $(VENV)/.development
 
 bench: $(VENV)/.development
 	$(BIN)/python bench/consolidate.py
+	$(BIN)/python bench/reshard.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

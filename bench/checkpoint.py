@@ -1,9 +1,9 @@
-"""Write a large ZeRO-2 checkpoint in bf16 without training one: checkpoint.py TEMPLATE_TAG_DIR RUN_DIR.
+"""Write a large ZeRO-2 checkpoint in bf16 without training one: checkpoint.py TEMPLATE_TAG_DIR RUN_DIR [WIDTH].
 
 Every container, key, key order, class and relation of view to storage is that of TEMPLATE, a small real
 checkpoint (fixtures/s2_bf16_dp4/global_step5): its dicts are copied, and only tensors, shapes, paddings,
 counts, slice mappings and the numbers of the configuration are replaced. The result has the shapes of a
-GPT-2 of 301,772,802 parameters on 8 ranks. Needs deepspeed, whose classes it writes.
+GPT-2 of 301,772,802 parameters on 8 ranks, or of a narrower one. Needs deepspeed, whose classes it writes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ SEED = 7
 Shapes = OrderedDict[str, torch.Size]
 
 
-def model_shapes() -> Shapes:
+def model_shapes(width: int) -> Shapes:
     """Return the parameters of the model in its own order."""
-    shapes = {"transformer.wte.weight": (VOCABULARY, WIDTH), "transformer.wpe.weight": (POSITIONS, WIDTH)}
+    shapes = {"transformer.wte.weight": (VOCABULARY, width), "transformer.wpe.weight": (POSITIONS, width)}
     for layer in range(LAYERS):
         for name, shape in {
-            "ln_1.weight": (WIDTH,), "ln_1.bias": (WIDTH,),
-            "attn.c_attn.weight": (WIDTH, 3 * WIDTH), "attn.c_attn.bias": (3 * WIDTH,),
-            "attn.c_proj.weight": (WIDTH, WIDTH), "attn.c_proj.bias": (WIDTH,),
-            "ln_2.weight": (WIDTH,), "ln_2.bias": (WIDTH,),
-            "mlp.c_fc.weight": (WIDTH, 4 * WIDTH), "mlp.c_fc.bias": (4 * WIDTH,),
-            "mlp.c_proj.weight": (4 * WIDTH, WIDTH), "mlp.c_proj.bias": (WIDTH,),
+            "ln_1.weight": (width,), "ln_1.bias": (width,),
+            "attn.c_attn.weight": (width, 3 * width), "attn.c_attn.bias": (3 * width,),
+            "attn.c_proj.weight": (width, width), "attn.c_proj.bias": (width,),
+            "ln_2.weight": (width,), "ln_2.bias": (width,),
+            "mlp.c_fc.weight": (width, 4 * width), "mlp.c_fc.bias": (4 * width,),
+            "mlp.c_proj.weight": (4 * width, width), "mlp.c_proj.bias": (width,),
         }.items():  # fmt: skip
             shapes[f"transformer.h.{layer}.{name}"] = shape
-    shapes |= {"transformer.ln_f.weight": (WIDTH,), "transformer.ln_f.bias": (WIDTH,)}
+    shapes |= {"transformer.ln_f.weight": (width,), "transformer.ln_f.bias": (width,)}
     # Sizes that make both groups need padding. No tied head: zero_to_fp32 refuses tied weights.
-    shapes |= {"value_head.weight": (1, WIDTH + 1), "value_head.bias": (1,)}
+    shapes |= {"value_head.weight": (1, width + 1), "value_head.bias": (1,)}
     return OrderedDict((name, torch.Size(shape)) for name, shape in shapes.items())
 
 
@@ -136,7 +136,7 @@ def replaced(template: dict[str, Any], **new: Any) -> dict[str, Any]:
     return {key: new[key] if key in new else copy.deepcopy(value) for key, value in template.items()}
 
 
-def main(template: Path, run: Path) -> None:
+def main(template: Path, run: Path, width: int = WIDTH) -> None:
     """Write the run directory `run` after the tag directory `template`."""
     torch.manual_seed(SEED)
     tag = run / f"global_step{STEP}"
@@ -145,7 +145,7 @@ def main(template: Path, run: Path) -> None:
         torch.load(template / name, weights_only=False)  # this repository's own file
         for name in ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     )
-    shapes = model_shapes()
+    shapes = model_shapes(width)
     matrices = OrderedDict((name, shape) for name, shape in shapes.items() if len(shape) >= 2)
     vectors = OrderedDict((name, shape) for name, shape in shapes.items() if len(shape) < 2)
     groups = [matrices, vectors]
@@ -158,4 +158,4 @@ def main(template: Path, run: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
