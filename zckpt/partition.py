@@ -13,6 +13,11 @@ Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, th
 
     | a a a a a a |   | b b b b | d |   | c c c | e e |
          rank 0           rank 1            rank 2
+
+Even (zckpt's own files): all tensors end to end, cut in equal runs of bytes.
+
+    | a a a a b b | b b b b c d | d d d |
+         file 0        file 1     file 2
 """
 
 from __future__ import annotations
@@ -266,3 +271,42 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
             heapq.heapreplace(ranks, (size + int(last), rank))
         found.append(dealt)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements [start, start + numel) of a flattened tensor, which lie in one file."""
+
+    file: int
+    start: int
+    numel: int
+
+
+def even_runs(tensors: Sequence[tuple[int, int]], world_size: int, *, before: int = 0) -> Iterator[list[Run]]:
+    """Yield the runs of each tensor when all, end to end, are cut in equal parts; an empty tensor has an empty run.
+
+    Parts are of one size to within an element, whatever the tensors are, and there are never many more runs than
+    tensors.
+
+    Parameters
+    ----------
+    tensors : sequence of (numel, itemsize)
+        In elements, and bytes of one element.
+    world_size : int, files
+    before : int, bytes
+        What the first file holds already, and is counted as its own.
+    """
+    total = before + sum(numel * size for numel, size in tensors)
+    ends = [total * (file + 1) // world_size for file in range(world_size)]
+    file, at = 0, before
+    for numel, size in tensors:
+        runs: list[Run] = []
+        start = 0
+        while start < numel or not runs:
+            while file < world_size - 1 and ends[file] - at < (size if numel else 1):
+                file += 1
+            room = (ends[file] - at) // size if file < world_size - 1 else numel
+            runs.append(Run(file, start, min(numel - start, room)))
+            start += runs[-1].numel
+            at += runs[-1].numel * size
+        yield runs

@@ -31,12 +31,12 @@ from zckpt.execute import execute, execute_directory
 from zckpt.formats import open_checkpoint, torch_archive
 from zckpt.formats.native import check_digests, is_native, is_own, lay_out, read
 from zckpt.formats.native import rank_file as ranks
-from zckpt.formats.native.cut import deal
 from zckpt.formats.native.document import encode, read_document
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.pieces import Layouts
 from zckpt.formats.remainder import origin
+from zckpt.partition import even_runs
 from zckpt.plan import plan
 from zckpt.read import read_slot
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
@@ -366,7 +366,7 @@ def test_files_are_of_one_size_and_hold_every_element_once(
 ) -> None:
     loads = [before] + [0] * (world_size - 1)
     count = last = 0
-    for (numel, size), runs in zip(tensors, deal(tensors, world_size, before=before), strict=True):
+    for (numel, size), runs in zip(tensors, even_runs(tensors, world_size, before=before), strict=True):
         assert [run.start for run in runs] == [sum(r.numel for r in runs[:i]) for i in range(len(runs))]
         assert sum(run.numel for run in runs) == numel
         assert all(run.numel for run in runs) or [run.numel for run in runs] == [0]

@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError
-from zckpt.formats.native.cut import deal
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
-from zckpt.partition import check_world_size
+from zckpt.partition import check_world_size, even_runs
 from zckpt.plan import Literal, TargetFile
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.torchfile import Storage
@@ -139,7 +138,7 @@ def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> 
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
     sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
-    dealt = deal(sizes, world_size, before=sum(entry.nbytes for entry in stored))
+    dealt = even_runs(sizes, world_size, before=sum(entry.nbytes for entry in stored))
     for (name, parameter, slot), runs in zip(slots, dealt, strict=True):
         key = f"{name}/{parameter}"
         while key in used:
