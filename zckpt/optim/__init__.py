@@ -1,0 +1,12 @@
+"""The sharded optimizers that produce sharded state."""
+
+from __future__ import annotations
+
+from zckpt.optim.distributed import DistributedOptimizer
+from zckpt.optim.zero_redundancy import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+)
+
+__all__ = ["DistributedOptimizer", "ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

@@ -1,0 +1,333 @@
+"""An optimizer of parameters that live on several RPC workers; each worker steps its own.
+
+    with dist_autograd.context() as context_id:
+        loss = ...
+        dist_autograd.backward(context_id, [loss])
+        optimizer.step(context_id)
+
+The caller has the param groups, with RRefs for parameters, and numbers all parameters in their order. What it changes
+in a group (a learning rate) goes along with the next step. State stays where its parameter is.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
+from torch.optim import Optimizer
+
+Group = dict[str, Any]
+State = dict[int, dict[str, Any]]
+Worker = Any
+"""A `torch.distributed.rpc.WorkerInfo`, of which torch has no type information."""
+
+_OWN_KEYS = ("params", "param_names")
+
+
+class DistributedOptimizer(Optimizer):
+    """Steps parameters on the workers that own them.
+
+    Parameters
+    ----------
+    optimizer_class : type
+        A `torch.optim.Optimizer`, made on each worker for its parameters.
+    params_rref : iterable
+        RRefs of parameters, (name, RRef) pairs, or dicts of param groups whose `params` is one of these.
+    *args, **kwargs
+        Passed to `optimizer_class`.
+
+    Raises
+    ------
+    Exception
+        What the constructor raised on a worker, when all workers have answered.
+
+    Notes
+    -----
+    Steps of several callers are taken one after the other on each worker; there is no order between workers. Learning
+    rate schedulers work as with any optimizer.
+    """
+
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
+    ) -> None:
+        groups = [_read_group(group) for group in _as_groups(params_rref)]
+        self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
+        self._workers: list[Worker] = []
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.owner() not in self._workers:
+                    self._workers.append(parameter.owner())
+        made = [
+            rpc.rpc_async(worker, _make, args=(optimizer_class, self._part(worker), args, kwargs))
+            for worker in self._workers
+        ]
+        self.remote_optimizers: list[Any] = _wait(made)
+        told = self.call(_hyperparameters)
+        for defaults, theirs in told[:1]:
+            self.defaults = defaults
+            _sync(theirs, self.param_groups)
+
+    def _part(self, worker: Worker) -> list[Group]:
+        """Return the param groups with the parameters of one worker, and their numbers."""
+        parts = []
+        first = 0
+        for group in self.param_groups:
+            mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
+            part = {key: value for key, value in group.items() if key not in _OWN_KEYS}
+            part["params"] = [group["params"][i] for i in mine]
+            part["numbers"] = [first + i for i in mine]
+            if "param_names" in group:
+                part["param_names"] = [group["param_names"][i] for i in mine]
+            parts.append(part)
+            first += len(group["params"])
+        return parts
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers own a parameter."""
+        return len(self.remote_optimizers)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function with each worker's LocalOptimizer, on that worker.
+
+        Raises
+        ------
+        Exception
+            What a worker raised, when all workers have answered.
+        """
+        return self.call_each(function, [args] * self.num_workers)
+
+    def call_each(self, function: Callable[..., Any], arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call a function as `call` does, with arguments of its own for each worker."""
+        return _wait(
+            [
+                rpc.rpc_async(one.owner(), _on_worker, args=(one, function, *mine))
+                for one, mine in zip(self.remote_optimizers, arguments, strict=True)
+            ]
+        )
+
+    def step(self, context_id: int) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient in a context of `torch.distributed.autograd`.
+
+        Parameters
+        ----------
+        context_id : int
+
+        Raises
+        ------
+        Exception
+            What a worker raised, when all workers have answered.
+        """
+        dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
+        hyperparameters = [_without(group, _OWN_KEYS) for group in self.param_groups]
+        for theirs in self.call(_step, context_id, hyperparameters)[:1]:
+            _sync(theirs, self.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `grad` of all parameters. Gradients of `torch.distributed.autograd` are in its contexts, not there."""
+        self.call(_zero_grad, set_to_none)
+
+    def add_param_group(self, param_group: Group) -> None:  # noqa: ARG002
+        """Raise: workers have their parameters from the beginning."""
+        raise RuntimeError("param groups are given to the constructor; make a new optimizer and load this one's state")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, on the CPU of the caller, as `torch.optim` has it, numbered over all groups."""
+        state: State = {}
+        for part in self.call(_state):
+            state.update(part)
+        groups, first = [], 0
+        for group in self.param_groups:
+            numbers = list(range(first, first + len(group["params"])))
+            groups.append({**copy.copy(_without(group, ("params",))), "params": numbers})
+            first += len(numbers)
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the whole state; each worker gets that of its own parameters.
+
+        Raises
+        ------
+        ValueError
+            It is that of another optimizer; nothing has changed on any worker.
+        """
+        numbers = _check(state_dict, self.param_groups)
+        state = {numbers[number]: values for number, values in state_dict["state"].items()}
+        parts = [self._numbers(one.owner()) for one in self.remote_optimizers]
+        shares = [{n: state[n] for n in mine if n in state} for mine in parts]
+        hyperparameters = [_without(group, _OWN_KEYS) for group in state_dict["param_groups"]]
+        for function in (_check_shapes, _load):
+            self.call_each(function, [(share, hyperparameters) for share in shares])
+        _sync(hyperparameters, self.param_groups)
+
+    def _numbers(self, worker: Worker) -> list[int]:
+        return [number for part in self._part(worker) for number in part["numbers"]]
+
+
+class LocalOptimizer:
+    """The optimizer of one worker's parameters, on that worker."""
+
+    lock = threading.Lock()
+    """Of this process: several callers may step the same parameters."""
+
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], groups: list[Group], args: Sequence[Any], kwargs: Group
+    ) -> None:
+        self.numbers = [group.pop("numbers") for group in groups]
+        for group in groups:
+            group["params"] = [parameter.local_value() for parameter in group["params"]]
+        self.optimizer = optimizer_class(groups, *args, **kwargs)
+
+    def by_number(self) -> dict[int, torch.Tensor]:
+        """Return this worker's parameters."""
+        return {
+            number: parameter
+            for numbers, group in zip(self.numbers, self.optimizer.param_groups, strict=True)
+            for number, parameter in zip(numbers, group["params"], strict=True)
+        }
+
+    def step(self, context_id: int, hyperparameters: list[Group]) -> list[Group]:
+        """Step with the gradients of a context; `grad` of no parameter is changed."""
+        gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
+        with self.lock:
+            _sync(hyperparameters, self.optimizer.param_groups)
+            parameters = list(self.by_number().values())
+            before = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = gradients.get(parameter)
+                self.optimizer.step()
+            finally:
+                for parameter, gradient in zip(parameters, before, strict=True):
+                    parameter.grad = gradient
+            return [_without(group, _OWN_KEYS) for group in self.optimizer.param_groups]
+
+    def load(self, state: State, hyperparameters: list[Group]) -> None:
+        """Take over state by number; what is not there is cleared."""
+        order = list(self.by_number())
+        with self.lock:
+            saved = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict(
+                {
+                    "state": {order.index(number): values for number, values in state.items()},
+                    "param_groups": [{**its, **new} for its, new in zip(saved, hyperparameters, strict=True)],
+                }
+            )
+
+
+def _make(optimizer_class: Callable[..., Optimizer], groups: list[Group], args: Sequence[Any], kwargs: Group) -> Any:
+    return rpc.RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
+
+
+def _on_worker(optimizer: Any, function: Callable[..., Any], *args: Any) -> Any:
+    return function(optimizer.local_value(), *args)
+
+
+def _step(local: LocalOptimizer, context_id: int, hyperparameters: list[Group]) -> list[Group]:
+    return local.step(context_id, hyperparameters)
+
+
+def _hyperparameters(local: LocalOptimizer) -> tuple[Group, list[Group]]:
+    return dict(local.optimizer.defaults), [_without(group, _OWN_KEYS) for group in local.optimizer.param_groups]
+
+
+def _zero_grad(local: LocalOptimizer, set_to_none: bool) -> None:
+    local.optimizer.zero_grad(set_to_none=set_to_none)
+
+
+def _state(local: LocalOptimizer) -> State:
+    with local.lock:
+        return {
+            number: {key: _on_cpu(value) for key, value in local.optimizer.state[parameter].items()}
+            for number, parameter in local.by_number().items()
+            if parameter in local.optimizer.state
+        }
+
+
+def _check_shapes(local: LocalOptimizer, state: State, hyperparameters: list[Group]) -> None:
+    from zckpt.optim.zero_redundancy.state import check_shapes
+
+    if len(hyperparameters) != len(local.numbers):
+        raise ValueError(f"{len(hyperparameters)} param groups for an optimizer that has {len(local.numbers)}")
+    parameters = local.by_number()
+    for number, values in state.items():
+        check_shapes(number, values, parameters[number])
+
+
+def _load(local: LocalOptimizer, state: State, hyperparameters: list[Group]) -> None:
+    local.load(state, hyperparameters)
+
+
+def _on_cpu(value: object) -> object:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _as_groups(params: Iterable[Any]) -> list[Group]:
+    given = list(params)
+    if not given:
+        raise ValueError("an empty parameter list")
+    if any(isinstance(one, dict) for one in given):
+        if not all(isinstance(one, dict) for one in given):
+            raise TypeError("params must be an iterable of RRefs or of dicts, not of both")
+        return given
+    return [{"params": given}]
+
+
+def _read_group(group: Group) -> Group:
+    members = list(group["params"])
+    named = [one for one in members if isinstance(one, tuple)]
+    if named and len(named) != len(members):
+        raise ValueError("either all parameters of a group have names or none has")
+    made = {**group, "params": [one[1] for one in named] if named else members}
+    if named:
+        made["param_names"] = [one[0] for one in named]
+    return made
+
+
+def _check(state_dict: Mapping[str, Any], groups: list[Group]) -> dict[int, int]:
+    """Return the number that each number of the state dict is here. Raise ValueError where groups differ."""
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
+    numbers: dict[int, int] = {}
+    first = 0
+    for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
+        if len(its["params"]) != len(mine["params"]):
+            raise ValueError(
+                f"param group {index} has {len(its['params'])} parameters in the state dict and "
+                f"{len(mine['params'])} here"
+            )
+        numbers.update(zip(its["params"], range(first, first + len(mine["params"])), strict=True))
+        first += len(mine["params"])
+    strange = [number for number in state_dict["state"] if number not in numbers]
+    if strange:
+        raise ValueError(f"the state dict has state of parameters that are in none of its groups: {strange[:4]}")
+    return numbers
+
+
+def _without(group: Group, keys: Sequence[str]) -> Group:
+    return {key: value for key, value in group.items() if key not in keys}
+
+
+def _sync(source: list[Group], target: list[Group]) -> None:
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update(_without(theirs, _OWN_KEYS))
+
+
+def _wait(futures: Sequence[Any]) -> list[Any]:
+    """Return all results, or raise the first error when all have answered."""
+    results: list[Any] = []
+    errors: list[Exception] = []
+    for future in futures:
+        try:
+            results.append(future.wait())
+        except Exception as error:  # noqa: BLE001  # whatever a worker's optimizer raises
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,298 @@
+"""Sharded optimizers in files: what `zckpt convert --to zero-redundancy` writes, by those who have the state.
+
+    save(optimizer, "run/step500", model=model)     on every rank of a ZeroRedundancyOptimizer
+    load(optimizer, "run/step500", model=model)     the same, at any number of ranks
+
+    save(optimizer, "run/step500")                  on the caller of a DistributedOptimizer: each of its workers writes
+    load(optimizer, "run/step500")                  and reads its own part, and no state goes through the caller
+
+`load` takes a checkpoint of any format that zckpt reads. Parameters are found by name, and only their bytes are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt import __version__
+from zckpt.durable import written_directory
+from zckpt.errors import UsageError
+from zckpt.formats.optimizer_values import parameter_values
+from zckpt.formats.remainder import VERSION
+from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, rank_name
+from zckpt.opened import OpenedCheckpoint
+from zckpt.opened import open as open_checkpoint
+from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
+from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
+from zckpt.state import Scalar, Slot
+
+SHOWN = 4
+
+Names = list[list[str]]
+"""The names of each param group's parameters, in the optimizer's order."""
+
+
+def save(
+    optimizer: ZeroRedundancyOptimizer | DistributedOptimizer,
+    path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a sharded optimizer and its parameters, each rank or worker its own part; appears whole or not at all.
+
+    Parameters
+    ----------
+    optimizer : ZeroRedundancyOptimizer or DistributedOptimizer
+        Of the former, all ranks call this together.
+    path : path-like
+        A directory that does not exist, on a file system that all ranks or workers share.
+    model : Module, optional
+        Names the parameters, where the optimizer was not given names, and has the buffers.
+    overwrite : bool
+
+    Raises
+    ------
+    UsageError
+        The parameters have no names.
+    TargetError
+        The target exists or cannot be written.
+    """
+    if isinstance(optimizer, DistributedOptimizer):
+        _save_workers(optimizer, Path(path), overwrite=overwrite)
+        return
+    names = _names(optimizer.param_groups, model)
+    with _together(optimizer, Path(path), overwrite=overwrite) as partial:
+        torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
+        if optimizer.rank == 0:
+            tensors, about = _model(names, optimizer.param_groups, model)
+            torch.save(tensors, partial / MODEL_NAME)
+            about[KEY] = {"world_size": optimizer.world_size, "names": names, "shapes": {}, "unnamed": []}
+            torch.save(about, partial / METADATA_NAME)
+
+
+def load(
+    optimizer: ZeroRedundancyOptimizer | DistributedOptimizer,
+    path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+) -> None:
+    """Load state and hyperparameters from a checkpoint of any format; the parameters' values are left alone.
+
+    Parameters
+    ----------
+    optimizer : ZeroRedundancyOptimizer or DistributedOptimizer
+    path : path-like
+    model : Module, optional
+        Names the parameters, where the optimizer was not given names.
+
+    Raises
+    ------
+    UsageError
+        The checkpoint has other parameters; the message names some.
+    SourceError
+        It cannot be read.
+    """
+    if isinstance(optimizer, DistributedOptimizer):
+        names = _names(optimizer.param_groups, None)
+        hyperparameters = _hyperparameters(open_checkpoint(path), names, path)
+        optimizer.call(_check_worker, os.fspath(path))
+        optimizer.call(_load_worker, os.fspath(path), hyperparameters)
+        for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
+            group.update(its)
+        return
+    names = _names(optimizer.param_groups, model)
+    checkpoint = open_checkpoint(path)
+    hyperparameters = _hyperparameters(checkpoint, names, path)
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group, ours, its in zip(optimizer.param_groups, names, hyperparameters, strict=True):
+        first = number
+        for parameter, name in zip(group["params"], ours, strict=True):
+            if optimizer._param_to_rank[parameter] == optimizer.rank:
+                values = read_state(checkpoint, name)
+                if values:
+                    state[number] = values
+            number += 1
+        groups.append({**its, "params": list(range(first, number))})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def read_state(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
+    """Return the state of one parameter as `torch.optim` keeps it; single values that were tensors are tensors."""
+    owner = checkpoint.owner(name)
+    found: dict[str, Any] = {}
+    for key, value in parameter_values(checkpoint, owner).items():
+        if isinstance(value, Slot):
+            found[key] = checkpoint.read(owner.name, key)
+        elif isinstance(value, Scalar):
+            found[key] = torch.tensor(value.value, dtype=getattr(torch, value.dtype))
+        else:
+            found[key] = value
+    return found
+
+
+def _names(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None) -> Names:
+    """Return the names of all parameters: the optimizer's own, or the model's."""
+    if all("param_names" in group for group in groups):
+        return [list(group["param_names"]) for group in groups]
+    if model is None:
+        raise UsageError(
+            "the optimizer's parameters have no names",
+            advice="give the model, or make the optimizer of (name, parameter) pairs",
+        )
+    known = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
+    strange = sum(parameter not in known for group in groups for parameter in group["params"])
+    if strange:
+        raise UsageError(f"{strange} parameters of the optimizer are not the model's")
+    return [[known[parameter] for parameter in group["params"]] for group in groups]
+
+
+def _hyperparameters(checkpoint: OpenedCheckpoint, names: Names, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the checkpoint's hyperparameters of each group. Raises UsageError where its groups are others."""
+    theirs = [group.parameters for group in checkpoint.param_groups]
+    if len(theirs) != len(names):
+        raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
+    for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
+        only = sorted({checkpoint.owner(n).name if n in checkpoint.parameters else n for n in ours} ^ set(its))
+        if only:
+            raise UsageError(
+                f"param group {index} has other parameters than the optimizer's",
+                path=path,
+                found=", ".join(only[:SHOWN]),
+            )
+    return [
+        {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
+        for group in checkpoint.param_groups
+    ]
+
+
+def _model(
+    names: Names, groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the model's tensors, and what is to be said of them."""
+    trained = {
+        name: p
+        for ours, group in zip(names, groups, strict=True)
+        for name, p in zip(ours, group["params"], strict=True)
+    }
+    if model is None:
+        return {name: p.detach() for name, p in trained.items()}, _about({}, [], [])
+    tensors = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+    owners = {parameter: name for name, parameter in trained.items()}
+    tied: dict[str, str] = {}
+    frozen: list[str] = []
+    parameters: set[str] = set()
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        name = key.removeprefix("module.")
+        parameters.add(name)
+        owner = owners.setdefault(parameter, name)
+        if owner != name:
+            tied[name] = owner
+        elif name not in trained:
+            frozen.append(name)
+    return tensors, _about(tied, frozen, [name for name in tensors if name not in parameters])
+
+
+def _about(tied: dict[str, str], frozen: list[str], buffers: list[str]) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"},
+        "step": None,
+        "loss_scale": None,
+        "frozen": frozen,
+        "tied": tied,
+        "buffers": buffers,
+        "masters": False,
+        "metadata": {},
+        "optimizer_metadata": {},
+    }
+
+
+def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+    return {"state": state_dict["state"], "param_groups": groups}
+
+
+@contextmanager
+def _together(optimizer: ZeroRedundancyOptimizer, path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Let all ranks write into one new directory, which rank 0 makes and names; a failure of one is one of all."""
+    made = written_directory(path, overwrite=overwrite) if optimizer.rank == 0 else None
+    partial = None
+    error: BaseException | None = None
+    try:
+        partial = None if made is None else made.__enter__()
+    except Exception as failure:  # noqa: BLE001  # told to all ranks
+        error = failure
+    told = _agree(optimizer, (None if partial is None else str(partial), error))
+    directory, failed = told[0]
+    if failed is not None:
+        raise failed
+    try:
+        yield Path(directory)
+    except Exception as failure:  # noqa: BLE001  # told to all ranks
+        error = failure
+    failures = [one for one in _agree(optimizer, error) if one is not None]
+    if made is not None:
+        first = failures[0] if failures else None
+        if not made.__exit__(type(first) if first else None, first, None) and first is not None:
+            raise first
+    if failures:
+        raise failures[0]
+    dist.barrier(group=optimizer.process_group)
+
+
+def _agree(optimizer: ZeroRedundancyOptimizer, mine: object) -> list[Any]:
+    """Return what each rank has to say."""
+    told: list[Any] = [None] * optimizer.world_size
+    dist.all_gather_object(told, mine, group=optimizer.process_group)
+    return told
+
+
+# --- workers
+
+
+def _save_workers(optimizer: DistributedOptimizer, path: Path, *, overwrite: bool) -> None:
+    names = _names(optimizer.param_groups, None)
+    with written_directory(path, overwrite=overwrite) as partial:
+        held = optimizer.call_each(
+            _save_worker, [(str(partial.resolve()), rank) for rank in range(optimizer.num_workers)]
+        )
+        first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
+        shares = [[[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in held]
+        about = _about({}, [], [])
+        about[KEY] = {"world_size": len(held), "names": names, "shapes": {}, "unnamed": [], "held": shares}
+        torch.save(about, partial / METADATA_NAME)
+
+
+def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:
+    """Write a worker's part; return the numbers of its parameters by group."""
+    with local.lock:
+        torch.save(_without_names(local.optimizer.state_dict()), Path(directory) / rank_name(rank))
+        names = [name for group in local.optimizer.param_groups for name in group["param_names"]]
+        tensors = {name: p.detach() for name, p in zip(names, local.by_number().values(), strict=True)}
+        torch.save(tensors, Path(directory) / f"model_rank_{rank}.pt")
+    return local.numbers
+
+
+def _check_worker(local: LocalOptimizer, path: str) -> None:
+    checkpoint = open_checkpoint(path)
+    for group in local.optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            shape = checkpoint.owner(name).shape
+            if shape != tuple(parameter.shape):
+                raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=shape)
+
+
+def _load_worker(local: LocalOptimizer, path: str, hyperparameters: list[dict[str, Any]]) -> None:
+    checkpoint = open_checkpoint(path)
+    names = [name for group in local.optimizer.param_groups for name in group["param_names"]]
+    state = {number: read_state(checkpoint, name) for number, name in zip(local.by_number(), names, strict=True)}
+    local.load({number: values for number, values in state.items() if values}, hyperparameters)

@@ -1,0 +1,17 @@
+"""PyTorch's ZeroRedundancyOptimizer: whole parameters handed to ranks, each of which steps its own.
+
+arguments      what the constructor takes, checked
+optimizer      the class: partition, local optimizer, step
+exchange       how updated parameters get from the rank that steps them to the others
+consolidation  the whole state on one rank, tensor by tensor
+overlap        which rank steps which part of which gradient bucket of DDP
+hooks          communication hooks of DDP that step as gradients come in
+state          state dicts: a rank's own part, the whole, and loading either
+"""
+
+from __future__ import annotations
+
+from zckpt.optim.zero_redundancy.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
+
+__all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

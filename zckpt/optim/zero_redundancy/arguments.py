@@ -1,0 +1,79 @@
+"""What a ZeroRedundancyOptimizer is made of: parameters, named or not, in groups or not; checked as torch checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+Group = dict[str, Any]
+
+
+def read_groups(params: object) -> list[Group]:
+    """Return param groups that own their lists, names under `param_names` where tensors were given as pairs.
+
+    Parameters
+    ----------
+    params : iterable
+        Of tensors, of (name, tensor) pairs, or of dicts whose `params` is one of these.
+
+    Raises
+    ------
+    TypeError
+        A tensor, no iterable, or an iterable of anything else or of several kinds.
+    ValueError
+        Nothing, a group without `params`, a sparse tensor, or names for some tensors only.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be an iterable of tensors or dicts, not {torch.typename(params)}")
+    given = list(params)
+    if not given:
+        raise ValueError("an empty parameter list")
+    if all(isinstance(one, dict) for one in given):
+        groups = [read_group(one) for one in given]
+    elif any(isinstance(one, dict) for one in given):
+        raise TypeError("params must be an iterable of tensors or of dicts, not of both")
+    else:
+        groups = [read_group({"params": given})]
+    if len({"param_names" in group for group in groups}) > 1:
+        raise ValueError("either all param groups have names for their parameters or none has")
+    _check_types([tensor for group in groups for tensor in group["params"]])
+    return groups
+
+
+def read_group(group: Group) -> Group:
+    """Return a param group with its tensors in a list of its own. Raises as `read_groups`."""
+    if "params" not in group:
+        raise ValueError("a param group without the key 'params'")
+    members = group["params"]
+    if isinstance(members, torch.Tensor):
+        members = [members]
+    if isinstance(members, (set, frozenset)):
+        raise TypeError("parameters must have an order, which those of a set do not")
+    members = list(members)
+    named = [one for one in members if _is_pair(one)]
+    if named and len(named) != len(members):
+        raise ValueError("either all parameters of a group have names or none has")
+    made = {**group, "params": [one[1] for one in members] if named else members}
+    if named:
+        made["param_names"] = [one[0] for one in named]
+    for tensor in made["params"]:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
+    return made
+
+
+def _is_pair(one: object) -> bool:
+    return isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
+
+
+def _check_types(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
+    types = {torch.typename(tensor) for tensor in tensors} - {torch.typename(torch.nn.Parameter(torch.empty(0)))}
+    if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")

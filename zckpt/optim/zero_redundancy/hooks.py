@@ -1,0 +1,194 @@
+"""Communication hooks for DistributedDataParallel that step a ZeroRedundancyOptimizer as gradients come in.
+
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
+
+All collectives are started by the thread that runs backward, bucket by bucket: in the same order on every rank,
+whichever reduction ends first, so that neither backend waits for what another rank has not begun.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
+from zckpt.optim.zero_redundancy.overlap import OverlapStatus
+
+Future = torch.futures.Future
+GradBucket = Any
+"""DDP's own class has no type information, and DDP compares what a hook is annotated with to the class itself."""
+
+Hook = Callable[[Any, GradBucket], "Future[torch.Tensor]"]
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    from_first_iteration: bool = False,
+) -> Hook:
+    """Return a hook that reduces as `hook` does and steps when backward has reached its last bucket.
+
+    Each rank steps its buckets while the reductions of later ones and the parameters of earlier ones are under way.
+
+    Parameters
+    ----------
+    hook : callable
+        Reduces a bucket, such as `allreduce_hook` or one that compresses.
+    ddp : DistributedDataParallel
+    zero : ZeroRedundancyOptimizer
+        Made with `overlap_with_ddp=True`.
+    shard_buckets : bool
+        Cut each bucket in parts for several ranks, instead of giving it to one.
+    from_first_iteration : bool
+        Also step in the iterations before DDP has settled on its buckets (two, or three with `static_graph`), after
+        backward instead of during it. False, as in torch: they change nothing.
+
+    Raises
+    ------
+    ValueError
+        The optimizer was not made for it.
+    """
+    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
+
+    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # see GradBucket
+        future = steps.reduce(state, bucket)
+        if steps.ready and bucket.is_last():
+            steps.finish()
+        return future
+
+    return hook_with_step
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    from_first_iteration: bool = False,
+) -> Hook:
+    """Return a hook that reduces as `hook` does and steps each bucket while the next one is reduced.
+
+    Parameters and errors are those of `hook_with_zero_step`. To be preferred where reducing is fast compared to
+    backward.
+    """
+    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
+
+    def hook_with_interleaved_step(state, bucket):  # type: ignore[no-untyped-def]  # see GradBucket
+        future = steps.reduce(state, bucket)
+        if steps.ready:
+            steps.step_before(bucket.index())
+            if bucket.is_last():
+                steps.finish()
+        return future
+
+    return hook_with_interleaved_step
+
+
+class _Steps:
+    """The buckets of one iteration, and what has been done with them."""
+
+    def __init__(
+        self, hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard: bool, first: bool
+    ) -> None:
+        if not zero._overlap_with_ddp:
+            raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
+        self.hook, self.zero, self.first = hook, zero, first
+        self.ddp = weakref.ref(ddp)
+        zero._overlap_info.shard_buckets = shard
+        self.waiting: dict[int, tuple[GradBucket, Future[torch.Tensor]]] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether buckets belong to ranks."""
+        return self.zero._overlap_info.status == OverlapStatus.INITIALIZED
+
+    def reduce(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Begin to reduce a bucket; before that, or after the last one, do what the preparation asks for."""
+        info = self.zero._overlap_info
+        if bucket.index() == 0:
+            self.waiting.clear()
+            if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+                self.zero._init_zero_for_overlap()
+        future = self.hook(state, bucket)
+        self.waiting[bucket.index()] = (bucket, future)
+        if info.status == OverlapStatus.INITIALIZED:
+            return future
+        if self._is_settled():
+            if bucket.index() == 0:
+                info.params_per_bucket.clear()
+            info.params_per_bucket.append(bucket.parameters())
+            if bucket.is_last():
+                info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
+        if self.first and bucket.is_last():
+            self._step_all()
+        return future
+
+    def _is_settled(self) -> bool:
+        """Tell whether DDP will keep the buckets it has; with unused parameters to find, it never changes them."""
+        ddp = self.ddp()
+        if ddp is None:
+            return False
+        return bool(ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph))
+
+    def _step_all(self) -> None:
+        """Step as without overlap, with the gradients of all buckets."""
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for index in sorted(self.waiting):
+            bucket, future = self.waiting[index]
+            gradients.update(zip(bucket.parameters(), _gradients(bucket, future), strict=True))
+        self.waiting.clear()
+        self.zero._step_gradients(gradients)
+        self.zero._sync_params()
+
+    def step_before(self, index: int) -> None:
+        """Step the buckets before this one, whose reductions began earlier."""
+        for earlier in sorted(self.waiting):
+            if earlier < index:
+                self._step(earlier)
+
+    def finish(self) -> None:
+        """Step the buckets that are left, and wait until all parameters have arrived."""
+        for index in sorted(self.waiting):
+            self._step(index)
+        self.zero._overlap_info.wait_for_broadcasts()
+        self.zero._overlap_info.clear_per_iter_info()
+
+    def _step(self, index: int) -> None:
+        """Step this rank's part of a bucket and begin to exchange all parts."""
+        bucket, future = self.waiting.pop(index)
+        zero = self.zero
+        assignments = zero._bucket_assignments_per_rank
+        mine = assignments[zero.rank].get(index)
+        if mine is not None:
+            found = _gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
+            zero._step_gradients(dict(zip(mine.parameters, found, strict=True)))
+        if zero.world_size == 1:
+            return
+        for rank in sorted(zero._overlap_info.assigned_ranks_per_bucket[index]):
+            tensor = assignments[rank][index].tensor
+            if tensor is not None:
+                source = dist.get_global_rank(zero.process_group, rank)
+                handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
+                zero._overlap_info.broadcast_handles.append(handle)
+
+
+def _gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[torch.Tensor]:
+    """Wait for a bucket's reduction and return its gradients, wherever the hook has put them."""
+    result = future.wait()
+    reduced = result[0] if isinstance(result, (list, tuple)) else result
+    if reduced.data_ptr() == bucket.buffer().data_ptr():
+        return list(bucket.gradients())
+    found, at = [], 0
+    for like in bucket.gradients():
+        found.append(reduced[at : at + like.numel()].view(like.shape))
+        at += like.numel()
+    return found

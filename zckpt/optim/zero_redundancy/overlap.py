@@ -1,0 +1,167 @@
+"""Stepping while DistributedDataParallel still reduces: which rank steps which part of which gradient bucket.
+
+DDP settles on its buckets after the first iterations. Until then parameters belong to ranks as they do without
+overlap; then every bucket, or every part of one (`shard_buckets`), is given to a rank, its parameters become views of
+one flat tensor that is sent whole, and state that exists by then moves to its new rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+class OverlapStatus(enum.IntEnum):
+    """How far the preparation is."""
+
+    UNINITIALIZED = 0
+    DDP_HAS_REBUILT_BUCKETS = 1
+    INITIALIZED = 2
+
+
+@dataclass(slots=True, eq=False)
+class BucketAssignment:
+    """A run of a bucket's parameters that one rank steps.
+
+    Parameters
+    ----------
+    bucket_index : int
+    parameters : list of Tensor
+    offset : int
+        Position of the first one among the bucket's parameters.
+    tensor : Tensor or None
+        Flat, of which the parameters are views.
+    """
+
+    bucket_index: int
+    parameters: list[torch.Tensor]
+    offset: int
+    tensor: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self.parameters[0].device
+
+
+@dataclass(slots=True, eq=False)
+class OverlapInfo:
+    """What the hooks and the optimizer know together.
+
+    Parameters
+    ----------
+    world_size : int
+    status : OverlapStatus
+    shard_buckets : bool
+        Whether a bucket is cut in parts for several ranks.
+    params_per_bucket : list of list of Tensor
+    params_per_rank : list of list of Tensor
+    offsets : dict of int to int
+        For each bucket that this rank has a part of, where it begins in `params_per_rank[rank]`.
+    assigned_ranks_per_bucket : list of set of int
+    num_bucket_assignments : int
+    total_size : int or None, elements
+    broadcast_handles : list of Work
+        Those of this iteration.
+    bucket_indices_seen : list of int
+        In this iteration.
+    bucket_index_to_future, bucket_index_to_bucket : dict
+        Reductions under way in this iteration.
+    """
+
+    world_size: int
+    status: OverlapStatus = OverlapStatus.UNINITIALIZED
+    shard_buckets: bool = False
+    params_per_bucket: list[list[torch.Tensor]] = field(default_factory=list)
+    params_per_rank: list[list[torch.Tensor]] = field(default_factory=list)
+    offsets: dict[int, int] = field(default_factory=dict)
+    assigned_ranks_per_bucket: list[set[int]] = field(default_factory=list)
+    num_bucket_assignments: int = 0
+    total_size: int | None = None
+    broadcast_handles: list[Any] = field(default_factory=list)
+    bucket_indices_seen: list[int] = field(default_factory=list)
+    bucket_index_to_future: dict[int, torch.futures.Future[Any]] = field(default_factory=dict)
+    bucket_index_to_bucket: dict[int, Any] = field(default_factory=dict)
+
+    def wait_for_broadcasts(self) -> None:
+        """Wait until all parts of this iteration have arrived."""
+        for handle in self.broadcast_handles:
+            handle.wait()
+        self.broadcast_handles.clear()
+
+    def clear_per_iter_info(self) -> None:
+        """Forget what belongs to this iteration."""
+        self.bucket_indices_seen.clear()
+        self.bucket_index_to_future.clear()
+        self.bucket_index_to_bucket.clear()
+
+
+def cut(numels: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Return at most `parts` runs [begin, end) of about equal size, none of them empty.
+
+    Parameters
+    ----------
+    numels : sequence of int, elements
+        Sizes of a bucket's parameters.
+    parts : int
+    """
+    runs: list[tuple[int, int]] = []
+    begin, rest = 0, sum(numels)
+    for left in range(min(parts, len(numels)), 0, -1):
+        end, size = begin + 1, numels[begin]
+        while end <= len(numels) - left and left > 1 and size + numels[end] / 2 <= rest / left:
+            size += numels[end]
+            end += 1
+        if left == 1:
+            end, size = len(numels), rest
+        runs.append((begin, end))
+        begin, rest = end, rest - size
+    return runs
+
+
+def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
+    """Give every part of every bucket to a rank, and note it in `info`.
+
+    Returns
+    -------
+    list of dict of int to BucketAssignment
+        For each rank, by bucket.
+    """
+    found: list[dict[int, BucketAssignment]] = [{} for _ in range(info.world_size)]
+    held = [0] * info.world_size
+    info.params_per_rank = [[] for _ in range(info.world_size)]
+    info.assigned_ranks_per_bucket = [set() for _ in info.params_per_bucket]
+    info.offsets.clear()
+    for index, parameters in enumerate(info.params_per_bucket):
+        numels = [p.numel() for p in parameters]
+        runs = cut(numels, info.world_size if info.shard_buckets else 1)
+        largest = sorted(runs, key=lambda run: -sum(numels[run[0] : run[1]]))
+        free = sorted(range(info.world_size), key=lambda r: (held[r], r)) if info.shard_buckets else []
+        for number, (begin, end) in enumerate(largest):
+            owner = free[number] if info.shard_buckets else index % info.world_size
+            held[owner] += sum(numels[begin:end])
+            found[owner][index] = BucketAssignment(index, parameters[begin:end], begin)
+            info.assigned_ranks_per_bucket[index].add(owner)
+            if owner == rank:
+                info.offsets[index] = len(info.params_per_rank[owner])
+            info.params_per_rank[owner].extend(parameters[begin:end])
+    info.num_bucket_assignments = sum(map(len, found))
+    return found
+
+
+def flatten(assignment: BucketAssignment) -> None:
+    """Make an assignment's parameters views of one flat tensor."""
+    first = assignment.parameters[0]
+    numel = sum(p.numel() for p in assignment.parameters)
+    tensor = torch.empty(numel, dtype=first.dtype, device=first.device)
+    at = 0
+    for parameter in assignment.parameters:
+        view = tensor[at : at + parameter.numel()].view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+        at += parameter.numel()
+    assignment.tensor = tensor
