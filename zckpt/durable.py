@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no such locks; two runs to one target are then the user's to avoid
     fcntl = None  # type: ignore[assignment]
+
+SYNCED_AT_ONCE = 16
+"""Threads that wait for the disk at the end; a universal checkpoint is thousands of small files."""
 
 _SYNC_FILE_RANGE_WRITE = 2
 """Start writing pages that are dirty and not being written yet; from linux/fs.h."""
@@ -91,8 +95,7 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
                 locked.append(partial)
                 check_target(target, overwrite=overwrite)
             yield partials
-            for partial in partials:
-                _sync(partial)
+            _sync_all(partials)
             for target in targets:
                 check_target(target, overwrite=overwrite)
             for partial, target in zip(partials, targets, strict=True):
@@ -121,8 +124,7 @@ def written_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             check_target(target, overwrite=overwrite)
             yield partial
-            for path in [*sorted(partial.rglob("*")), partial]:
-                _sync(path)
+            _sync_all([*partial.rglob("*"), partial])
             check_target(target, overwrite=overwrite)
             if os.path.lexists(target):
                 _remove(old)
@@ -221,6 +223,13 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function
+
+
+def _sync_all(paths: Sequence[Path]) -> None:
+    """Wait until files and directories are on disk; many small ones at once, which a journal takes together."""
+    with ThreadPoolExecutor(min(SYNCED_AT_ONCE, max(len(paths), 1)), thread_name_prefix="zckpt-sync") as pool:
+        for done in [pool.submit(_sync, path) for path in paths]:
+            done.result()
 
 
 def _sync(path: Path) -> None:

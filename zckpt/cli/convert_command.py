@@ -11,7 +11,20 @@ from zckpt.cli.options import names_option, read_names, show, source_options, ve
 FORMATS = ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")
 
 
-@click.command("convert")
+HELP = """Write a checkpoint in another format, with all of its state.
+
+\b
+deepspeed        a run directory that stock DeepSpeed loads
+universal        DeepSpeed's universal checkpoint, for any optimizer
+consolidated     one model and one torch.optim state, in a directory or one .pt file
+zckpt            zckpt's own: JSON and safetensors, no pickle
+dcp              torch.distributed.checkpoint
+zero-redundancy  PyTorch's ZeroRedundancyOptimizer; with --world-size each rank's file
+"""
+"""The paragraph after the character that click takes for it is not wrapped."""
+
+
+@click.command("convert", help=HELP)
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--to", type=click.Choice(FORMATS), required=True, help="Format of TARGET.")
@@ -54,16 +67,7 @@ def convert_command(
     roots: tuple[Path, ...],
     names_file: Path | None,
 ) -> None:
-    r"""Write a checkpoint in another format, with all of its state.
-
-    \b
-    deepspeed        a run directory that stock DeepSpeed loads (--world-size, --stage)
-    universal        DeepSpeed's universal checkpoint, for any optimizer
-    consolidated     one model and one torch.optim state; a directory, or one .pt file
-    zckpt            zckpt's own: JSON and safetensors, no pickle (--world-size)
-    dcp              torch.distributed.checkpoint (--world-size)
-    zero-redundancy  PyTorch's ZeroRedundancyOptimizer (--world-size: each rank's file, too)
-    """
+    """Write a checkpoint in another format."""
     from zckpt.cli.progress import reporter
     from zckpt.operations.convert import convert
     from zckpt.report.written import document, render
