@@ -49,6 +49,7 @@ class Truth:
     def numbers(self) -> dict[str, str]:
         """Parameter names by their number in the optimizer."""
         names = self.facts.get("optimizer_state_index") or [n for g in self.facts.get("order", []) for n in g]
+        names = names or [name for group in self.facts["param_groups"] for name in group.get("params", [])]
         return {str(number): name for number, name in enumerate(names)}
 
     @property

@@ -41,7 +41,7 @@ from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.opened import OpenedCheckpoint
 from zckpt.plan import Hole, fill
 from zckpt.state import Checkpoint, Extent, Scalar
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import FromFile, Tensor
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 REAL = sorted(path.name for path in OTHER.iterdir() if path.name.startswith(("dcp_", "accel_fsdp", "lightning_fsdp")))
@@ -371,18 +371,23 @@ def test_averaged_weights_beside_the_model_are_carried_and_not_taken_for_it(tmp_
     checkpoint = read(saved(tmp_path / "ckpt", state))
     assert_model(checkpoint, model)
     carried = checkpoint.metadata["ema"]
-    assert isinstance(carried, dict)
-    assert list(carried) == list(averaged.state_dict())
+    assert list(contents(carried)) == list(averaged.state_dict())
     for name, tensor in averaged.state_dict().items():
-        assert torch.equal(bits(bytes_of(carried[name], tensor)), bits(tensor)), name
+        assert_same(contents(carried)[name], tensor, name)
 
 
-def bytes_of(carried: Any, like: torch.Tensor) -> torch.Tensor:
-    """A carried tensor, from the bytes that its node points to."""
-    assert isinstance(carried, FromFile)
-    node: Any = carried.node
-    data = Path(carried.path).read_bytes()[node.offset : node.offset + node.nbytes]
-    return torch.frombuffer(bytearray(data), dtype=like.dtype).reshape(node.shape)
+def contents(carried: Any, path: str = "") -> Any:
+    """What is carried, with tensors from the bytes that their nodes point to."""
+    if isinstance(carried, FromFile):
+        return contents(carried.node, carried.path)
+    if isinstance(carried, dict):
+        return {key: contents(value, path) for key, value in carried.items()}
+    if isinstance(carried, (list, tuple)):
+        return type(carried)(contents(value, path) for value in carried)
+    if isinstance(carried, Tensor):
+        data = bytearray(Path(path).read_bytes()[carried.offset : carried.offset + carried.nbytes])
+        return torch.frombuffer(data, dtype=getattr(torch, carried.dtype)).reshape(carried.shape)
+    return carried
 
 
 def test_model_or_optimizer_by_itself(tmp_path):
@@ -432,17 +437,42 @@ def test_everything_else_is_carried(tmp_path):
     assert set(metadata) == {"app.epoch", "app.loader", "app.model._extra_state", "pair", "train_state"}
     assert metadata["app.epoch"] == 3
     assert metadata["app.model._extra_state"] == {"scale": 0.5}
-    loader, train_state = metadata["app.loader"], metadata["train_state"]
-    assert isinstance(loader, dict)
-    assert isinstance(train_state, dict)
+    loader, train_state, pair = (contents(metadata[key]) for key in ("app.loader", "train_state", "pair"))
     assert loader["position"] == [1, {"shard": 2}]
-    assert torch.equal(bytes_of(loader["sampler"], torch.arange(4)), torch.arange(4))
-    assert torch.equal(bytes_of(train_state["seen"], torch.tensor(2.5)), torch.tensor(2.5))
-    pair = metadata["pair"]
-    assert isinstance(pair, FromFile)
-    tensor, text = pair.node  # type: ignore[misc]
-    assert text == "x"
-    assert torch.equal(bytes_of(FromFile(tensor, pair.path), torch.ones(2)), torch.ones(2))
+    assert torch.equal(loader["sampler"], torch.arange(4))
+    assert torch.equal(train_state["seen"], torch.tensor(2.5))
+    assert pair[1] == "x"
+    assert torch.equal(pair[0], torch.ones(2))
+
+
+def test_carried_parts_of_one_file_are_one_part_and_those_of_several_are_not(tmp_path):
+    state = {"model": {"a": torch.ones(2)}, "more": {"x": torch.zeros(3), "y": [1, {"z": torch.ones(4)}]}}
+    one = read(saved(tmp_path / "one", state)).metadata["more"]
+    assert isinstance(one, FromFile)
+    several = read(saved(tmp_path / "several", state, WRITERS["a file for each item"])).metadata["more"]
+    assert isinstance(several, dict)
+    for found in (one, several):
+        assert torch.equal(contents(found)["x"], torch.zeros(3))
+        assert contents(found)["y"][0] == 1
+        assert torch.equal(contents(found)["y"][1]["z"], torch.ones(4))
+
+
+def test_tensor_in_several_pieces_that_is_no_part_of_the_model_is_told(small):
+    def cut(metadata: Any) -> None:
+        metadata.state_dict_metadata.pop("model.b")
+        twice = metadata.state_dict_metadata["model.a"]
+        metadata.state_dict_metadata["ema.b"] = type(twice)(twice.properties, torch.Size([4, 3]), [
+            ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)
+        ])  # fmt: skip
+        at = metadata.storage_data[index_of(metadata, "model.a")]
+        metadata.storage_data |= {MetadataIndex("ema.b", torch.Size([row, 0])): at for row in (0, 2)}
+        metadata.planner_data = {"model.a": ("model", "a"), "note.x": ("note", "x"), "ema.b": ("ema", "b")}
+
+    checkpoint = read(changed(small, cut))
+    assert list(checkpoint.parameters) == ["a"]
+    assert checkpoint.warnings == [
+        "not carried, because they are in several pieces and belong to neither model nor optimizer: ema.b"
+    ]
 
 
 def test_names_are_given_for_numbers(tmp_path):
@@ -657,6 +687,23 @@ def test_chunks_that_overlap_are_refused_when_they_are_planned(tmp_path):
         fill(Hole(0, "b", slot, Extent.whole(slot.shape), slot.dtype))
 
 
+def test_rank_whose_chunks_are_all_empty_has_a_file_too(small):
+    def add(metadata: Any) -> None:
+        at = metadata.storage_data[index_of(metadata, "model.a")]
+        metadata.state_dict_metadata["model.a"].chunks.append(
+            ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([0, 3]))
+        )
+        metadata.storage_data[MetadataIndex("model.a", torch.Size([2, 0]))] = type(at)("__1_0.distcp", 0, 0)
+
+    changed(small, add)
+    with pytest.raises(ShardError, match=r"file __1_0.distcp is missing"):
+        adapter.read(small)
+    (small / "__1_0.distcp").write_bytes(b"")
+    checkpoint = read(small)
+    assert (checkpoint.world_size, checkpoint.warnings) == (2, [])
+    assert torch.equal(checkpoint.read("a"), torch.arange(6.0).reshape(2, 3))
+
+
 def test_replica_that_is_listed_twice_is_one(small):
     def twice(metadata: Any) -> None:
         metadata.state_dict_metadata["model.a"].chunks *= 2
@@ -756,13 +803,14 @@ def test_object_that_contains_itself(small, tmp_path):
     assert isinstance(checkpoint.metadata["loop"], FromFile)
 
 
-def test_object_that_is_no_torch_file_is_told_and_left(small):
+def test_object_that_is_no_torch_file_is_refused(small):
     metadata = pickle.loads((small / ".metadata").read_bytes())
     where = metadata.storage_data[index_of(metadata, "note.x")]
     data = bytearray((small / where.relative_path).read_bytes())
     data[where.offset : where.offset + where.length] = b"x" * where.length
     (small / where.relative_path).write_bytes(data)
-    assert read(small).warnings == ["no objects of torch.save, and not carried: note.x"]
+    with pytest.raises(UnknownFormatError, match=r"note.x: is not a torch file"):
+        adapter.read(small)
 
 
 @pytest.mark.parametrize(

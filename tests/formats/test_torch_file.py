@@ -444,3 +444,12 @@ def test_optimizer_that_contradicts_itself_is_refused(optimizer, tmp_path):
     path = saved(tmp_path / "c.pt", {"model": {"a": torch.ones(2)}, "optimizer": optimizer})
     with pytest.raises(SourceError):
         read(path)
+
+
+def test_numbers_that_became_text_are_numbers(tmp_path: Path) -> None:
+    """As `torch.distributed.checkpoint.format_utils.dcp_to_torch_save` leaves them."""
+    state = {"0": {"exp_avg": torch.ones(2, 3)}}
+    groups = [{"lr": 0.1, "params": [0], "param_names": ["weight"]}]
+    torch.save({"model": {"weight": torch.zeros(2, 3)}, "optimizer": {"state": state, "param_groups": groups}},
+               tmp_path / "x.pt")  # fmt: skip
+    assert torch.equal(zckpt.open(tmp_path / "x.pt").read("weight", "exp_avg"), torch.ones(2, 3))

@@ -80,9 +80,10 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     numbers = [n for group in groups for n in group["params"]]
     known = set(numbers)
     state = {}
-    for number, slots in node["state"].items():
+    for key, slots in node["state"].items():
+        number = int(key) if isinstance(key, str) and key.isdecimal() else key  # as `dcp_to_torch_save` leaves them
         if number not in known or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", path=path, found=repr(number)[:80])
+            raise DamagedFileError("state of a parameter that is in no group", path=path, found=repr(key)[:80])
         state[int(number)] = {str(key): value for key, value in slots.items()}
     if len(set(numbers)) != len(numbers) or (masters and len(masters) != len(numbers)):
         raise DamagedFileError(
@@ -258,7 +259,9 @@ def _owner(checkpoint: Checkpoint, name: str, path: str) -> Parameter:
 
 def _agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
     """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
-    return state == parameter or (len(state) < max(len(parameter), 1) and set(state) <= set(parameter))
+    if len(state) == len(parameter):
+        return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
+    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
 
 
 def _fits(

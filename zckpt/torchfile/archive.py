@@ -139,9 +139,11 @@ def damaged(source: ByteSource, message: str, **details: object) -> DamagedFileE
 
 def find_directory(source: ByteSource) -> tuple[int, int, int]:
     """Return number of records, offset and size of the central directory."""
-    tail_size = min(source.nbytes, END.size + MAX_COMMENT)
-    tail_start = source.nbytes - tail_size
-    tail = source.read(tail_start, tail_size)
+    tail = source.read(max(source.nbytes - END.size, 0), min(source.nbytes, END.size))
+    if len(tail) < END.size or tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
+        tail_size = min(source.nbytes, END.size + MAX_COMMENT)
+        tail = source.read(source.nbytes - tail_size, tail_size)
+    tail_size, tail_start = len(tail), source.nbytes - len(tail)
     at = tail.rfind(b"PK\5\6")
     while at >= 0:
         if at + END.size <= tail_size:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.boxes import row_major
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
@@ -92,11 +92,10 @@ class ItemFile:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The items of a directory by key, what of it is no file of torch, and its files."""
+    """The items of a directory by key, and its files."""
 
     tensors: dict[str, TensorItem]
     objects: dict[str, ObjectItem]
-    unread: list[str]
     files: list[ItemFile]
 
 
@@ -111,21 +110,20 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
         Chunks of a tensor overlap, or a file disagrees with `.metadata`.
     DamagedFileError
         A file is truncated or malformed.
+    UnknownFormatError
+        An item is no file of `torch.save`.
     UnsupportedError
         A chunk is something other than a dense tensor.
     """
     wanted, alike = _by_file(metadata), Alike()
-    files, objects, unread = [], {}, []
+    files, objects = [], {}
     nodes: dict[tuple[str, Offsets], tuple[Tensor, str]] = {}
     for name, (chunks, here) in wanted.items():
         with _open(directory, name, metadata) as (descriptor, file):
             files.append(file)
             for key, place in here.items():
-                try:
-                    found = _torch_file(descriptor, file, key, place)
-                    objects[key] = ObjectItem(key, found, found.root)
-                except UnknownFormatError:
-                    unread.append(key)
+                found = _torch_file(descriptor, file, key, place)
+                objects[key] = ObjectItem(key, found, found.root)
             blob = _has_blob(descriptor, file, chunks)
             read = _blob_chunks(descriptor, file, chunks) if blob else _torch_chunks(descriptor, file, chunks, alike)
             for index, node in read:
@@ -133,7 +131,7 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
                 file.tensor_nbytes += node.nbytes
                 file.unreferenced_nbytes += max(node.storage.nbytes - node.nbytes, 0)
     tensors = {key: _tensor(key, entry, nodes, metadata) for key, entry in metadata.tensors.items()}
-    return Items(tensors, objects, unread, files)
+    return Items(tensors, objects, files)
 
 
 Wanted = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
@@ -141,18 +139,20 @@ Wanted = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
 
 
 def _by_file(metadata: Metadata) -> dict[str, tuple[Wanted, dict[str, Place]]]:
-    """Return what each file has to hold: chunks, and objects. Empty chunks may have been left out."""
+    """Return what each file has to hold: chunks, and objects; a file of empty chunks only has to hold nothing."""
     files: dict[str, tuple[Wanted, dict[str, Place]]] = {}
+    for place in metadata.chunks.values():
+        files.setdefault(place.file, ({}, {}))
     for key, entry in metadata.tensors.items():
         seen: set[Offsets] = set()
         for chunk in entry.chunks:
-            place = metadata.chunks.get((key, chunk.offsets))
-            if place is None:
+            at = metadata.chunks.get((key, chunk.offsets))
+            if at is None:
                 raise ShardError(f"it does not say where the chunk of {key} at {chunk.offsets} is", path=metadata.path)
             if chunk.offsets in seen:
                 raise LayoutError(f"two chunks of {key} begin at {chunk.offsets}", path=metadata.path)
             seen.add(chunk.offsets)
-            files.setdefault(place.file, ({}, {}))[0][key, chunk.offsets] = place, chunk, entry
+            files[at.file][0][key, chunk.offsets] = at, chunk, entry
         covered = sum(chunk.numel for chunk in entry.chunks)
         if covered != math.prod(entry.shape):
             kind = LayoutError if covered > math.prod(entry.shape) else ShardError

@@ -96,8 +96,6 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> Branch:
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         used += items.files
         _describe(checkpoint, folder, metadata, items.files)
-        if items.unread:
-            checkpoint.warnings.append(f"no objects of torch.save, and not carried: {_shown(items.unread)}")
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version

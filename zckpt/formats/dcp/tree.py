@@ -6,7 +6,8 @@ before 2.4 kept dicts and lists without tensors as one item; `branch` shows such
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError
@@ -104,13 +105,31 @@ def carry(node: Node, lost: list[str]) -> object:
     if isinstance(node, TensorItem):
         return _tensor(node, lost)
     if not isinstance(node, dict):
-        raise TypeError(type(node).__name__)
+        raise TypeError(f"{type(node).__name__} is no part of a tree")
     if not is_list(node):
-        return {str(step): carry(child, lost) for step, child in node.items() if not _is_lost(child, lost)}
+        found = {str(step): carry(child, lost) for step, child in node.items() if not _is_lost(child, lost)}
+        return _of_one_file(found, list(found.values()), lambda values: dict(zip(found, values, strict=True)))
     length = max(int(step) for step in node) + 1
     if length > 2 * len(node) + SPARE:
         raise DamagedFileError("a list lacks most of its elements", expected=f"{length} elements", found=len(node))
-    return [carry(node[i], lost) if i in node and not _is_lost(node[i], lost) else None for i in range(length)]
+    listed = [carry(node[i], lost) if i in node and not _is_lost(node[i], lost) else None for i in range(length)]
+    return _of_one_file(listed, listed, list)
+
+
+def _of_one_file(whole: object, values: list[object], join: Callable[[list[object]], object]) -> object:
+    """Return a dict or list as one part of a file, where all that is not plain in it lies in the same one."""
+    parts = [value for value in values if isinstance(value, FromFile)]
+    about = {(part.path, part.byteorder, part.numpy) for part in parts}
+    if len(about) != 1 or not all(isinstance(value, FromFile) or _is_plain(value) for value in values):
+        return whole
+    return replace(parts[0], node=join([value.node if isinstance(value, FromFile) else value for value in values]))
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a carried value is plain data, of no file."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return all(map(_is_plain, value)) if isinstance(value, list) else not isinstance(value, FromFile)
 
 
 def _is_lost(node: Node, lost: list[str]) -> bool:
