@@ -452,4 +452,4 @@ def test_numbers_that_became_text_are_numbers(tmp_path: Path) -> None:
     groups = [{"lr": 0.1, "params": [0], "param_names": ["weight"]}]
     torch.save({"model": {"weight": torch.zeros(2, 3)}, "optimizer": {"state": state, "param_groups": groups}},
                tmp_path / "x.pt")  # fmt: skip
-    assert torch.equal(zckpt.open(tmp_path / "x.pt").read("weight", "exp_avg"), torch.ones(2, 3))
+    assert torch.equal(open_checkpoint(tmp_path / "x.pt").read("weight", "exp_avg"), torch.ones(2, 3))

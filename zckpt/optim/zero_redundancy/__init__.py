@@ -4,9 +4,11 @@ arguments      what the constructor takes, checked
 optimizer      the class: partition, local optimizer, step
 exchange       how updated parameters get from the rank that steps them to the others
 consolidation  the whole state on one rank, tensor by tensor
+groups         param groups, and the part of each that a rank has
 overlap        which rank steps which part of which gradient bucket of DDP
 hooks          communication hooks of DDP that step as gradients come in
-state          state dicts: a rank's own part, the whole, and loading either
+state          state dicts: a rank's own part, the whole, and what one that is loaded must be
+sharded        state for torch.distributed.checkpoint
 """
 
 from __future__ import annotations

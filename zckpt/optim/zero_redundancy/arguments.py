@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
-Group = dict[str, Any]
+from zckpt.optim.zero_redundancy.groups import Group
 
 
 def read_groups(params: object) -> list[Group]:
@@ -23,7 +23,7 @@ def read_groups(params: object) -> list[Group]:
     TypeError
         A tensor, no iterable, or an iterable of anything else or of several kinds.
     ValueError
-        Nothing, a group without `params`, a sparse tensor, or names for some tensors only.
+        Nothing, a group without `params`, a sparse tensor, a tensor twice, or names for some tensors only.
     """
     if isinstance(params, torch.Tensor):
         raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
@@ -65,7 +65,21 @@ def read_group(group: Group) -> Group:
             raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
         if tensor.layout != torch.strided:
             raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
+    if len(set(made["params"])) != len(members):
+        raise ValueError("a param group has a parameter twice, which two ranks would step")
+    if len(made.get("param_names", members)) != len(members):
+        raise ValueError(f"a param group has {len(made['param_names'])} names for {len(members)} parameters")
     return made
+
+
+def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a process group, by default the world. Raises ValueError where this process is not in it."""
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("no process group: call torch.distributed.init_process_group first")
+    if dist.get_rank(found) < 0:
+        raise ValueError("this process is not in the process group")
+    return found
 
 
 def _is_pair(one: object) -> bool:

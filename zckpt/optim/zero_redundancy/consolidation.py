@@ -14,16 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.optim.zero_redundancy.groups import copied
+
 State = dict[int, dict[str, Any]]
 """State by global parameter number: position over all groups, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor that will be sent: its shape and element type."""
+    """A tensor that will be sent: its shape and element type, and whether it is beside the CPU or on it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    on_cpu: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,104 +38,129 @@ class Number:
     on_cpu: bool
 
 
-def collect(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup, to: int) -> State | None:
+def collect(
+    state: Mapping[int, Mapping[str, Any]], about: object, group: dist.ProcessGroup, to: int
+) -> tuple[State, list[Any]] | None:
     """Return the state of all ranks, on the CPU, on rank `to` of the group; None on the others.
 
     Parameters
     ----------
     state : mapping
         This rank's state by global parameter number. Nothing of it is kept: tensors are copied.
+    about : object
+        What else this rank has to say: small, and without tensors. The target gets a list of what all ranks said.
     group : ProcessGroup
     to : int
         Rank in the group.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    described = {number: {key: _described(value) for key, value in one.items()} for number, one in state.items()}
-    told: list[Any] = [described]
+    told: list[Any] = [(_described(state), about)]
     if world_size > 1:
-        told = [None] * world_size
-        dist.gather_object(described, told if rank == to else None, dst=dist.get_global_rank(group, to), group=group)
+        mine, told = told[0], [None] * world_size
+        target = dist.get_global_rank(group, to)
+        dist.gather_object(mine, told if rank == to else None, dst=target, group=group)
     device = wire_device(group)
     if rank != to:
         for one in state.values():
-            for value in one.values():
-                if _is_sent(value):
-                    dist.send(_wire(value, device), dst=dist.get_global_rank(group, to), group=group)
+            _send(one, to, group, device)
         return None
     found: State = {}
-    for source in range(world_size):
-        for number, one in told[source].items():
-            own = state[number] if source == rank else {}
-            received = {key: _received(value, own.get(key), source, group, device) for key, value in one.items()}
-            found[number] = {key: v.cpu() if isinstance(v, torch.Tensor) else v for key, v in received.items()}
-    return {number: found[number] for number in sorted(found)}
+    for source, (described, _) in enumerate(told):
+        for number, one in described.items():
+            found[number] = _kept(state[number]) if source == rank else _receive(one, source, group, device, "cpu")
+    return {number: found[number] for number in sorted(found)}, [said for _, said in told]
 
 
 def move(
-    state: Mapping[int, Mapping[str, Any]], before: Sequence[int], after: Sequence[int], group: dist.ProcessGroup
+    state: Mapping[int, Mapping[str, Any]],
+    parameters: Sequence[torch.Tensor],
+    before: Sequence[int],
+    after: Sequence[int],
+    group: dist.ProcessGroup,
 ) -> State:
     """Return this rank's state when parameters go to other ranks. Called on all ranks of the group.
 
     Parameters
     ----------
     state : mapping
-        This rank's state by parameter number, empty dicts included.
+        This rank's state by parameter number.
+    parameters : sequence of Tensor
+        All of them: state goes to the device of its parameter.
     before, after : sequence of int
         The rank in the group that has each parameter.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    described = {number: {key: _described(value) for key, value in one.items()} for number, one in state.items()}
     told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, described, group=group)
+    dist.all_gather_object(told, _described(state), group=group)
     device = wire_device(group)
     found: State = {}
     for number, (source, target) in enumerate(zip(before, after, strict=True)):
+        if number not in told[source]:
+            continue
         if rank == source == target:
             found[number] = dict(state[number])
         elif rank == source:
-            for value in state[number].values():
-                if _is_sent(value):
-                    dist.send(_wire(value, device), dst=dist.get_global_rank(group, target), group=group)
+            _send(state[number], target, group, device)
         elif rank == target:
-            one = told[source][number]
-            found[number] = {key: _received(value, None, source, group, device) for key, value in one.items()}
+            found[number] = _receive(told[source][number], source, group, device, parameters[number].device)
     return found
 
 
-def _described(value: object) -> object:
-    """Return what is told of a value: a tensor's form, a single number, or the value itself."""
+def _described(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, object]]:
+    """Return what is told of state: a tensor's form, a single number, or the value itself."""
+    return {number: {key: _about(value) for key, value in one.items()} for number, one in state.items()}
+
+
+def _about(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim():
-        return Described(tuple(value.shape), value.dtype)
+        return Described(tuple(value.shape), value.dtype, value.device.type == "cpu")
     return Number(value.item(), value.dtype, value.device.type == "cpu")
 
 
-def _is_sent(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
+def _send(values: Mapping[str, Any], to: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send a parameter's tensors, one after the other."""
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.dim() and value.numel():
+            wire = value.detach().to(device).contiguous().view(-1).view(torch.uint8)
+            dist.send(wire, dst=dist.get_global_rank(group, to), group=group)
 
 
-def _received(value: object, own: object, source: int, group: dist.ProcessGroup, device: torch.device) -> object:
-    if isinstance(value, Number):
-        return torch.tensor(value.value, dtype=value.dtype, device="cpu" if value.on_cpu else device)
-    if not isinstance(value, Described):
-        return value
-    if isinstance(own, torch.Tensor):
-        return own.detach().to("cpu", copy=True).contiguous()
-    tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-    if tensor.numel():
-        dist.recv(tensor.view(-1).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
-    return tensor
+def _receive(
+    described: Mapping[str, object],
+    source: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    place: torch.device | str,
+) -> dict[str, Any]:
+    """Return a parameter's state from another rank, on a device; what was on the CPU stays there."""
+    found: dict[str, Any] = {}
+    for key, about in described.items():
+        if isinstance(about, Number):
+            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else place)
+        elif isinstance(about, Described):
+            tensor = torch.empty(about.shape, dtype=about.dtype, device=device)
+            if tensor.numel():
+                wire = tensor.view(-1).view(torch.uint8)
+                dist.recv(wire, src=dist.get_global_rank(group, source), group=group)
+            found[key] = tensor.to("cpu" if about.on_cpu else place)
+        else:
+            found[key] = about
+    return found
 
 
-def _wire(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor's bytes where the backend sends from."""
-    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies on the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else copied(value)
+        for key, value in values.items()
+    }
 
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device that a group's backend sends from: the current GPU for NCCL and its like, else the CPU."""
-    backend = dist.get_backend(group)
-    if any(name in backend for name in ("gloo", "mpi", "ucc")):
+    """Return the device that a group sends from: the CPU where a backend does, else the current one of its kind."""
+    kinds = [torch.device(kind).type for kind in group._device_types]
+    if "cpu" in kinds or not kinds:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kinds[0], getattr(torch, kinds[0]).current_device())

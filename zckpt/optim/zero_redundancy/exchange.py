@@ -45,10 +45,19 @@ class Bucket:
 
 @dataclass(slots=True)
 class Gathered:
-    """A buffer of equal shares, [world size x width], that an all-gather completes."""
+    """A buffer of equal shares, [world size x width], that an all-gather completes.
+
+    Parameters
+    ----------
+    tensor : Tensor
+    width : int, elements
+    shares : list of Bucket
+        The parameters in it, by rank.
+    """
 
     tensor: torch.Tensor
     width: int
+    shares: list[Bucket]
 
 
 @dataclass(slots=True)
@@ -57,6 +66,12 @@ class Exchange:
 
     buckets: list[Bucket] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
+
+    def is_intact(self) -> bool:
+        """Tell whether parameters are still where they were put: `p.data = x` takes one out of its bucket."""
+        views = [bucket for bucket in self.buckets if bucket.tensor is not None]
+        views += [share for gathered in self.gathered for share in gathered.shares]
+        return all(is_flat(share.tensor, share.parameters) for share in views if share.tensor is not None)
 
 
 def by_kind(shares: Sequence[Sequence[torch.Tensor]]) -> dict[Kind, list[list[torch.Tensor]]]:
@@ -108,19 +123,25 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
             continue
         if width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            exchange.gathered.append(Gathered(whole, width))
-            for rank, parameters in enumerate(ranks):
-                _move(parameters, whole[rank * width : (rank + 1) * width])
+            shares = [
+                Bucket(rank, parameters, whole[rank * width : (rank + 1) * width])
+                for rank, parameters in enumerate(ranks)
+            ]
+            exchange.gathered.append(Gathered(whole, width, shares))
         else:
-            for rank, parameters in enumerate(ranks):
-                if numels[rank]:
-                    tensor = torch.empty(numels[rank], dtype=dtype, device=device)
-                    _move(parameters, tensor)
-                    exchange.buckets.append(Bucket(rank, list(parameters), tensor))
+            shares = [
+                Bucket(rank, parameters, torch.empty(numels[rank], dtype=dtype, device=device))
+                for rank, parameters in enumerate(ranks)
+                if numels[rank]
+            ]
+            exchange.buckets += shares
+        for share in shares:
+            if share.tensor is not None:
+                flatten(share.tensor, share.parameters)
     return exchange
 
 
-def _move(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> None:
+def flatten(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
     """Make parameters views of a flat tensor, end to end."""
     at = 0
     for parameter in parameters:
@@ -128,6 +149,17 @@ def _move(parameters: Iterable[torch.Tensor], tensor: torch.Tensor) -> None:
         view.copy_(parameter.data)
         parameter.data = view
         at += parameter.numel()
+
+
+def is_flat(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
+    """Tell whether parameters are views of a flat tensor, as `flatten` makes them."""
+    address = tensor.data_ptr()
+    for parameter in parameters:
+        nbytes = parameter.numel() * tensor.element_size()
+        if nbytes and (parameter.data_ptr() != address or parameter.dtype != tensor.dtype):
+            return False
+        address += nbytes
+    return True
 
 
 def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
-from zckpt.optim.zero_redundancy.overlap import OverlapStatus
+from zckpt.optim.zero_redundancy.overlap import OverlapStatus, flatten
 
 Future = torch.futures.Future
 GradBucket = Any
@@ -103,8 +103,9 @@ class _Steps:
             raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
         self.hook, self.zero, self.first = hook, zero, first
         self.ddp = weakref.ref(ddp)
-        zero._overlap_info.shard_buckets = shard
+        self.iterations = 0
         self.waiting: dict[int, tuple[GradBucket, Future[torch.Tensor]]] = {}
+        zero._overlap_info.shard_buckets = shard
 
     @property
     def ready(self) -> bool:
@@ -113,31 +114,41 @@ class _Steps:
 
     def reduce(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         """Begin to reduce a bucket; before that, or after the last one, do what the preparation asks for."""
-        info = self.zero._overlap_info
-        if bucket.index() == 0:
-            self.waiting.clear()
-            if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
-                self.zero._init_zero_for_overlap()
+        info, index = self.zero._overlap_info, bucket.index()
+        if index == 0:
+            self._begin()
         future = self.hook(state, bucket)
-        self.waiting[bucket.index()] = (bucket, future)
-        if info.status == OverlapStatus.INITIALIZED:
-            return future
-        if self._is_settled():
-            if bucket.index() == 0:
-                info.params_per_bucket.clear()
-            info.params_per_bucket.append(bucket.parameters())
+        self.waiting[index] = (bucket, future)
+        if self.ready:
+            if [*map(id, bucket.parameters())] != [*map(id, info.params_per_bucket[index])]:
+                raise RuntimeError(f"DDP has changed bucket {index} after its parameters were dealt to the ranks")
+        elif self._is_settled():
+            info.params_per_bucket[index:] = [bucket.parameters()]
             if bucket.is_last():
                 info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
-        if self.first and bucket.is_last():
-            self._step_all()
+        if bucket.is_last():
+            self.iterations += 1
+            if self.first and not self.ready:
+                self._step_all()
         return future
+
+    def _begin(self) -> None:
+        """Begin an iteration, whether or not the one before was gone through to its end."""
+        info = self.zero._overlap_info
+        self.waiting.clear()
+        info.wait_for_broadcasts()
+        if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+            self.zero._init_zero_for_overlap()
 
     def _is_settled(self) -> bool:
         """Tell whether DDP will keep the buckets it has; with unused parameters to find, it never changes them."""
         ddp = self.ddp()
         if ddp is None:
             return False
-        return bool(ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph))
+        if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
+            return True
+        # A rank that has run out of inputs rebuilds its buckets with the others, in DDP's join hook, and notes nothing.
+        return bool(ddp._join_config.enable and self.iterations >= (2 if ddp.static_graph else 1))
 
     def _step_all(self) -> None:
         """Step as without overlap, with the gradients of all buckets."""
@@ -147,6 +158,7 @@ class _Steps:
             gradients.update(zip(bucket.parameters(), _gradients(bucket, future), strict=True))
         self.waiting.clear()
         self.zero._step_gradients(gradients)
+        self.zero._end_step()
         self.zero._sync_params()
 
     def step_before(self, index: int) -> None:
@@ -159,6 +171,7 @@ class _Steps:
         """Step the buckets that are left, and wait until all parameters have arrived."""
         for index in sorted(self.waiting):
             self._step(index)
+        self.zero._end_step()
         self.zero._overlap_info.wait_for_broadcasts()
         self.zero._overlap_info.clear_per_iter_info()
 
@@ -167,28 +180,29 @@ class _Steps:
         bucket, future = self.waiting.pop(index)
         zero = self.zero
         assignments = zero._bucket_assignments_per_rank
+        ranks = sorted(zero._overlap_info.assigned_ranks_per_bucket[index])
+        tensors = {rank: flatten(assignments[rank][index]) for rank in ranks}
         mine = assignments[zero.rank].get(index)
         if mine is not None:
             found = _gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
             zero._step_gradients(dict(zip(mine.parameters, found, strict=True)))
         if zero.world_size == 1:
             return
-        for rank in sorted(zero._overlap_info.assigned_ranks_per_bucket[index]):
-            tensor = assignments[rank][index].tensor
-            if tensor is not None:
-                source = dist.get_global_rank(zero.process_group, rank)
-                handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
-                zero._overlap_info.broadcast_handles.append(handle)
+        for rank, tensor in tensors.items():
+            source = dist.get_global_rank(zero.process_group, rank)
+            handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
+            zero._overlap_info.broadcast_handles.append(handle)
 
 
 def _gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[torch.Tensor]:
     """Wait for a bucket's reduction and return its gradients, wherever the hook has put them."""
     result = future.wait()
     reduced = result[0] if isinstance(result, (list, tuple)) else result
-    if reduced.data_ptr() == bucket.buffer().data_ptr():
-        return list(bucket.gradients())
+    gradients = list(bucket.gradients())
+    if reduced.data_ptr() == bucket.buffer().data_ptr() and reduced.dtype == bucket.buffer().dtype:
+        return gradients
     found, at = [], 0
-    for like in bucket.gradients():
-        found.append(reduced[at : at + like.numel()].view(like.shape))
+    for like in gradients:
+        found.append(reduced[at : at + like.numel()].view(like.shape).to(like.dtype))
         at += like.numel()
     return found

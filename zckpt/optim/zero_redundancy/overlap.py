@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from zckpt.optim.zero_redundancy import exchange
+
 
 class OverlapStatus(enum.IntEnum):
     """How far the preparation is."""
@@ -153,15 +155,11 @@ def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
     return found
 
 
-def flatten(assignment: BucketAssignment) -> None:
-    """Make an assignment's parameters views of one flat tensor."""
+def flatten(assignment: BucketAssignment) -> torch.Tensor:
+    """Make an assignment's parameters views of its flat tensor, which is made if there is none, and return that."""
     first = assignment.parameters[0]
-    numel = sum(p.numel() for p in assignment.parameters)
-    tensor = torch.empty(numel, dtype=first.dtype, device=first.device)
-    at = 0
-    for parameter in assignment.parameters:
-        view = tensor[at : at + parameter.numel()].view(parameter.shape)
-        view.copy_(parameter.data)
-        parameter.data = view
-        at += parameter.numel()
-    assignment.tensor = tensor
+    if assignment.tensor is None or not exchange.is_flat(assignment.tensor, assignment.parameters):
+        numel = sum(p.numel() for p in assignment.parameters)
+        assignment.tensor = torch.empty(numel, dtype=first.dtype, device=first.device)
+        exchange.flatten(assignment.tensor, assignment.parameters)
+    return assignment.tensor

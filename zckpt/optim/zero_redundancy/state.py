@@ -1,109 +1,142 @@
 """State dicts of a sharded optimizer: a rank's own part, the whole, and what one that is loaded must be.
 
 {"state": {number: {key: value}}, "param_groups": [{..., "params": [number]}]}     as torch.optim has it
-{..., "partition": {"rank": r, "world_size": n}}                                   one rank's own part
+{..., "partition": {"rank": r, "world_size": n, "ranks": [rank]}}                  one rank's own part
+
+Numbers are positions over all groups. `ranks` has the rank of each parameter.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from zckpt.optim.zero_redundancy.groups import Group, copied, hyperparameters
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
 
 SHOWN = 4
 
-Group = dict[str, Any]
 
+def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:
+    """Return the number that a dict has for each parameter of an optimizer.
 
-def packed_groups(groups: Sequence[Group]) -> list[Group]:
-    """Return param groups with numbers for parameters; tensors among the hyperparameters are copied."""
-    packed = []
-    first = 0
-    for group in groups:
-        made = {key: _own(value) for key, value in group.items() if key != "params"}
-        packed.append({**made, "params": list(range(first, first + len(group["params"])))})
-        first += len(group["params"])
-    return packed
-
-
-def _own(value: object) -> object:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
-
-
-def check(state_dict: Mapping[str, Any], groups: Sequence[Group], rank: int, world_size: int) -> list[list[int]]:
-    """Return for each group the number that the dict has for each of its parameters.
-
-    Where both have names, parameters are matched by them.
+    Where both have names, parameters of a group are matched by them.
 
     Raises
     ------
     ValueError
-        The dict is another optimizer's, or another rank's part; the message names what differs.
+        The dict is another optimizer's; the message names what differs.
     """
-    if not isinstance(state_dict.get("state"), Mapping) or not isinstance(
-        state_dict.get("param_groups"), (list, tuple)
-    ):
+    saved, state = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(state, Mapping) or not isinstance(saved, (list, tuple)):
         raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")
-    saved = state_dict["param_groups"]
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
-    numbers = [_numbers(index, its, mine) for index, (its, mine) in enumerate(zip(saved, groups, strict=True))]
-    known = {number for one in numbers for number in one}
-    strange = [number for number in state_dict["state"] if number not in known]
-    if strange:
-        raise ValueError(f"the state dict has state of parameters that are in none of its groups: {strange[:SHOWN]}")
-    by_number = {
-        number: parameter
-        for one, group in zip(numbers, groups, strict=True)
-        for number, parameter in zip(one, group["params"], strict=True)
-    }
-    for number, values in state_dict["state"].items():
-        check_shapes(number, values, by_number[number])
-    _check_partition(state_dict.get(PARTITION), rank, world_size)
+    numbers: dict[torch.Tensor, int] = {}
+    for index, (its, mine) in enumerate(zip(saved, groups, strict=True)):
+        numbers.update(zip(mine["params"], _numbers(index, its, mine), strict=True))
+    parameters = {number: parameter for parameter, number in numbers.items()}
+    if len(parameters) != len(numbers):
+        raise ValueError("the state dict has a parameter in its param groups twice")
+    for number, values in state.items():
+        if number not in parameters:
+            raise ValueError(f"the state dict has state of parameter {number!r}, which is in none of its param groups")
+        check_shapes(number, values, parameters[number])
     return numbers
 
 
-def _numbers(index: int, saved: Mapping[str, Any], group: Group) -> list[int]:
-    numbers = list(saved["params"])
-    if len(numbers) != len(group["params"]):
+def _numbers(index: int, saved: object, group: Group) -> list[int]:
+    """Return what a saved group calls each of a group's parameters."""
+    listed = saved.get("params") if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or not isinstance(listed, (list, tuple)):
+        raise ValueError(f"param group {index} of the state dict has no list 'params'")
+    if len(listed) != len(group["params"]):
         raise ValueError(
-            f"param group {index} has {len(numbers)} parameters in the state dict and {len(group['params'])} here"
+            f"param group {index} has {len(listed)} parameters in the state dict and {len(group['params'])} here"
         )
     theirs, ours = saved.get("param_names"), group.get("param_names")
     if not theirs or not ours or list(theirs) == list(ours):
-        return numbers
+        return list(listed)
     if sorted(theirs) != sorted(ours):
-        only = sorted(set(theirs) ^ set(ours))
+        only = sorted(set(theirs) ^ set(ours)) or sorted(theirs)
         raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
-    by_name = dict(zip(theirs, numbers, strict=True))
+    by_name = dict(zip(theirs, listed, strict=True))
     return [by_name[name] for name in ours]
 
 
-def check_shapes(number: int, values: object, parameter: torch.Tensor) -> None:
+def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
     """Refuse state that is per element and of another shape than the parameter."""
     if not isinstance(values, Mapping):
         raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")
     for key, value in values.items():
-        if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() > 0 and value.shape != parameter.shape:
-            if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
-                continue  # factored
-            raise ValueError(
-                f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
-                f"the parameter has {tuple(parameter.shape)}"
-            )
-
-
-def _check_partition(partition: object, rank: int, world_size: int) -> None:
-    if partition is None:
-        return
-    mine = {"rank": rank, "world_size": world_size}
-    if partition != mine:
+        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
+            continue
+        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
+            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
         raise ValueError(
-            f"the state dict is the part of {partition}, and this is {mine}: "
-            f"consolidate it first, or save with sharded_state_dict()"
+            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
+            f"the parameter has {tuple(parameter.shape)}"
         )
+
+
+def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, object]:
+    """Return what a rank's own part says of itself."""
+    return {"rank": rank, "world_size": world_size, "ranks": list(ranks)}
+
+
+def saved_ranks(
+    state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], rank: int, world_size: int
+) -> dict[torch.Tensor, int] | None:
+    """Return which rank had each parameter when a part was made; None for a whole dict.
+
+    Raises
+    ------
+    ValueError
+        It is another rank's part, or one of another number of ranks.
+    """
+    saved = state_dict.get(PARTITION)
+    if saved is None:
+        return None
+    ranks = saved.get("ranks") if isinstance(saved, Mapping) else None
+    if not isinstance(saved, Mapping) or not isinstance(ranks, (list, tuple)) or len(ranks) != len(numbers):
+        raise ValueError(f"the state dict has no usable {PARTITION!r}: {str(saved)[:80]}")
+    if (saved.get("rank"), saved.get("world_size")) != (rank, world_size):
+        raise ValueError(
+            f"the state dict is the part of rank {saved.get('rank')} of {saved.get('world_size')}, and this is rank "
+            f"{rank} of {world_size}: consolidate it first, or save with sharded_state_dict()"
+        )
+    found = {parameter: ranks[number] for parameter, number in numbers.items() if number in range(len(ranks))}
+    if len(found) != len(numbers) or any(one not in range(world_size) for one in found.values()):
+        raise ValueError(f"the {PARTITION!r} of the state dict has parameters or ranks that are not there")
+    return found
+
+
+def local_dict(
+    state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], groups: Sequence[Group]
+) -> dict[str, Any]:
+    """Return what a rank's local optimizer loads; nothing of it is the given dict's.
+
+    Parameters
+    ----------
+    state_dict : mapping
+    numbers : mapping
+        What it calls each parameter.
+    groups : sequence of Group
+        The local optimizer's.
+    """
+    local: dict[int, dict[str, object]] = {}
+    made: list[Group] = []
+    at = 0
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        for position, parameter in enumerate(group["params"], at):
+            values = state_dict["state"].get(numbers[parameter])
+            if values:
+                local[position] = {key: copied(value) for key, value in values.items()}
+        names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
+        made.append({**hyperparameters(saved), **names, "params": list(range(at, at + len(group["params"])))})
+        at += len(group["params"])
+    return {"state": local, "param_groups": made}
