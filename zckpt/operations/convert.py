@@ -148,7 +148,7 @@ def _write(
         found = open_checkpoint(written)
         prove(checkpoint, found, path)
         if verify:
-            verified = verify_bytes(checkpoint, found, path, memory=memory)
+            verified = verify_bytes(checkpoint, found, path, memory=memory, reporter=reporter)
 
     if made.is_file:
         execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: check(w[0]))

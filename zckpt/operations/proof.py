@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+
+if TYPE_CHECKING:
+    from zckpt.compare import Pair
+    from zckpt.execute import Reporter
 
 SHOWN_NAMES = 4
 
@@ -102,7 +108,9 @@ def _copy(key: str, slot: Slot, found: dict[str, object]) -> Slot | None:
     return slot if not slot.shape else None  # one value, which its group has now
 
 
-def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, memory: int) -> int:
+def verify_bytes(
+    checkpoint: Checkpoint, written: Checkpoint, target: Path, *, memory: int, reporter: Reporter | None = None
+) -> int:
     """Compare every byte of every slot that was written with the source; return how many bytes were compared.
 
     Raises
@@ -110,17 +118,15 @@ def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, m
     LayoutError
         Some element is another one than the source's.
     """
-    from zckpt.compare import Pair, differences
+    from zckpt.compare import differences
 
-    pairs = []
-    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
-        found = _same(parameter, written)
-        for key, slot in parameter.slots.items():
-            copy = found.get(key)
-            rounded = key == WEIGHT and bool(slot.replicas)  # from the mean of the masters, not the mean of weights
-            if isinstance(copy, Slot) and not rounded:
-                pairs.append(Pair(f"{key}/{parameter.name}", slot, copy))
-    different = differences(pairs, memory=memory)
+    pairs = [
+        pair
+        for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
+        for key, slot in parameter.slots.items()
+        for pair in _pairs(f"{key}/{parameter.name}", key, slot, _same(parameter, written))
+    ]
+    different = differences(pairs, memory=memory, reporter=reporter)
     if different:
         first = different[0]
         raise LayoutError(
@@ -130,3 +136,21 @@ def verify_bytes(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, m
             advice="please report this",
         )
     return sum(pair.found.nbytes for pair in pairs)
+
+
+def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[Pair]:
+    """Yield a slot beside what was written of it; of averaged slots every replica, none of them averaged again."""
+    from zckpt.compare import Pair
+
+    copy = found.get(key)
+    if copy is None and key == MASTER:
+        copy = found.get(WEIGHT)
+    if not isinstance(copy, Slot) or (key == WEIGHT and slot.replicas):
+        return  # a weight that is averaged is rounded from the mean of the masters, not the mean of the weights
+    ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
+    if len(ours) == len(theirs):
+        for mine, its in zip(ours, theirs, strict=True):
+            yield Pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()))
+    else:
+        for its in theirs:
+            yield Pair(label, slot, replace(copy, spans=its, replicas=()))

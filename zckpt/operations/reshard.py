@@ -131,7 +131,7 @@ def reshard(
         found = open_checkpoint(written)
         prove(checkpoint, found, path)
         if verify:
-            verified = verify_bytes(checkpoint, found, path, memory=memory)
+            verified = verify_bytes(checkpoint, found, path, memory=memory, reporter=reporter)
 
     if not dry_run:
         execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
