@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from tests.logical import assert_same_state
-from tests.truth import Truth, assert_consolidated
+from tests.truth import Truth, assert_consolidated, bits
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 DENSE = sorted(
@@ -92,3 +93,15 @@ def test_elastic_source_has_no_hyperparameters_to_write(name: str, tmp_path: Pat
     assert not any(group.hyperparameters for group in zckpt.open(tmp_path / "out").param_groups)
     with pytest.raises(zckpt.UnsupportedError, match="hyperparameters"):
         zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+
+
+@pytest.mark.parametrize("to", ["consolidated", "dcp", "zero-redundancy"])
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp3"])
+def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, dtype="float32", verify=True)
+    found, source = zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name)
+    for parameter in source.parameters.values():
+        if parameter.group is not None:
+            weight, master = found.read(parameter.name, "weight"), source.read(parameter.name, "master")
+            assert (weight.dtype, master.dtype) == (torch.float32, torch.float32)
+            assert torch.equal(bits(weight), bits(master)), parameter.name

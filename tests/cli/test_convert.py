@@ -47,8 +47,9 @@ def test_consolidated_file(suffix: str, tmp_path: Path) -> None:
     assert inspected(target)["num_elements"] == inspected(S2)["num_elements"]
 
 
-def test_dtype_of_a_consolidated_model(tmp_path: Path) -> None:
-    succeeded("convert", S2, tmp_path / "out", "--to", "consolidated", "--dtype", "float32")
+@pytest.mark.parametrize("to", ["consolidated", "dcp", "zero-redundancy"])
+def test_dtype_of_the_model(to: str, tmp_path: Path) -> None:
+    succeeded("convert", S2, tmp_path / "out", "--to", to, "--dtype", "float32")
     dtypes = {p["name"]: p["dtype"] for p in inspected(tmp_path / "out")["parameters"] if p["group"] is not None}
     assert dtypes
     assert set(dtypes.values()) == {"float32"}
@@ -104,7 +105,7 @@ def test_verify_compares_all_that_was_written(to: str, tmp_path: Path) -> None:
     [
         (("--to", "zckpt", "--stage", 2), ("stage", "zckpt")),
         (("--to", "universal", "--world-size", 2), ("world-size", "universal")),
-        (("--to", "dcp", "--dtype", "float32"), ("dtype", "dcp")),
+        (("--to", "zckpt", "--dtype", "float32"), ("dtype", "zckpt")),
         (("--to", "consolidated", "--elastic"), ("elastic", "consolidated")),
         (("--to", "deepspeed", "--world-size", 0), ("0",)),
         (("--to", "zckpt", "--world-size", -1), ("-1",)),

@@ -40,7 +40,7 @@ zero-redundancy  PyTorch's ZeroRedundancyOptimizer; with --world-size each rank'
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
-    help="Element type of trained parameters in a consolidated TARGET. Default: keep.",
+    help="Element type of trained parameters in the model (consolidated, dcp, zero-redundancy). Default: keep.",
 )
 @verify_option
 @write_options

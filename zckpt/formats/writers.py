@@ -137,6 +137,13 @@ def _deepspeed(job: Job) -> Made:
     )
 
 
+def _dtype(job: Job) -> str:
+    dtype = job.wanted.dtype or "keep"
+    if dtype not in DTYPES:
+        raise UsageError("unusable dtype", expected=" or ".join(DTYPES), found=repr(dtype))
+    return dtype
+
+
 def _universal(job: Job) -> Made:
     from zckpt.formats import universal
 
@@ -151,9 +158,7 @@ def _universal(job: Job) -> Made:
 def _consolidated(job: Job) -> Made:
     from zckpt.formats import consolidated
 
-    target, dtype = job.target, job.wanted.dtype or "keep"
-    if dtype not in DTYPES:
-        raise UsageError("unusable dtype", expected=" or ".join(DTYPES), found=repr(dtype))
+    target, dtype = job.target, _dtype(job)
     if target.suffix in TORCH_SUFFIXES:
         return Made(
             [consolidated.lay_out_file(target.name, job.checkpoint, dtype=dtype)], lambda _: False, is_file=True
@@ -177,14 +182,16 @@ def _native(job: Job) -> Made:
 def _dcp(job: Job) -> Made:
     from zckpt.formats.dcp import writer
 
-    return Made(writer.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1), writer.is_own)
+    return Made(writer.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1, dtype=_dtype(job)), writer.is_own)
 
 
 def _zero_redundancy(job: Job) -> Made:
     from zckpt.formats import zero_redundancy
 
     per_rank = job.wanted.world_size is not None
-    files = zero_redundancy.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1, per_rank=per_rank)
+    files = zero_redundancy.lay_out(
+        job.checkpoint, world_size=job.wanted.world_size or 1, per_rank=per_rank, dtype=_dtype(job)
+    )
     return Made(files, zero_redundancy.is_own)
 
 
@@ -193,8 +200,8 @@ _WRITERS: Mapping[str, tuple[tuple[str, ...], Writer]] = {
     "universal": ((), _universal),
     "consolidated": (("dtype",), _consolidated),
     "zckpt": (("world_size",), _native),
-    "dcp": (("world_size",), _dcp),
-    "zero-redundancy": (("world_size",), _zero_redundancy),
+    "dcp": (("world_size", "dtype"), _dcp),
+    "zero-redundancy": (("world_size", "dtype"), _zero_redundancy),
 }
 
 FORMATS = tuple(_WRITERS)

@@ -82,7 +82,7 @@ def convert(
     elastic, round_robin, parameter_alignment : bool, optional
         For `deepspeed`, as for `reshard`.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Of trained parameters in the model of `consolidated`, as for `consolidate`; by default "keep".
+        Of trained parameters in the model of `consolidated`, `dcp` and `zero-redundancy`; by default "keep".
     verify : bool
         Compare all that was written with the source, before it gets its name.
     weight_check, overwrite, dry_run, memory, reporter, roots, tag, names

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -147,6 +148,8 @@ def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterat
         copy = found.get(WEIGHT)
     if not isinstance(copy, Slot) or (key == WEIGHT and slot.replicas):
         return  # a weight that is averaged is rounded from the mean of the masters, not the mean of the weights
+    if key == WEIGHT and itemsize(copy.dtype) > itemsize(slot.dtype):
+        slot, copy = copy, slot  # a model that was written in a wider type holds masters, which round to its weights
     ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
     if len(ours) == len(theirs):
         for mine, its in zip(ours, theirs, strict=True):

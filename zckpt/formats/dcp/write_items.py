@@ -56,10 +56,11 @@ class Item:
     value: object
 
 
-def items(checkpoint: Checkpoint) -> list[Item]:
+def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
     """Return all leaves of the state dict, in its order.
 
-    Values beside the model and the optimizer are left out where a program that does not know zckpt, or the library
+    Trained parameters of the model are written as `dtype`; "keep": as they are. Values beside the model and the
+    optimizer are left out where a program that does not know zckpt, or the library
     that made them, could not read them.
 
     Raises
@@ -68,10 +69,10 @@ def items(checkpoint: Checkpoint) -> list[Item]:
         State that no single parameter can hold, or names that make one key of two leaves.
     """
     root: dict[str, object] = {
-        "model": model_tree(model_tensors(checkpoint, "keep", tied="duplicate", exclude_frozen=False))
+        "model": model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
     }
     if checkpoint.param_groups:
-        root["optimizer"] = _by_name(checkpoint)
+        root["optimizer"] = _by_name(checkpoint, dtype)
     found = {}
     for item in _opened((), root, None):
         if item.key in found:
@@ -87,9 +88,9 @@ def items(checkpoint: Checkpoint) -> list[Item]:
     return list(found.values())
 
 
-def _by_name(checkpoint: Checkpoint) -> dict[str, object]:
+def _by_name(checkpoint: Checkpoint, dtype: str) -> dict[str, object]:
     """Return the optimizer's state dict with names where torch's own has numbers."""
-    tree: dict[object, Any] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, "keep"))
+    tree: dict[object, Any] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
     names = [name for group in checkpoint.param_groups for name in group.parameters]
     groups = [
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}

@@ -44,7 +44,7 @@ def is_own(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep") -> list[TargetFile]:
     """Return the files of a directory.
 
     Parameters
@@ -53,6 +53,8 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     world_size : int
         Files that the tensors are spread over; any number of ranks loads them. Large tensors are cut along their
         first dimension, as FSDP2 cuts them, so that as many ranks each read one file.
+    dtype : {"float32", "bfloat16", "float16", "keep"}
+        Of trained parameters in the model: an FSDP2 training in mixed precision has float32 ones.
 
     Raises
     ------
@@ -63,7 +65,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     """
     check_world_size(world_size)
     archives = Archives()
-    found = items(checkpoint)
+    found = items(checkpoint, dtype)
     files = [TargetFile(f"__{rank}_0.distcp", 0) for rank in range(world_size)]
     entries = []
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):

@@ -16,7 +16,7 @@ from zckpt.plan import TargetFile
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: str = "keep") -> list[TargetFile]:
     """Return the files of a directory.
 
     Parameters
@@ -26,6 +26,8 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[
         Ranks that the parameters are dealt to; a consolidated state is the same for any.
     per_rank : bool
         Whether each rank has a file of its own, or all of the state is in one.
+    dtype : {"float32", "bfloat16", "float16", "keep"}
+        Of trained parameters in the model.
 
     Raises
     ------
@@ -35,10 +37,10 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool) -> list[
         State that no single parameter can hold, or a parameter that cannot be dealt because its size is not known.
     """
     check_world_size(world_size)
-    tensors = model_tensors(checkpoint, "keep", tied="duplicate", exclude_frozen=False)
+    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
     files = [torch_archive.lay_out(MODEL_NAME, model_tree(tensors))] if tensors else []
     if checkpoint.param_groups:
-        tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, "keep"))
+        tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         if per_rank:
             files += _per_rank(checkpoint, tree, world_size)
         else:
