@@ -26,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TEMPLATE = ROOT / "fixtures" / "s2_bf16_dp4" / "global_step5"
 TAG = "global_step1000"
+BYTECODE = str(HERE / "cache" / "bytecode")
 BLOCK = 1 << 20  # bytes; small, because a child's peak is at least its parent's
 POLL_SECONDS = 0.05
 
@@ -124,7 +125,8 @@ def watch(command: Sequence[str], taken: Callable[[], int]) -> Peak:
 
 
 def _spawn(command: Sequence[str], errors: IO[bytes], **options: bool) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": BYTECODE}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has its bytecode, and so is measured with it
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=HERE, **options)
 
 

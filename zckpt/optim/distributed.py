@@ -208,13 +208,22 @@ class LocalOptimizer:
             return [_without(group, _OWN_KEYS) for group in self.optimizer.param_groups]
 
     def load(self, state: State, hyperparameters: list[Group]) -> None:
-        """Take over state by number; what is not there is cleared."""
-        order = list(self.by_number())
+        """Take over state by number, laid out in memory as its parameter is; what is not there is cleared."""
+        from zckpt.optim.zero_redundancy.memory import copied_like
+
         with self.lock:
             saved = self.optimizer.state_dict()["param_groups"]
+            local = {
+                position: {
+                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else value
+                    for key, value in state[number].items()
+                }
+                for position, (number, parameter) in enumerate(self.by_number().items())
+                if number in state
+            }
             self.optimizer.load_state_dict(
                 {
-                    "state": {order.index(number): values for number, values in state.items()},
+                    "state": local,
                     "param_groups": [{**its, **new} for its, new in zip(saved, hyperparameters, strict=True)],
                 }
             )

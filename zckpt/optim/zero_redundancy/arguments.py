@@ -88,6 +88,6 @@ def _is_pair(one: object) -> bool:
 
 def _check_types(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
-    types = {torch.typename(tensor) for tensor in tensors} - {torch.typename(torch.nn.Parameter(torch.empty(0)))}
+    types = {torch.typename(tensor) for tensor in tensors}
     if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim.zero_redundancy.groups import copied
+from zckpt.optim.zero_redundancy.memory import flat, is_dense
 
 State = dict[int, dict[str, Any]]
 """State by global parameter number: position over all groups, in order."""
@@ -22,9 +23,10 @@ State = dict[int, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor that will be sent: its shape and element type, and whether it is beside the CPU or on it."""
+    """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
 
@@ -115,7 +117,8 @@ def _about(value: object) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     if value.dim():
-        return Described(tuple(value.shape), value.dtype, value.device.type == "cpu")
+        lying = value if is_dense(value) else torch.empty(value.shape, device="meta")
+        return Described(tuple(value.shape), lying.stride(), value.dtype, value.device.type == "cpu")
     return Number(value.item(), value.dtype, value.device.type == "cpu")
 
 
@@ -123,8 +126,8 @@ def _send(values: Mapping[str, Any], to: int, group: dist.ProcessGroup, device: 
     """Send a parameter's tensors, one after the other."""
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.dim() and value.numel():
-            wire = value.detach().to(device).contiguous().view(-1).view(torch.uint8)
-            dist.send(wire, dst=dist.get_global_rank(group, to), group=group)
+            tensor = value.detach() if is_dense(value) else value.detach().contiguous()
+            dist.send(flat(tensor).to(device).view(torch.uint8), dst=dist.get_global_rank(group, to), group=group)
 
 
 def _receive(
@@ -140,10 +143,9 @@ def _receive(
         if isinstance(about, Number):
             found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else place)
         elif isinstance(about, Described):
-            tensor = torch.empty(about.shape, dtype=about.dtype, device=device)
+            tensor = torch.empty_strided(about.shape, about.stride, dtype=about.dtype, device=device)
             if tensor.numel():
-                wire = tensor.view(-1).view(torch.uint8)
-                dist.recv(wire, src=dist.get_global_rank(group, source), group=group)
+                dist.recv(flat(tensor).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
             found[key] = tensor.to("cpu" if about.on_cpu else place)
         else:
             found[key] = about
@@ -153,7 +155,7 @@ def _receive(
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies on the CPU."""
     return {
-        key: value.detach().to("cpu", copy=True).contiguous() if isinstance(value, torch.Tensor) else copied(value)
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copied(value)
         for key, value in values.items()
     }
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from zckpt.optim.zero_redundancy import memory
+
 DIRECT_NBYTES = 1 << 20
 """A contiguous parameter of this size is sent by itself: packing it would cost more than a message."""
 
@@ -123,29 +125,29 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
             continue
         if width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            shares = [
+            views = [
                 Bucket(rank, parameters, whole[rank * width : (rank + 1) * width])
                 for rank, parameters in enumerate(ranks)
             ]
-            exchange.gathered.append(Gathered(whole, width, shares))
+            exchange.gathered.append(Gathered(whole, width, views))
         else:
-            shares = [
+            views = [
                 Bucket(rank, parameters, torch.empty(numels[rank], dtype=dtype, device=device))
                 for rank, parameters in enumerate(ranks)
                 if numels[rank]
             ]
-            exchange.buckets += shares
-        for share in shares:
-            if share.tensor is not None:
-                flatten(share.tensor, share.parameters)
+            exchange.buckets += views
+        for view in views:
+            if view.tensor is not None:
+                flatten(view.tensor, view.parameters)
     return exchange
 
 
 def flatten(tensor: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    """Make parameters views of a flat tensor, end to end."""
+    """Make parameters views of a flat tensor, end to end, that lie as they did."""
     at = 0
     for parameter in parameters:
-        view = tensor[at : at + parameter.numel()].view(parameter.shape)
+        view = memory.shaped(tensor[at : at + parameter.numel()], parameter)
         view.copy_(parameter.data)
         parameter.data = view
         at += parameter.numel()

@@ -58,7 +58,7 @@ def hook_with_zero_step(
     """
     steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
 
-    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # see GradBucket
+    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
         future = steps.reduce(state, bucket)
         if steps.ready and bucket.is_last():
             steps.finish()
@@ -82,7 +82,7 @@ def hook_with_zero_step_interleaved(
     """
     steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
 
-    def hook_with_interleaved_step(state, bucket):  # type: ignore[no-untyped-def]  # see GradBucket
+    def hook_with_interleaved_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
         future = steps.reduce(state, bucket)
         if steps.ready:
             steps.step_before(bucket.index())

@@ -3,7 +3,8 @@
 {"state": {number: {key: value}}, "param_groups": [{..., "params": [number]}]}     as torch.optim has it
 {..., "partition": {"rank": r, "world_size": n, "ranks": [rank]}}                  one rank's own part
 
-Numbers are positions over all groups. `ranks` has the rank of each parameter.
+Numbers are positions over all groups. `ranks` has the rank of each parameter. Whatever is wrong with a dict, it is a
+ValueError, as in torch.optim.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from zckpt.optim.zero_redundancy.groups import Group, copied, hyperparameters
+from zckpt.optim.zero_redundancy.memory import copied_like
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -33,7 +35,7 @@ def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.
     """
     saved, state = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(state, Mapping) or not isinstance(saved, (list, tuple)):
-        raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")
+        raise ValueError("not the state dict of an optimizer: it has no 'state' and 'param_groups'")  # noqa: TRY004
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")
     numbers: dict[torch.Tensor, int] = {}
@@ -53,7 +55,7 @@ def _numbers(index: int, saved: object, group: Group) -> list[int]:
     """Return what a saved group calls each of a group's parameters."""
     listed = saved.get("params") if isinstance(saved, Mapping) else None
     if not isinstance(saved, Mapping) or not isinstance(listed, (list, tuple)):
-        raise ValueError(f"param group {index} of the state dict has no list 'params'")
+        raise ValueError(f"param group {index} of the state dict has no list 'params'")  # noqa: TRY004
     if len(listed) != len(group["params"]):
         raise ValueError(
             f"param group {index} has {len(listed)} parameters in the state dict and {len(group['params'])} here"
@@ -71,7 +73,7 @@ def _numbers(index: int, saved: object, group: Group) -> list[int]:
 def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
     """Refuse state that is per element and of another shape than the parameter."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")
+        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
     for key, value in values.items():
         if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
             continue
@@ -135,7 +137,10 @@ def local_dict(
         for position, parameter in enumerate(group["params"], at):
             values = state_dict["state"].get(numbers[parameter])
             if values:
-                local[position] = {key: copied(value) for key, value in values.items()}
+                local[position] = {
+                    key: copied_like(value, parameter) if isinstance(value, torch.Tensor) else copied(value)
+                    for key, value in values.items()
+                }
         names = {"param_names": list(group["param_names"])} if "param_names" in group else {}
         made.append({**hyperparameters(saved), **names, "params": list(range(at, at + len(group["params"])))})
         at += len(group["params"])

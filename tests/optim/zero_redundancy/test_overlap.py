@@ -1,0 +1,288 @@
+"""Stepping in DDP's communication hook: on gloo, in all of its modes, as an optimizer that steps after backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
+
+from tests.engine import run
+from tests.engine.optimizers import FusedLayoutAdam
+from tests.optim.zero_redundancy.training import (
+    Net,
+    assert_same_parameters,
+    assert_same_state,
+    backward,
+    groups,
+    make,
+    named_checks,
+    unsharded,
+)
+from zckpt.optim import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from zckpt.optim.zero_redundancy.overlap import OverlapStatus
+
+pytestmark = pytest.mark.interop
+
+HOOKS = (hook_with_zero_step, hook_with_zero_step_interleaved)
+SMALL = 4e-4  # MB, of which the model makes several buckets
+
+
+def overlapped(
+    model: Net, hook: Any = hook_with_zero_step, kind: str = "adamw", *, reduce: Any = allreduce_hook, **options: Any
+) -> tuple[DDP, ZeroRedundancyOptimizer]:
+    """Return a DDP with an optimizer that steps in its hook, from the first iteration on."""
+    shard = options.pop("shard_buckets", False)
+    group = options.pop("process_group", None)
+    ddp = DDP(model, process_group=group, **{"bucket_cap_mb": SMALL, **options})
+    ours = make(kind, ddp, overlap_with_ddp=True, process_group=group)
+    ddp.register_comm_hook(group, hook(reduce, ddp, ours, shard, from_first_iteration=True))
+    return ddp, ours
+
+
+def separate(
+    model: Net, kind: str = "adamw", *, reduce: Any = allreduce_hook, **options: Any
+) -> tuple[DDP, torch.optim.Optimizer]:
+    """Return what `overlapped` has to equal."""
+    group = options.get("process_group")
+    ddp = DDP(model, **{"bucket_cap_mb": SMALL, **options})
+    ddp.register_comm_hook(group, reduce)
+    return ddp, unsharded(kind, ddp)
+
+
+def run_both(pairs: Any, steps: Any, rank: int) -> None:
+    """Run some steps; one of the optimizers steps in backward already."""
+    for ddp, optimizer in pairs:
+        for step in steps:
+            optimizer.zero_grad()
+            backward(ddp, step, rank)
+            if not isinstance(optimizer, ZeroRedundancyOptimizer):
+                optimizer.step()
+
+
+def as_an_optimizer_that_steps_after_backward(rank: int, world_size: int) -> None:
+    modes: list[dict[str, Any]] = [
+        {}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True},
+        {"static_graph": True, "gradient_as_bucket_view": True}, {"bucket_cap_mb": 25},
+    ]  # fmt: skip
+    for hook, shard, mode in itertools.product(HOOKS, (False, True), modes):
+        model, other = Net(), Net()
+        pairs = [overlapped(model, hook, shard_buckets=shard, **mode), separate(other, **mode)]
+        run_both(pairs, range(6), rank)
+        what = f"{hook.__name__}, {shard}, {mode}"
+        assert_same_parameters(model, other, what)
+        ours = pairs[0][1]
+        assert ours._overlap_info.status == OverlapStatus.INITIALIZED
+        held = [p for assigned in ours._bucket_assignments_per_rank for a in assigned.values() for p in a.parameters]
+        assert len(held) == len(set(held)) == len(list(model.parameters()))
+        ours.consolidate_state_dict()
+        if rank == 0:
+            assert_same_state(ours.state_dict()["state"], pairs[1][1].state_dict()["state"], what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_as_an_optimizer_that_steps_after_backward(world_size: int) -> None:
+    run(as_an_optimizer_that_steps_after_backward, world_size)
+
+
+def first_iterations_change_nothing_unless_asked_to(rank: int, world_size: int) -> None:
+    for static, lost in ((False, 2), (True, 3)):
+        model, other = Net(), Net()
+        ddp = DDP(model, static_graph=static)
+        ours = make("adamw", ddp, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, ours))
+        for step in range(lost):
+            backward(ddp, step, rank)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        ours.zero_grad()
+        backward(ddp, lost, rank)
+        assert not any(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def learning_rates_take_effect(rank: int, world_size: int) -> None:
+    for hook in HOOKS:
+        model, other = Net(), Net()
+        pairs = [overlapped(model, hook), separate(other)]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _, optimizer in pairs]
+        for step in range(6):
+            run_both(pairs, [step], rank)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_same_parameters(model, other)
+        for group in pairs[0][1].param_groups:
+            group["lr"] = 0.0
+            group["weight_decay"] = 0.0
+        run_both(pairs[:1], [7], rank)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def state_is_saved_and_loaded(rank: int, world_size: int) -> None:
+    """At any time: before DDP has settled on its buckets, and after; whole, or each rank its own part."""
+    for before, whole in itertools.product((0, 1, 2, 5), (True, False)):
+        model, other = Net(), Net()
+        pairs = [overlapped(model), separate(other)]
+        run_both(pairs, range(before), rank)
+        (_, ours), (_, theirs) = pairs
+        saved = copy.deepcopy(theirs.state_dict() if whole else ours.state_dict())
+        fresh = [overlapped(model), separate(other)]
+        fresh[0][1].load_state_dict(saved)
+        fresh[1][1].load_state_dict(theirs.state_dict())
+        run_both(fresh, range(before, before + 4), rank)
+        assert_same_parameters(model, other, f"{before}, {whole}")
+        fresh[0][1].load_state_dict(fresh[1][1].state_dict())
+        run_both(fresh, range(20, 22), rank)
+        assert_same_parameters(model, other, f"{before}, {whole}")
+    if world_size > 1:
+        with pytest.raises(ValueError, match="before the first iteration"):
+            ours.load_state_dict(make("adamw", model).state_dict())
+
+
+def gradients_are_accumulated(rank: int, world_size: int) -> None:
+    for hook in HOOKS:
+        model, other = Net(), Net()
+        pairs = [overlapped(model, hook), separate(other)]
+        for step in range(6):
+            for ddp, optimizer in pairs:
+                optimizer.zero_grad()
+                for part in range(2):
+                    with ddp.no_sync() if part == 0 else contextlib.nullcontext():
+                        backward(ddp, 2 * step + part, rank)
+                if ddp is pairs[1][0]:
+                    optimizer.step()
+        assert_same_parameters(model, other)
+
+
+def hook_that_compresses(rank: int, world_size: int) -> None:
+    for hook, shard in itertools.product(HOOKS, (False, True)):
+        model, other = Net(), Net()
+        pairs = [overlapped(model, hook, reduce=bf16_compress_hook, shard_buckets=shard),
+                 separate(other, reduce=bf16_compress_hook)]  # fmt: skip
+        run_both(pairs, range(6), rank)
+        assert_same_parameters(model, other)
+
+
+def hook_that_answers_elsewhere(rank: int, world_size: int) -> None:
+    """A hook may return gradients in another tensor than the bucket's."""
+
+    def reduce(group: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        mine = bucket.buffer().double() / world_size
+        future = dist.all_reduce(mine, group=group, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0].float())
+
+    for hook in HOOKS:
+        model, other = Net(), Net()
+        pairs = [overlapped(model, hook, reduce=reduce), separate(other, reduce=reduce)]
+        run_both(pairs, range(5), rank)
+        assert_same_parameters(model, other)
+
+
+def uneven_inputs(rank: int, world_size: int) -> None:
+    for fewest in (1, 2, 4):
+        for hook in HOOKS:
+            model, other = Net(), Net()
+            pairs = [overlapped(model, hook, broadcast_buffers=False), separate(other, broadcast_buffers=False)]
+            for pair in pairs:
+                with pair[0].join():
+                    run_both([pair], range(fewest + 2 * rank), rank)
+            last = world_size - 1
+            assert rank != last or all(map(torch.equal, model.parameters(), other.parameters()))
+            for parameter in model.parameters():
+                expected = parameter.detach().clone()
+                dist.broadcast(expected, last)
+                assert torch.equal(parameter, expected)
+
+
+def parameters_taken_out_of_their_bucket(rank: int, world_size: int) -> None:
+    model, other = Net(), Net()
+    pairs = [overlapped(model), separate(other)]
+    run_both(pairs, range(4), rank)
+    for net in (model, other):
+        net.first.weight.data = net.first.weight.data * 2
+    run_both(pairs, range(4, 7), rank)
+    assert_same_parameters(model, other)
+
+
+def optimizer_that_counts_steps_in_its_groups(rank: int, world_size: int) -> None:
+    class Counting(FusedLayoutAdam):
+        """Counts as apex does: once for each call of `step`."""
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                group["calls"] = group.get("calls", 0) + 1
+            super().step()
+
+    for hook in HOOKS:
+        model = Net()
+        ddp = DDP(model, bucket_cap_mb=SMALL)
+        ours = ZeroRedundancyOptimizer(groups(ddp), Counting, overlap_with_ddp=True)
+        ddp.register_comm_hook(None, hook(allreduce_hook, ddp, ours, from_first_iteration=True))
+        run_both([(ddp, ours)], range(5), rank)
+        mine = [bool(group["params"]) for group in ours.optim.param_groups]
+        assert [g.get("calls") for g, has in zip(ours.param_groups, mine, strict=True) if has] == [5] * sum(mine)
+
+
+def what_it_refuses_and_warns_of(rank: int, world_size: int) -> None:
+    ddp, ours = overlapped(Net())
+    with pytest.raises(ValueError, match="not made with overlap_with_ddp=True"):
+        hook_with_zero_step(allreduce_hook, ddp, make("adamw", ddp))
+    assert ours.step() is None
+    ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    run_both([(ddp, ours)], range(4), rank)
+    with pytest.raises(RuntimeError, match="the buckets of DDP"):
+        ours.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def torchs_own_hook_runs_it(rank: int, world_size: int) -> None:
+    """The surface that torch's hook uses is there. It refuses gloo, on which it may wait for ever, and rarely does."""
+    model, other = Net(), Net()
+    ddp = DDP(model, bucket_cap_mb=SMALL)
+    ours = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+    with mock.patch.object(dist, "get_backend", return_value="other"):
+        ddp.register_comm_hook(None, ddp_zero_hook.hook_with_zero_step(allreduce_hook, ddp, ours))
+    reference = DDP(other, bucket_cap_mb=SMALL, broadcast_buffers=False)
+    reference.register_comm_hook(None, allreduce_hook)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(5):
+        ours.zero_grad()
+        backward(ddp, step, rank)
+        theirs.zero_grad()
+        backward(reference, step, rank)
+        if step >= 2:
+            theirs.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+CHECKS = [
+    first_iterations_change_nothing_unless_asked_to, learning_rates_take_effect, state_is_saved_and_loaded,
+    gradients_are_accumulated, hook_that_compresses, hook_that_answers_elsewhere, uneven_inputs,
+    parameters_taken_out_of_their_bucket, optimizer_that_counts_steps_in_its_groups, what_it_refuses_and_warns_of,
+    torchs_own_hook_runs_it,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(**named_checks(CHECKS))
+def test_overlap(check: Any) -> None:
+    run(check, 2)
+
+
+def in_a_group_of_some_ranks(rank: int, world_size: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        for hook, shard in itertools.product(HOOKS, (False, True)):
+            model, other = Net(), Net()
+            pairs = [overlapped(model, hook, shard_buckets=shard, process_group=group),
+                     separate(other, process_group=group)]  # fmt: skip
+            run_both(pairs, range(5), rank)
+            assert_same_parameters(model, other)
+
+
+def test_group_ranks_are_told_from_global_ranks() -> None:
+    run(in_a_group_of_some_ranks, 3)

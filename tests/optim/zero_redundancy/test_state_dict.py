@@ -1,0 +1,307 @@
+"""State dicts: consolidated, a rank's own part, loaded anywhere, refused where they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
+
+from tests.engine import run
+from tests.engine.optimizers import FusedLayoutAdam
+from tests.optim.zero_redundancy.training import (
+    OPTIMIZERS,
+    Net,
+    assert_same_parameters,
+    assert_same_state,
+    groups,
+    make,
+    named_checks,
+    train,
+    twins,
+    unsharded,
+)
+from zckpt.optim import ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.interop
+
+
+def consolidated(optimizer: ZeroRedundancyOptimizer | TorchOptimizer, to: int = 0) -> dict[str, Any]:
+    """Return the whole state dict on every rank."""
+    optimizer.consolidate_state_dict(to=to)
+    told = [optimizer.state_dict() if dist.get_rank() == to else None]
+    dist.broadcast_object_list(told, src=to)
+    assert told[0] is not None
+    return told[0]
+
+
+def consolidated_is_the_unsharded_optimizers(rank: int, world_size: int) -> None:
+    for kind in OPTIMIZERS:
+        _, ours, _, theirs = pair = twins(kind, named=kind == "adamw")
+        assert_trained(pair)
+        for to in range(world_size):
+            ours.consolidate_state_dict(to=to)
+            if rank == to:
+                found, wanted = ours.state_dict(), theirs.state_dict()
+                assert list(found) == list(wanted)
+                assert_same_state(found["state"], wanted["state"], kind)
+                assert found["param_groups"] == wanted["param_groups"]
+
+
+def assert_trained(
+    pair: tuple[Net, torch.optim.Optimizer, Net, torch.optim.Optimizer], *steps: int, what: str = ""
+) -> None:
+    """Train both for some steps."""
+    model, ours, other, theirs = pair
+    train(model, ours, steps or range(3))
+    train(other, theirs, steps or range(3))
+    assert_same_parameters(model, other, what)
+
+
+def loaded_from_each_other(rank: int, world_size: int) -> None:
+    for kind in OPTIMIZERS:
+        model, ours, other, theirs = pair = twins(kind)
+        assert_trained(pair)
+        whole, single = consolidated(ours, to=world_size - 1), copy.deepcopy(theirs.state_dict())
+        fresh = model, make(kind, model), other, unsharded(kind, other)
+        fresh[1].load_state_dict(single)
+        fresh[3].load_state_dict(whole)
+        assert_trained(fresh, 3, 4, what=kind)
+        torchs = TorchOptimizer(groups(other), OPTIMIZERS[kind][0], **OPTIMIZERS[kind][1])
+        torchs.load_state_dict(consolidated(fresh[1]))
+        back = make(kind, model)
+        back.load_state_dict(consolidated(torchs))
+        assert_trained((model, back, other, torchs), 5, 6, what=kind)
+
+
+def own_part_is_loaded_again(rank: int, world_size: int) -> None:
+    model, ours, other, theirs = pair = twins("adamw")
+    assert_trained(pair)
+    part = ours.state_dict()
+    assert part["partition"]["rank"] == rank
+    assert set(part["state"]) == {n for n, owner in enumerate(part["partition"]["ranks"]) if owner == rank}
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    fresh = make("adamw", model)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert_trained((model, fresh, other, theirs), 3, 4)
+    with pytest.raises(ValueError, match=f"part of rank {rank} of {world_size}, and this is rank 0 of 1"):
+        alone_or_not(rank, model).load_state_dict(part)
+    part["partition"]["rank"] += 1
+    with pytest.raises(ValueError, match="part of rank"):
+        fresh.load_state_dict(part)
+
+
+def alone_or_not(rank: int, model: Net) -> ZeroRedundancyOptimizer:
+    """Return an optimizer of a group of this rank alone."""
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    return make("adamw", model, process_group=alone[rank])
+
+
+def part_of_another_partition_is_taken_over(rank: int, world_size: int) -> None:
+    model, ours, other, theirs = pair = twins("adamw", parameters_as_bucket_view=True)
+    turned = [[p for p, r in ours._param_to_rank.items() if (r + 1) % world_size == rank] for rank in range(world_size)]
+    ours._repartition(turned)
+    assert_trained(pair)
+    part = ours.state_dict()
+    fresh = make("adamw", model, parameters_as_bucket_view=True)
+    fresh.load_state_dict(part)
+    assert fresh._param_to_rank == ours._param_to_rank
+    assert_trained((model, fresh, other, theirs), 3, 4)
+    assert_same_state(consolidated(fresh)["state"], theirs.state_dict()["state"])
+    with pytest.raises(RuntimeError, match="a part that was loaded"):
+        fresh.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+
+
+def consolidated_copy_shares_nothing_and_is_released(rank: int, world_size: int) -> None:
+    model, ours, _, _ = pair = twins("adamw")
+    assert_trained(pair)
+    ours.consolidate_state_dict(to=1)
+    taken = ours.state_dict()
+    before = copy.deepcopy(taken)
+    train(model, ours, range(3, 5))
+    ours.param_groups[0]["lr"] = 5.0
+    if rank == 1:
+        assert_same_state(taken["state"], before["state"])
+        assert taken["param_groups"] == before["param_groups"]
+        assert ours.state_dict()["state"].keys() == before["state"].keys()
+        assert "partition" not in ours.state_dict()
+    ours.release_state_dict()
+    assert "partition" in ours.state_dict()
+
+
+def load_leaves_the_dict_alone_and_shares_nothing(rank: int, world_size: int) -> None:
+    model, _, _, theirs = pair = twins("adamw")
+    assert_trained(pair)
+    given = theirs.state_dict()
+    before = copy.deepcopy(given)
+    fresh = make("adamw", model)
+    fresh.load_state_dict(given)
+    train(model, fresh, range(3))
+    assert_same_state(given["state"], before["state"])
+    assert given["param_groups"] == before["param_groups"]
+    assert fresh.state is fresh.optim.state
+    assert set(fresh.state) == {p for p, owner in fresh._param_to_rank.items() if owner == rank}
+
+
+def load_clears_what_the_dict_does_not_have(rank: int, world_size: int) -> None:
+    _, ours, _, theirs = pair = twins("adamw")
+    fresh = theirs.state_dict()
+    assert_trained(pair)
+    ours.load_state_dict(fresh)
+    assert not ours.state
+    _, ours, other, _ = twins("adamw")
+    half = unsharded("adamw", other)
+    train(other, half, [0])
+    given = half.state_dict()
+    del given["state"][1]
+    ours.load_state_dict(given)
+    assert sum(len(part) for part in everyone(len(ours.state))) == len(given["state"])
+
+
+def everyone(count: int) -> list[list[None]]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [None] * count)
+    return told
+
+
+def load_casts_as_torch_does(rank: int, world_size: int) -> None:
+    for options in ({}, {"fused": True}, {"amsgrad": True}):
+        parameters = [torch.nn.Parameter(torch.ones(n, 3, dtype=torch.bfloat16)) for n in (3, 4, 5)]
+        ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1, **options)
+        theirs = torch.optim.AdamW(parameters, lr=0.1, **options)
+        full = torch.optim.AdamW([torch.nn.Parameter(torch.ones(n, 3)) for n in (3, 4, 5)], lr=0.1, **options)
+        for group in full.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.rand_like(parameter)
+        full.step()
+        ours.load_state_dict(full.state_dict())
+        theirs.load_state_dict(full.state_dict())
+        found = consolidated(ours)
+        assert_same_state(found["state"], theirs.state_dict()["state"], str(options))
+        assert {values["exp_avg"].dtype for values in found["state"].values()} == {torch.bfloat16}
+        assert {values["step"].dtype for values in found["state"].values()} == {torch.float32}
+
+
+def names_find_parameters_in_another_order(rank: int, world_size: int) -> None:
+    model, _, other, theirs = pair = twins("adamw", named=True)
+    assert_trained(pair)
+    turned = [{**group, "params": group["params"][::-1]} for group in groups(model, named=True)]
+    fresh = ZeroRedundancyOptimizer(turned, torch.optim.AdamW, lr=0.01)
+    fresh.load_state_dict(theirs.state_dict())
+    assert_trained((model, fresh, other, theirs), 3, 4)
+
+
+def mismatched_dicts_are_refused_by_what_differs(rank: int, world_size: int) -> None:
+    _, ours, _, theirs = pair = twins("adamw", named=True)
+    assert_trained(pair)
+    whole = theirs.state_dict()
+    before = copy.deepcopy(ours.state_dict())
+
+    def changed(**changes: object) -> dict[str, Any]:
+        return {**copy.deepcopy(whole), **changes}
+
+    first, second = copy.deepcopy(whole)["param_groups"]
+    wrong: list[tuple[Any, str]] = [
+        ({}, "no 'state' and 'param_groups'"),
+        (changed(state=[]), "no 'state' and 'param_groups'"),
+        (changed(param_groups=[first]), "1 param groups, the optimizer has 2"),
+        (changed(param_groups=[{**first, "params": first["params"][1:]}, second]), "group 0 has 2 parameters"),
+        (changed(param_groups=[{**first, "params": None}, second]), "no list 'params'"),
+        (changed(param_groups=[{**first, "param_names": ["a", "b", "c"]}, second]), "group 0 has other parameters"),
+        (changed(param_groups=[first, {**second, "params": first["params"][:1] * len(second["params"])}]), "twice"),
+        (changed(state={**whole["state"], 99: {}}), "state of parameter 99"),
+        (changed(state={**whole["state"], 0: None}), "state of parameter 0 is NoneType"),
+        (changed(state={**whole["state"], 0: {"exp_avg": torch.ones(4, 5)}}), r"shape \(4, 5\).*\(13, 7\)"),
+        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99] * 9}), "that are not there"),
+        (changed(partition=3), "no usable 'partition'"),
+        (changed(partition={"rank": rank, "world_size": world_size, "ranks": [99]}), "no usable"),
+    ]  # fmt: skip
+    for given, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            ours.load_state_dict(given)
+    assert_same_state(ours.state_dict()["state"], before["state"])
+    for to in (-1, world_size):
+        with pytest.raises(ValueError, match=f"no rank {to}"):
+            ours.consolidate_state_dict(to=to)
+
+
+def hyperparameters_that_count_steps_come_from_a_rank_that_steps(rank: int, world_size: int) -> None:
+    x, y = (torch.nn.Parameter(torch.ones(n)) for n in (5, 3))
+    ours = ZeroRedundancyOptimizer([{"params": [x]}, {"params": [y]}], FusedLayoutAdam, lr=0.1)
+    for group in ours.optim.param_groups:
+        group["step"] = 7 if group["params"] else 0
+    for index, group in enumerate(ours.param_groups):
+        group["step"] = ours.optim.param_groups[index]["step"]
+    for to in range(world_size):
+        found = consolidated(ours, to=to)
+        assert [group["step"] for group in found["param_groups"]] == [7, 7]
+
+
+def hooks_of_state_dicts_are_called(rank: int, world_size: int) -> None:
+    _, ours, _, _ = twins("adamw")
+    seen: list[str] = []
+
+    def mark(_: object, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return {**state_dict, "mark": 1}
+
+    def unmark(_: object, state_dict: dict[str, Any]) -> None:
+        seen.append(state_dict.pop("mark"))
+
+    ours.register_state_dict_post_hook(mark)
+    ours.register_load_state_dict_pre_hook(unmark)
+    ours.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    ours.load_state_dict(ours.state_dict())
+    assert seen == [1, "loaded"]
+
+
+@pytest.mark.parametrize(
+    **named_checks([
+        consolidated_is_the_unsharded_optimizers, loaded_from_each_other, own_part_is_loaded_again,
+        part_of_another_partition_is_taken_over, consolidated_copy_shares_nothing_and_is_released,
+        load_leaves_the_dict_alone_and_shares_nothing, load_clears_what_the_dict_does_not_have,
+        load_casts_as_torch_does, names_find_parameters_in_another_order,
+        mismatched_dicts_are_refused_by_what_differs,
+        hyperparameters_that_count_steps_come_from_a_rank_that_steps, hooks_of_state_dicts_are_called,
+    ])
+)  # fmt: skip
+def test_state_dict(check: Any) -> None:
+    run(check, 3)
+
+
+# --- another number of ranks
+
+
+def save_at(rank: int, world_size: int, kind: str) -> tuple[dict[str, Any], dict[str, Any], list[torch.Tensor]]:
+    """Train three steps, return weights and state, and what three more steps make of the weights."""
+    model = Net()
+    ours = make(kind, model)
+    train(model, ours, range(3))
+    weights, state = copy.deepcopy(model.state_dict()), consolidated(ours)
+    train(model, ours, range(3, 6))
+    return weights, state, [p.detach() for p in model.parameters()]
+
+
+def load_at(
+    rank: int, world_size: int, kind: str, weights: dict[str, Any], state: dict[str, Any]
+) -> list[torch.Tensor]:
+    model = Net()
+    model.load_state_dict(weights)
+    ours = make(kind, model)
+    ours.load_state_dict(state)
+    train(model, ours, range(3, 6))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["adamw_amsgrad", "sgd_nesterov"])
+def test_state_saved_at_4_continues_at_any_number_of_ranks(kind: str) -> None:
+    weights, state, wanted = run(save_at, 4, kind)[0]
+    for world_size in (1, 2, 3, 5):
+        for found in run(load_at, world_size, kind, weights, state):
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), world_size

@@ -1,0 +1,298 @@
+"""The step: what a sharded optimizer does to parameters is what the unsharded one does, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import run
+from tests.engine.optimizers import FusedLayoutAdam, Lion
+from tests.optim.zero_redundancy.training import (
+    OPTIMIZERS,
+    Net,
+    assert_same_parameters,
+    assert_same_state,
+    backward,
+    groups,
+    make,
+    named_checks,
+    train,
+    twins,
+)
+from zckpt.optim import ZeroRedundancyOptimizer
+from zckpt.optim.zero_redundancy import exchange
+
+pytestmark = pytest.mark.interop
+
+STEPS = 20
+
+
+def steps_as_the_unsharded_optimizer(rank: int, world_size: int, view: bool) -> None:
+    for kind in OPTIMIZERS:
+        model, ours, other, theirs = twins(kind, parameters_as_bucket_view=view)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (ours, theirs)]
+        for step in range(STEPS):
+            for net, optimizer in ((model, ours), (other, theirs)):
+                optimizer.zero_grad()
+                backward(net, step)
+                optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+        assert_same_parameters(model, other, kind)
+        ours.consolidate_state_dict(to=world_size - 1)
+        if rank == world_size - 1:
+            assert_same_state(ours.state_dict()["state"], theirs.state_dict()["state"], kind)
+            assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize(("world_size", "view"), [(1, True), (2, False), (2, True), (3, False), (4, True), (5, False)])
+def test_steps_as_the_unsharded_optimizer(world_size: int, view: bool) -> None:
+    run(steps_as_the_unsharded_optimizer, world_size, view)
+
+
+def large_parameters_are_sent_as_they_are_and_small_ones_packed(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        model = Net(wide=25000)
+        other = copy.deepcopy(model)
+        ours = make("adamw", model, parameters_as_bucket_view=view)
+        theirs = torch.optim.AdamW(groups(other), **OPTIMIZERS["adamw"][1])
+        train(model, ours, range(3))
+        train(other, theirs, range(3))
+        assert_same_parameters(model, other)
+        kinds = {len(bucket.parameters) > 1 for bucket in ours._exchange.buckets}
+        assert kinds == ({True, False} if not view else set()) or view
+
+
+def several_groups_and_element_types(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        torch.manual_seed(0)
+        parameters = [
+            torch.nn.Parameter(torch.randn(n, 3).to(dtype))
+            for n, dtype in enumerate([torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16] * 3)
+        ]
+        others = copy.deepcopy(parameters)
+        ours = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+        theirs = torch.optim.AdamW(others, lr=0.1)
+        for step in range(3):
+            for every in (parameters, others):
+                for number, parameter in enumerate(every):
+                    parameter.grad = torch.full_like(parameter, 1 + step - number)
+            ours.step()
+            theirs.step()
+        for mine, its in zip(parameters, others, strict=True):
+            assert mine.dtype == its.dtype
+            assert torch.equal(mine, its)
+
+
+def complex_and_empty_parameters(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        parameters = [torch.nn.Parameter(torch.ones(n, dtype=torch.complex64)) for n in (0, 3, 2)]
+        ours = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, parameters_as_bucket_view=view, lr=0.5)
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 1j)
+        ours.step()
+        assert all(torch.equal(p, torch.full_like(p, 1 - 0.5j)) for p in parameters)
+
+
+def more_ranks_than_parameters(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        x = torch.nn.Parameter(torch.ones(3))
+        ours = ZeroRedundancyOptimizer([x], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+        x.grad = torch.ones(3)
+        ours.step()
+        assert ours.shares == [3] + [0] * (world_size - 1)
+        assert x[0] < 1
+        ours.consolidate_state_dict(to=world_size - 1)
+        if rank == world_size - 1:
+            assert ours.state_dict()["state"][0]["step"] == 1
+
+
+def group_added_later(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        model, other = Net(), Net()
+        both = groups(model), groups(other)
+        ours = ZeroRedundancyOptimizer([both[0][0]], torch.optim.AdamW, parameters_as_bucket_view=view, lr=0.1)
+        theirs = torch.optim.AdamW([both[1][0]], lr=0.1)
+        train(model, ours, range(3))
+        train(other, theirs, range(3))
+        before = dict(ours._param_to_rank)
+        for optimizer, (_, added) in ((ours, both[0]), (theirs, both[1])):
+            optimizer.add_param_group(added)
+        assert all(ours._param_to_rank[p] == r for p, r in before.items())
+        train(model, ours, range(3, 6))
+        train(other, theirs, range(3, 6))
+        assert_same_parameters(model, other)
+        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+            ours.add_param_group({"params": [model.scale]})
+
+
+def trainability_that_changes(rank: int, world_size: int) -> None:
+    for view in (False, True):
+        model, ours, other, theirs = twins("adamw", parameters_as_bucket_view=view)
+        for net in (model, other):
+            net.first.requires_grad_(False)
+        for step in range(8):
+            train(model, ours, [step])
+            train(other, theirs, [step])
+            for net in (model, other):
+                net.first.requires_grad_(step >= 2)
+                net.last.requires_grad_(step % 3 == 0)
+        assert_same_parameters(model, other)
+
+
+def frozen_parameters_are_not_sent(rank: int, world_size: int) -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    model.second.requires_grad_(False)
+    ours = make("adamw", model)
+    train(model, ours, range(2))
+    sent = {p for bucket in ours._exchange.buckets for p in bucket.parameters}
+    assert sent == {p for p in model.parameters() if p.requires_grad}
+
+
+def closure_and_its_loss(rank: int, world_size: int) -> None:
+    model, ours, other, theirs = twins("sgd_nesterov")
+
+    def closure(net: Net, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        return backward(net, 1)
+
+    for _ in range(3):
+        loss = ours.step(partial(closure, model, ours))
+        assert torch.equal(loss, theirs.step(partial(closure, other, theirs)))
+    assert_same_parameters(model, other)
+
+
+class Keyed(torch.optim.SGD):
+    """Its step takes a number and no closure, and notes it in the group."""
+
+    def step(self, number: int = 0) -> int:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["number"] = number
+        return number
+
+
+def inner_steps_of_other_signatures(rank: int, world_size: int) -> None:
+    model = Net()
+    ours = ZeroRedundancyOptimizer(groups(model), Keyed, lr=0.1)
+    backward(model, 0)
+    assert ours.step(number=7) == 7
+    assert [group["number"] for group in ours.param_groups] == [7, 7]
+    for optimizer_class, defaults in ((Lion, {"lr": 1e-3}), (FusedLayoutAdam, {"lr": 1e-2})):
+        model, other = Net(), Net()
+        ours = ZeroRedundancyOptimizer(groups(model), optimizer_class, **defaults)
+        theirs = optimizer_class(groups(other), **defaults)
+        train(model, ours, range(4))
+        train(other, theirs, range(4))
+        assert_same_parameters(model, other)
+
+
+def schedulers_and_changes_of_hyperparameters(rank: int, world_size: int) -> None:
+    model, ours, other, theirs = twins("adamw")
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9) for one in (ours, theirs)]
+    for step in range(8):
+        train(model, ours, [step])
+        train(other, theirs, [step])
+        for scheduler in schedulers:
+            scheduler.step()
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+    assert_same_parameters(model, other)
+    assert ours.param_groups[0]["betas"] == theirs.param_groups[0]["betas"] != (0.9, 0.999)
+
+
+def parameters_taken_out_of_their_bucket(rank: int, world_size: int) -> None:
+    model, ours, other, theirs = twins("adamw", parameters_as_bucket_view=True)
+    train(model, ours, range(2))
+    train(other, theirs, range(2))
+    for net in (model, other):
+        for parameter in net.first.parameters():
+            parameter.data = parameter.data * 2
+    train(model, ours, range(2, 5))
+    train(other, theirs, range(2, 5))
+    assert_same_parameters(model, other)
+    assert ours._exchange.is_intact()
+
+
+def shares_nearly_equal_are_gathered_at_once(rank: int, world_size: int) -> None:
+    even = [torch.nn.Parameter(torch.ones(100)) for _ in range(2 * world_size)]
+    uneven = [torch.nn.Parameter(torch.ones(n)) for n in [1000] + [10] * world_size]
+    for parameters, gathered in ((even, 1), (uneven, 0)):
+        ours = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, parameters_as_bucket_view=True, lr=1.0)
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full_like(parameter, float(number))
+        ours.step()
+        for number, parameter in enumerate(parameters):
+            assert torch.equal(parameter, torch.full_like(parameter, 1.0 - number))
+        assert len(ours._exchange.gathered) == gathered
+        assert len(ours._exchange.buckets) == (0 if gathered else world_size)
+
+
+def zero_grad_and_step_hooks(rank: int, world_size: int) -> None:
+    model, ours, _, _ = twins("adamw")
+    seen: list[str] = []
+    ours.register_step_pre_hook(lambda *_: seen.append("before"))
+    ours.register_step_post_hook(lambda *_: seen.append("after"))
+    backward(model, 0)
+    ours.step()
+    assert seen == ["before", "after"]
+    ours.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, 0)
+    ours.zero_grad(set_to_none=False)
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    **named_checks([
+        large_parameters_are_sent_as_they_are_and_small_ones_packed, several_groups_and_element_types,
+        complex_and_empty_parameters, more_ranks_than_parameters, group_added_later, trainability_that_changes,
+        frozen_parameters_are_not_sent, closure_and_its_loss, inner_steps_of_other_signatures,
+        schedulers_and_changes_of_hyperparameters, parameters_taken_out_of_their_bucket,
+        shares_nearly_equal_are_gathered_at_once, zero_grad_and_step_hooks,
+    ])
+)  # fmt: skip
+def test_step(check: Any) -> None:
+    run(check, 3)
+
+
+def in_a_group_of_some_ranks(rank: int, world_size: int) -> list[int] | None:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        with pytest.raises(ValueError, match="not in the process group"):
+            ZeroRedundancyOptimizer([torch.ones(1)], torch.optim.SGD, process_group=group, lr=1.0)
+        return None
+    for view in (False, True):
+        model, ours, other, theirs = twins("adamw", process_group=group, parameters_as_bucket_view=view)
+        train(model, ours, range(4))
+        train(other, theirs, range(4))
+        assert_same_parameters(model, other)
+        assert (ours.rank, ours.global_rank, ours.world_size) == (rank // 2, rank, 2)
+        ours.consolidate_state_dict(to=1)
+        if rank == 3:
+            assert_same_state(ours.state_dict()["state"], theirs.state_dict()["state"])
+        else:
+            assert len(ours.state_dict()["state"]) < len(theirs.state_dict()["state"])
+    return ours.shares
+
+
+def test_group_ranks_are_told_from_global_ranks() -> None:
+    shares = run(in_a_group_of_some_ranks, 4)
+    assert shares[0] is None
+    assert shares[1] == shares[3]
+
+
+def test_packs_hold_every_parameter_once_and_no_more_than_they_may() -> None:
+    sizes = [5, 0, exchange.DIRECT_NBYTES // 4, 7] + [exchange.DIRECT_NBYTES // 8] * 40
+    parameters = [torch.zeros(n) for n in sizes]
+    packs = exchange.plain_exchange([parameters]).buckets
+    held = [p for pack in packs for p in pack.parameters]
+    assert {id(p) for p in held} == {id(p) for p in parameters if p.numel()}
+    assert len(held) == len(sizes) - 1
+    assert all(sum(p.nbytes for p in b.parameters) <= exchange.BUCKET_NBYTES for b in packs)

@@ -1,0 +1,129 @@
+"""What the tests of this folder train: a small model of odd sizes, step by step, on the ranks that `run` makes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from zckpt.optim import ZeroRedundancyOptimizer
+
+Optimizer = torch.optim.Optimizer
+
+OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "sgd_nesterov": (torch.optim.SGD, {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "sgd_maximize": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9, "maximize": True, "foreach": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+    "adam_amsgrad": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "foreach": True}),
+    "adam_maximize": (torch.optim.Adam, {"lr": 1e-3, "maximize": True}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw_amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True, "maximize": True}),
+    "adamw_foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+}
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, buffers, a layer that is not contiguous, one that is large, and a scalar."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: int = 17) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(7, 13)
+        self.norm = torch.nn.BatchNorm1d(13)
+        self.second = torch.nn.Linear(13, wide)
+        self.second.weight = torch.nn.Parameter(torch.randn(13, wide).t())
+        self.last = torch.nn.Linear(wide, 3)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.last(torch.relu(self.second(self.norm(self.first(x)))))
+
+
+def batch(step: int, rank: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a batch that depends on nothing but its arguments."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(5, 7, generator=generator).to(dtype)
+
+
+def backward(model: torch.nn.Module, step: int, rank: int = 0) -> torch.Tensor:
+    """Compute gradients from a batch of a step and return the loss."""
+    dtype = next(model.parameters()).dtype
+    loss = model(batch(step, rank, dtype)).float().tanh().pow(2).mean()  # bounded, for those that maximize
+    loss.backward()
+    return loss
+
+
+def groups(model: torch.nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
+    """Return two param groups: matrices with a decay, and the others."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    every = list(module.named_parameters())
+    matrices = [(n, p) for n, p in every if p.dim() > 1]
+    others = [(n, p) for n, p in every if p.dim() <= 1]
+    made: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 0.003}]
+    return made if named else [{**group, "params": [p for _, p in group["params"]]} for group in made]
+
+
+def train(model: torch.nn.Module, optimizer: Optimizer, steps: Iterable[int], rank: int = 0) -> None:
+    """Step on the batches of some steps."""
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step, rank)
+        optimizer.step()
+
+
+def make(kind: str, model: torch.nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
+    """Return a sharded optimizer of two groups."""
+    optimizer_class, defaults = OPTIMIZERS[kind]
+    named = options.pop("named", False)
+    return ZeroRedundancyOptimizer(groups(model, named=named), optimizer_class, **options, **defaults)
+
+
+def unsharded(kind: str, model: torch.nn.Module, *, named: bool = False) -> Optimizer:
+    """Return the optimizer that `make`'s has to equal."""
+    optimizer_class, defaults = OPTIMIZERS[kind]
+    return optimizer_class(groups(model, named=named), **defaults)
+
+
+def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module, what: str = "") -> None:
+    """Fail unless two models have the same parameters and buffers, bit for bit."""
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), f"{what}: {name} differs"
+
+
+def assert_same_state(one: Mapping[Any, Any], other: Mapping[Any, Any], what: str = "") -> None:
+    """Fail unless two states by number have the same values of the same type, bit for bit."""
+    assert list(one) == list(other), what
+    for number, values in one.items():
+        assert values.keys() == other[number].keys(), f"{what}: {number}"
+        for key, value in values.items():
+            its = other[number][key]
+            assert type(value) is type(its), f"{what}: {key} of {number}"
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == its.dtype, f"{what}: {key} of {number}"
+                assert torch.equal(value, its), f"{what}: {key} of {number}"
+            else:
+                assert value == its, f"{what}: {key} of {number}"
+
+
+def twins(kind: str, **options: Any) -> tuple[Net, ZeroRedundancyOptimizer, Net, Optimizer]:
+    """Return a model with a sharded optimizer and the same model with the unsharded one."""
+    model = Net()
+    other = copy.deepcopy(model)
+    named = bool(options.get("named"))
+    return model, make(kind, model, **options), other, unsharded(kind, other, named=named)
+
+
+def named_checks(checks: Iterable[Callable[..., Any]]) -> dict[str, Any]:
+    """Return arguments of `pytest.mark.parametrize` for functions that ranks run."""
+    listed = list(checks)
+    return {"argnames": "check", "argvalues": listed, "ids": [one.__name__ for one in listed]}
