@@ -11,9 +11,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
+from zckpt.boxes import intersections
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError
 from zckpt.plan import Copy, Hole, TargetFile, fill, plan, row_major
+from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot, Span
 
 FILE = "shard"
@@ -402,3 +404,23 @@ def test_plan_counts_what_it_reads_and_writes():
 def test_plan_of_a_file_with_an_incomplete_hole_is_refused():
     with pytest.raises(LayoutError):
         plan([TargetFile("a", 300, holes=[hole_of(slot_of((6,)))])])
+
+
+# --- slots of many spans ----------------------------------------------------------------------------------------
+
+
+@given(st.data(), shapes())
+def test_index_has_every_span_that_reaches_into_an_extent(data, shape):
+    spans = [Span(tile, "f", 0, "float32") for tile in data.draw(tilings(shape))]
+    extent = data.draw(extents(shape))
+    near = SpanIndex(Slot("weight", "float32", shape, tuple(spans))).reaching(extent).spans
+    assert all(span in near for span in spans if any(intersections(span.extent, extent)))
+
+
+@given(st.data(), st.integers(1, 100))
+def test_index_has_no_range_that_does_not_reach(data, numel):
+    spans = [Span(Extent.flat((numel,), i, 1), "f", i, "uint8") for i in data.draw(st.permutations(range(numel)))]
+    low = data.draw(st.integers(0, numel - 1))
+    high = data.draw(st.integers(low + 1, numel))
+    near = SpanIndex(Slot("weight", "uint8", (numel,), tuple(spans))).reaching(Extent.flat((numel,), low, high - low))
+    assert [span.offset for span in near.spans] == list(range(low, high))

@@ -78,3 +78,12 @@ def overlap(boxes: list[Box]) -> bool:
 
 def _meet(a: Box, b: Box) -> bool:
     return all(oa < ob + sb and ob < oa + sa for oa, sa, ob, sb in zip(a[0], a[1], b[0], b[1], strict=True))
+
+
+def bounds(extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return a range of the flattened tensor that holds an extent, and no more where its box is whole rows."""
+    steps = row_major(shape)
+    first = sum(o * s for o, s in zip(extent.offsets, steps, strict=True))
+    if extent.sizes[1:] == shape[1:]:
+        return first + extent.start, first + extent.start + extent.numel
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(extent.sizes, steps, strict=True))

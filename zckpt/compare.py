@@ -16,14 +16,14 @@ from itertools import islice
 
 import numpy as np
 
-from zckpt.boxes import row_major
 from zckpt.cast import Array
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, THREADS, Reporter, SilentReporter
 from zckpt.pieces import elements, pieces
 from zckpt.plan import Fill, Hole, fill
-from zckpt.state import Extent, Slot, Span
+from zckpt.span_index import SpanIndex
+from zckpt.state import Extent, Slot
 from zckpt.storage import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
@@ -185,44 +185,10 @@ def _blocks(index: int, pair: Pair, most: int) -> Iterator[Block]:
     """Cut a pair into blocks of at most `most` bytes on both sides."""
     numel = pair.found.numel
     step = max(most // max(itemsize(pair.expected.dtype), itemsize(pair.found.dtype)), 1)
-    sides = zip(_reaching(pair.expected, step), _reaching(pair.found, step), strict=True)
-    for start, (expected, found) in zip(range(0, numel, step), sides, strict=True):
-        yield Block(index, Pair(pair.label, expected, found), start, min(step, numel - start))
-
-
-def _reaching(slot: Slot, step: int) -> Iterator[Slot]:
-    """For each run of `step` elements, yield the slot with only those spans that may reach into it.
-
-    A slot of many spans is so not searched as a whole for each of many blocks.
-    """
-    sets = [_Reach(slot, spans) for spans in (slot.spans, *slot.replicas)]
-    for start in range(0, slot.numel, step):
-        spans, *replicas = (one.into(start, start + step) for one in sets)
-        yield replace(slot, spans=spans, replicas=tuple(replicas))
-
-
-class _Reach:
-    """Spans by the first and last element of the flattened tensor that they may have; asked in ascending order."""
-
-    def __init__(self, slot: Slot, spans: Sequence[Span]) -> None:
-        bounds = [(*_bounds(span.extent, slot.shape), span) for span in spans]
-        self._ahead = sorted(bounds, key=lambda one: one[0], reverse=True)
-        self._here: list[tuple[int, int, Span]] = []
-
-    def into(self, low: int, high: int) -> tuple[Span, ...]:
-        while self._ahead and self._ahead[-1][0] < high:
-            self._here.append(self._ahead.pop())
-        self._here = [one for one in self._here if one[1] > low]
-        return tuple(span for _, _, span in self._here)
-
-
-def _bounds(extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return a range of the flattened tensor that holds all of an extent, exactly so where the box is whole rows."""
-    steps = row_major(shape)
-    first = sum(o * s for o, s in zip(extent.offsets, steps, strict=True))
-    if extent.sizes[1:] == shape[1:]:
-        return first + extent.start, first + extent.start + extent.numel
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(extent.sizes, steps, strict=True))
+    expected, found = SpanIndex(pair.expected), SpanIndex(pair.found)
+    for start in range(0, numel, step):
+        extent = Extent.flat(pair.found.shape, start, min(step, numel - start))
+        yield Block(index, Pair(pair.label, expected.reaching(extent), found.reaching(extent)), start, extent.numel)
 
 
 def compare_blocks(blocks: Sequence[Block]) -> Compared:

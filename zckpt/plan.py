@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from zckpt.boxes import Box, boxes_of, intersections, overlap, row_major
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError
+from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot, Span
 
 
@@ -182,7 +183,18 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     LayoutError
         Some element of a hole is covered by no span, or by more than one.
     """
-    return Plan(tuple(FilePlan(file, tuple(Fill(hole, tuple(fill(hole))) for hole in file.holes)) for file in files))
+    indexes: dict[int, SpanIndex] = {}
+
+    def reaching(hole: Hole) -> Hole:
+        index = indexes.get(id(hole.slot))
+        if index is None:
+            index = indexes[id(hole.slot)] = SpanIndex(hole.slot)
+        return replace(hole, slot=index.reaching(hole.extent))
+
+    whole = list(files)  # keeps the slots, which are known by their identity
+    return Plan(
+        tuple(FilePlan(file, tuple(Fill(hole, tuple(fill(reaching(hole)))) for hole in file.holes)) for file in whole)
+    )
 
 
 def fill(hole: Hole) -> list[Copy]:

@@ -11,17 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
-from zckpt.formats import (
-    consolidated,
-    dcp,
-    deepspeed,
-    native,
-    safetensors_file,
-    safetensors_shards,
-    torch_file,
-    universal,
-    zero_redundancy,
-)
+from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
 
 
@@ -72,6 +62,8 @@ def open_checkpoint(
             return deepspeed.read(directory, names=names, tp_rules=None if tp_rules is None else Path(tp_rules))
     if only_deepspeed:
         raise UsageError("is no DeepSpeed directory, so --root, --tag and --tp-rules do not apply", path=path)
+    from zckpt.formats import safetensors_file, torch_file
+
     checkpoint = _open_directory(path, names) if path.is_dir() else None
     if checkpoint is not None:
         return checkpoint
@@ -90,6 +82,8 @@ def open_checkpoint(
 
 def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | None:
     """Open a directory of a format that has marks of its own; None where there are none."""
+    from zckpt.formats import consolidated, dcp, native, safetensors_shards, zero_redundancy
+
     if native.is_native(path):
         return native.read(path, names=names)
     if safetensors_shards.is_sharded(path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ def test_runs_are_the_whole_without_a_gap_and_none_is_empty(numels: list[int], p
     assert runs[0][0] == 0
     assert runs[-1][1] == len(numels)
     assert all(begin < end for begin, end in runs)
-    assert all(one[1] == following[0] for one, following in zip(runs, runs[1:], strict=False))
+    assert all(one[1] == following[0] for one, following in pairwise(runs))
 
 
 @given(SIZES, st.integers(1, 12))
@@ -32,7 +34,7 @@ def test_runs_are_balanced_as_far_as_parameters_allow(numels: list[int], parts: 
        st.booleans(), st.data())  # fmt: skip
 def test_every_parameter_is_assigned_once(
     buckets: list[list[int]], world_size: int, shard: bool, data: st.DataObject
-) -> None:  # noqa: E501
+) -> None:
     rank = data.draw(st.integers(0, world_size - 1))
     info = OverlapInfo(world_size, shard_buckets=shard)
     info.params_per_bucket = [[torch.empty(n) for n in sizes] for sizes in buckets]
@@ -53,8 +55,8 @@ def test_every_parameter_is_assigned_once(
 
 @given(st.permutations([0, 1, 2]), st.tuples(*[st.integers(0, 4)] * 3), st.booleans())
 def test_tensors_in_buckets_lie_as_they_did(order: list[int], shape: tuple[int, int, int], gaps: bool) -> None:
-    whole = torch.arange(float(torch.Size(shape).numel() * (2 if gaps else 1))).view(*shape[:2], -1)
-    tensor = (whole[..., ::2] if gaps and whole.numel() else whole.view(shape)).permute(order)
+    whole = torch.arange(2.0 * torch.Size(shape).numel()).view(*shape[:2], 2 * shape[2])
+    tensor = (whole[..., ::2] if gaps else whole[..., : shape[2]].clone()).permute(order)
     before, elements = tensor.clone(), torch.empty(tensor.numel())
     parameter = torch.nn.Parameter(tensor)
     exchange.flatten(elements, [parameter])

@@ -29,6 +29,13 @@ class Branched(Net):
         return self.last(torch.relu(self.second(hidden))) if x[0, 0] > 0 else hidden[:, :3] * self.scale
 
 
+class Usual(Net):
+    """All matrices row-major, and no scalar: PowerSGD takes none."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype, strange=False)
+
+
 def plain(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
     for step in range(4):
         optimizer.zero_grad()
@@ -87,7 +94,7 @@ MODES: dict[str, Mode] = {
     "bfloat16": (Net, torch.bfloat16, {}, None, plain),
     "clipped gradients": (Net, FLOAT, {}, None, clipping),
     "compressing hook": (Net, FLOAT, {}, compressing, plain),
-    "factoring hook": (Net, FLOAT, {}, factoring, plain),
+    "factoring hook": (Usual, FLOAT, {}, factoring, plain),
     "uneven inputs": (Net, FLOAT, {"broadcast_buffers": False}, None, joining),
 }
 

@@ -32,15 +32,16 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 class Net(torch.nn.Module):
     """Odd sizes, buffers, a layer that is not contiguous, one that is large, and a scalar."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, wide: int = 17) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, wide: int = 17, *, strange: bool = True) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first = torch.nn.Linear(7, 13)
         self.norm = torch.nn.BatchNorm1d(13)
         self.second = torch.nn.Linear(13, wide)
-        self.second.weight = torch.nn.Parameter(torch.randn(13, wide).t())
+        if strange:
+            self.second.weight = torch.nn.Parameter(torch.randn(13, wide).t())
         self.last = torch.nn.Linear(wide, 3)
-        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.scale = torch.nn.Parameter(torch.tensor(1.5) if strange else torch.tensor([1.5]))
         self.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

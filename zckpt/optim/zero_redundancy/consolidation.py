@@ -75,17 +75,20 @@ def collect(
 
 def move(
     state: Mapping[int, Mapping[str, Any]],
+    about: object,
     parameters: Sequence[torch.Tensor],
     before: Sequence[int],
     after: Sequence[int],
     group: dist.ProcessGroup,
-) -> State:
-    """Return this rank's state when parameters go to other ranks. Called on all ranks of the group.
+) -> tuple[State, list[Any]]:
+    """Return this rank's state when parameters go to other ranks, and what all ranks said. Called on all of them.
 
     Parameters
     ----------
     state : mapping
         This rank's state by parameter number.
+    about : object
+        What else this rank has to say: small, and without tensors.
     parameters : sequence of Tensor
         All of them: state goes to the device of its parameter.
     before, after : sequence of int
@@ -93,19 +96,45 @@ def move(
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, _described(state), group=group)
+    dist.all_gather_object(told, (_described(state), about), group=group)
     device = wire_device(group)
     found: State = {}
     for number, (source, target) in enumerate(zip(before, after, strict=True)):
-        if number not in told[source]:
+        described = told[source][0].get(number)
+        if described is None:
             continue
         if rank == source == target:
             found[number] = dict(state[number])
         elif rank == source:
             _send(state[number], target, group, device)
         elif rank == target:
-            found[number] = _receive(told[source][number], source, group, device, parameters[number].device)
-    return found
+            found[number] = _receive(described, source, group, device, parameters[number].device)
+    return found, [said for _, said in told]
+
+
+def send_gradients(parameters: Sequence[torch.Tensor], to: int, group: dist.ProcessGroup) -> None:
+    """Send the gradients of some parameters to a rank, and which of them have one."""
+    device = wire_device(group)
+    target = dist.get_global_rank(group, to)
+    dist.send(torch.tensor([p.grad is not None for p in parameters], device=device), dst=target, group=group)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            _send({"gradient": parameter.grad}, to, group, device)
+
+
+def receive_gradients(parameters: Sequence[torch.Tensor], source: int, group: dist.ProcessGroup) -> None:
+    """Receive the gradients of some parameters; one that is there already is written to."""
+    device = wire_device(group)
+    present = torch.empty(len(parameters), dtype=torch.bool, device=device)
+    dist.recv(present, src=dist.get_global_rank(group, source), group=group)
+    for parameter, has in zip(parameters, present.tolist(), strict=True):
+        if not has:
+            parameter.grad = None
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        described = {"gradient": _about(parameter.grad)}
+        parameter.grad.copy_(_receive(described, source, group, device, parameter.device)["gradient"])
 
 
 def _described(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, object]]:

@@ -21,6 +21,11 @@ def hyperparameters(group: Mapping[str, Any]) -> Group:
     return {key: value for key, value in group.items() if key not in OWN_KEYS}
 
 
+def plain(group: Mapping[str, Any]) -> Group:
+    """Return those hyperparameters that are no tensors; tensors are given by the user, on all ranks."""
+    return {key: value for key, value in hyperparameters(group).items() if not isinstance(value, torch.Tensor)}
+
+
 def sync(source: Sequence[Group], target: Sequence[Group]) -> None:
     """Give groups the hyperparameters of others."""
     for theirs, ours in zip(source, target, strict=True):

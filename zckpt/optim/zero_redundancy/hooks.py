@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from zckpt.optim.zero_redundancy.memory import shaped
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus, flatten
 
@@ -195,14 +196,14 @@ class _Steps:
 
 
 def _gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[torch.Tensor]:
-    """Wait for a bucket's reduction and return its gradients, wherever the hook has put them."""
+    """Wait for a bucket's reduction and return its gradients, wherever the hook has put them.
+
+    In a bucket, a gradient lies as its parameter does. `bucket.gradients()` takes them all to be row-major.
+    """
     result = future.wait()
     reduced = result[0] if isinstance(result, (list, tuple)) else result
-    gradients = list(bucket.gradients())
-    if reduced.data_ptr() == bucket.buffer().data_ptr() and reduced.dtype == bucket.buffer().dtype:
-        return gradients
     found, at = [], 0
-    for like in gradients:
-        found.append(reduced[at : at + like.numel()].view(like.shape).to(like.dtype))
-        at += like.numel()
+    for parameter in bucket.parameters():
+        found.append(shaped(reduced[at : at + parameter.numel()], parameter).to(parameter.dtype))
+        at += parameter.numel()
     return found

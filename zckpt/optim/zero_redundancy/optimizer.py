@@ -27,9 +27,9 @@ class _StepHook(JoinHook):
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
-        """Step this rank's share and take part in the exchange; DDP's own join hook does where it overlaps."""
+        """Step this rank's share and take part in the exchange; where the step overlaps, DDP's own join hook does."""
         if not self.optimizer._overlap_with_ddp:
-            self.optimizer.step()
+            self.optimizer._step_joined()
 
 
 class ZeroRedundancyOptimizer(StateDictOptimizer):
@@ -116,11 +116,16 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
         With `gradients`, one for each of its parameters in order, those are used and parameters without one left alone.
         """
         Join.notify_join_context(self)
+        if self._join_config.enable and gradients is None:
+            return self._step_in_join(closure, **kwargs)
         if gradients is not None:
             mine = [p for group in self.optim.param_groups for p in group["params"]]
             self._step_gradients({p: g for p, g in zip(mine, gradients, strict=True) if g is not None})
             self._end_step()
             return None
+        return self._step_share(closure, **kwargs)
+
+    def _step_share(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self._note_trained()
         groups.sync(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
@@ -182,11 +187,14 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
                 flatten(assignment)
         before = self._param_to_rank
         held = self._local_part()
+        about, holders = self._about_groups()
         self._repartition(info.params_per_rank)
         parameters, after = self._index_to_param, self._param_to_rank
-        moved = consolidation.move(
-            held, parameters, [before[p] for p in parameters], [after[p] for p in parameters], self.process_group
+        moved, told = consolidation.move(
+            held, about, parameters, [before[p] for p in parameters], [after[p] for p in parameters], self.process_group
         )
+        for index, holder in enumerate(holders):
+            self.param_groups[index].update(told[holder][index])
         for number, values in moved.items():
             self.optim.state[parameters[number]] = values
         info.status = OverlapStatus.INITIALIZED
@@ -194,5 +202,37 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
     # --- uneven inputs
 
     def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
-        """Return what a rank without inputs does while others still step: it steps too, with the gradients it has."""
+        """Return what a rank without inputs does while others still step: it steps its share, with their gradients."""
         return _StepHook(self)
+
+    def _step_in_join(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        """Step this rank's share where ranks may have run out of inputs; those need the gradients of their shares."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._give_gradients(has_inputs=True)
+        returned = self._step_share(**kwargs)
+        return returned if closure is None else loss
+
+    def _step_joined(self) -> None:
+        """Step along without inputs."""
+        self._give_gradients(has_inputs=False)
+        self._step_share()
+        self._sync_params()
+
+    def _give_gradients(self, *, has_inputs: bool) -> None:
+        """Let the first rank that has inputs give the others, which have old gradients, those of their shares."""
+        device = consolidation.wire_device(self.process_group)
+        told = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(self.world_size)]
+        mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
+        dist.all_gather(told, mine, group=self.process_group)
+        active = [rank for rank, one in enumerate(told) if one.item()]
+        for rank, dealt in enumerate(self._partition_parameters()):
+            share = [p for group in dealt for p in group["params"]]
+            if rank in active or not share:
+                continue
+            if self.rank == active[0]:
+                consolidation.send_gradients(share, rank, self.process_group)
+            elif self.rank == rank:
+                consolidation.receive_gradients(share, active[0], self.process_group)

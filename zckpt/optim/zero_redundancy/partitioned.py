@@ -155,6 +155,20 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._init_local_optimizer()
         self._build_buckets()
 
+    def _about_groups(self, preferred: int = 0) -> tuple[dict[int, Group], list[int]]:
+        """Return the hyperparameters that this rank has to tell others, by group, and who tells them of each group.
+
+        Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
+        """
+        dealt = self._partition_parameters()
+        ranks = (preferred, *range(self.world_size))
+        holders = [
+            next((rank for rank in ranks if dealt[rank][index]["params"]), preferred)
+            for index in range(len(self.param_groups))
+        ]
+        every = enumerate(zip(self.param_groups, holders, strict=True))
+        return {i: groups.plain(group) for i, (group, holder) in every if holder == self.rank}, holders
+
     # --- what is exchanged
 
     def _note_trained(self) -> None:

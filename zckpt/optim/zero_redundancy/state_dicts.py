@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from zckpt.optim.zero_redundancy import consolidation, groups, sharded, state
-from zckpt.optim.zero_redundancy.groups import Group
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus
 from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer
 
@@ -36,28 +34,14 @@ class StateDictOptimizer(PartitionedOptimizer):
             raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
         self._consolidated = None
         groups.sync(self.param_groups, self.optim.param_groups)
-        holder = [self._holder(index, to) for index in range(len(self.param_groups))]
-        about = {i: self._values(group) for i, group in enumerate(self.param_groups) if holder[i] == self.rank}
+        about, holders = self._about_groups(to)
         collected = consolidation.collect(self._local_part(), about, self.process_group, to)
         if collected is not None:
             whole, told = collected
             made = groups.packed(self.param_groups)
-            for index, group in enumerate(made):
-                group.update(told[holder[index]][index])
+            for index, holder in enumerate(holders):
+                made[index].update(told[holder][index])
             self._consolidated = {"state": whole, "param_groups": made}
-
-    def _holder(self, index: int, to: int) -> int:
-        """Return the rank that knows a group's hyperparameters: `to`, or where that has no parameters one that has.
-
-        Some optimizers count steps in a group, and pass over empty ones.
-        """
-        dealt = self._partition_parameters()
-        return next((rank for rank in (to, *range(self.world_size)) if dealt[rank][index]["params"]), to)
-
-    @staticmethod
-    def _values(group: Group) -> Group:
-        """Return those hyperparameters that are no tensors; tensors are given by the user, on all ranks."""
-        return {k: v for k, v in groups.hyperparameters(group).items() if not isinstance(v, torch.Tensor)}
 
     def release_state_dict(self) -> None:
         """Let go of the consolidated copy; `state_dict()` is then this rank's own part again."""
