@@ -1,8 +1,9 @@
 """How updated parameters get from the rank that steps them to all others.
 
 Parameters that are large go as they are. Small ones of a rank, of one device and element type, go together in a
-bucket. Where parameters are views of buckets (`parameters_as_bucket_view`), a bucket goes as it is, and if the ranks'
-shares are nearly equal, the buckets of all ranks are one buffer that a single all-gather completes.
+bucket. Where parameters are views of buckets (`parameters_as_bucket_view`), a bucket goes as it is, and on GPUs, if the
+ranks' shares are nearly equal, the buckets of all ranks are one buffer that a single all-gather completes. (Gloo's
+all-gather copies the whole buffer twice; it takes twice as long as gloo's broadcasts.)
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ BUCKET_NBYTES = 8 << 20
 
 EVEN = 1.1
 """One all-gather serves where padding all shares to the largest one costs at most this factor."""
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Under its name since torch 2.13, or before."""
 
 Kind = tuple[torch.device, torch.dtype]
 
@@ -115,15 +119,23 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return alone + packs
 
 
-def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]]) -> Exchange:
-    """Return the exchange of parameters that become views of buckets; their `data` is moved there."""
+def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
+    """Return the exchange of parameters that become views of buckets; their `data` is moved there.
+
+    Parameters
+    ----------
+    shares : sequence of sequence of Tensor
+        By rank.
+    gather : bool
+        Whether to gather shares at once that are nearly equal.
+    """
     exchange = Exchange()
     for (device, dtype), ranks in by_kind(shares).items():
         numels = [sum(p.numel() for p in parameters) for parameters in ranks]
         width = max(numels)
         if not width:
             continue
-        if width * len(ranks) <= EVEN * sum(numels):
+        if gather and width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
             views = [
                 Bucket(rank, parameters, whole[rank * width : (rank + 1) * width])
@@ -172,7 +184,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
     handles = []
     for gathered in exchange.gathered:
         own = gathered.tensor[rank * gathered.width : (rank + 1) * gathered.width]
-        handles.append(dist.all_gather_into_tensor(gathered.tensor, own, group=group, async_op=True))
+        handles.append(_all_gather(gathered.tensor, own, group=group, async_op=True))
     for bucket in exchange.buckets:
         tensor = _tensor(bucket, mine=bucket.rank == rank)
         sent.append((bucket, tensor))

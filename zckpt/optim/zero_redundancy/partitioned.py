@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from zckpt.optim.zero_redundancy import arguments, exchange, groups
+from zckpt.optim.zero_redundancy import arguments, consolidation, exchange, groups
 from zckpt.optim.zero_redundancy.groups import Group
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
 
@@ -188,7 +188,10 @@ class PartitionedOptimizer(Optimizer, Joinable):
             [p for group in dealt for p in group["params"] if p in self._trained]
             for dealt in self._partition_parameters()
         ]
-        return (exchange.bucket_view_exchange if self.parameters_as_bucket_view else exchange.plain_exchange)(shares)
+        if not self.parameters_as_bucket_view:
+            return exchange.plain_exchange(shares)
+        gather = consolidation.wire_device(self.process_group).type != "cpu"
+        return exchange.bucket_view_exchange(shares, gather=gather)
 
     # --- what joins with others
 
