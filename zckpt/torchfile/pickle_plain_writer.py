@@ -11,7 +11,7 @@ from zckpt.torchfile.pickle_stream_writer import Parts, Writer, leaf, nested
 BUILTINS = "__builtin__"
 """The name of `builtins` in protocol 2."""
 
-ORDERED = frozenset({str, int, float, bool, type(None), bytes})
+_ORDERED = frozenset({str, int, float, bool, type(None), bytes})
 """Members of a set that are written in the order of their text: what a set gives differs from run to run."""
 
 
@@ -114,14 +114,24 @@ def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
 @nested(set, frozenset)
 def set_of(writer: Writer, value: set[object] | frozenset[object]) -> Parts:
     """Write a set: protocol 2 makes it of a list."""
-    members = list(value)
-    if all(type(member) in ORDERED for member in members):
-        members.sort(key=sort_key)
-    yield from writer.reduce(value, Global(BUILTINS, type(value).__name__), (members,))
+    yield from writer.reduce(value, Global(BUILTINS, type(value).__name__), (in_order(value),))
 
 
-def sort_key(member: object) -> tuple[str, str]:
-    """Return what puts members of a set in the same order in every run."""
+def in_order(members: Iterable[object]) -> list[object]:
+    """Return the members of a set in an order that is the same in every run, where their types allow it."""
+    found = list(members)
+    return sorted(found, key=_sort_key) if all(_has_order(member) for member in found) else found
+
+
+def _has_order(member: object, depth: int = 4) -> bool:
+    if type(member) is tuple and depth:
+        return all(_has_order(one, depth - 1) for one in member)
+    return type(member) in _ORDERED
+
+
+def _sort_key(member: object) -> tuple[str, str]:
+    if isinstance(member, tuple):
+        return "tuple", repr([_sort_key(one) for one in member])
     return type(member).__name__, hex(member) if isinstance(member, int) else repr(member)
 
 

@@ -31,7 +31,7 @@ from zckpt.formats.native.node_kinds import (
 )
 from zckpt.torchfile import DType, FromFile, Global, MemoryFormat, Storage, Tensor
 from zckpt.torchfile.guard import Guard
-from zckpt.torchfile.pickle_plain_writer import ORDERED, sort_key
+from zckpt.torchfile.pickle_plain_writer import in_order
 from zckpt.torchfile.pickle_storage_writer import Mentioned
 from zckpt.torchfile.walk import check_depth
 
@@ -246,7 +246,4 @@ def _is_default(field: Field, value: object) -> bool:
 
 def _members(node: Iterable[object]) -> list[object]:
     """Return the members of a container; of a set in an order that is the same in every run, where they have one."""
-    members = list(node)
-    if isinstance(node, (set, frozenset)) and all(type(member) in ORDERED for member in members):
-        members.sort(key=sort_key)
-    return members
+    return in_order(node) if isinstance(node, (set, frozenset)) else list(node)
