@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero_redundancy.groups import copied
+from zckpt.optim.param_groups import copied
 from zckpt.optim.zero_redundancy.memory import flat, is_dense
 
 State = dict[int, dict[str, Any]]

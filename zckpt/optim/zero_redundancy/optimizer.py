@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer
 
-from zckpt.optim.zero_redundancy import consolidation, exchange, groups
-from zckpt.optim.zero_redundancy.groups import Group
+from zckpt.optim import param_groups
+from zckpt.optim.param_groups import Group
+from zckpt.optim.zero_redundancy import consolidation, exchange
 from zckpt.optim.zero_redundancy.overlap import BucketAssignment, OverlapStatus, assign, flatten
 from zckpt.optim.zero_redundancy.state_dicts import StateDictOptimizer
 
@@ -127,9 +128,9 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
 
     def _step_share(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self._note_trained()
-        groups.sync(self.param_groups, self.optim.param_groups)
+        param_groups.sync(self.param_groups, self.optim.param_groups)
         loss = self.optim.step(**kwargs) if closure is None else self.optim.step(closure=closure, **kwargs)
-        groups.sync(self.optim.param_groups, self.param_groups)
+        param_groups.sync(self.optim.param_groups, self.param_groups)
         return loss
 
     def _step_gradients(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -139,7 +140,7 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
         its steps in its param groups counts one. `_end_step` makes what has become of them known.
         """
         with self._step_lock:
-            groups.sync(self.param_groups, self.optim.param_groups)
+            param_groups.sync(self.param_groups, self.optim.param_groups)
             every = self.optim.param_groups
             kept = [group["params"] for group in every]
             before: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -152,7 +153,9 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
                 self.optim.param_groups = [group for group in every if group["params"]]
                 if before:
                     self.optim.step()
-                self._stepped |= {i: groups.hyperparameters(group) for i, group in enumerate(every) if group["params"]}
+                self._stepped |= {
+                    i: param_groups.hyperparameters(group) for i, group in enumerate(every) if group["params"]
+                }
             finally:
                 self.optim.param_groups = every
                 for parameter, gradient in before:

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from zckpt.optim.zero_redundancy import arguments, consolidation, exchange, groups
-from zckpt.optim.zero_redundancy.groups import Group
+from zckpt.optim import arguments, param_groups
+from zckpt.optim.param_groups import Group
+from zckpt.optim.zero_redundancy import consolidation, exchange, groups
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
 
 
@@ -117,7 +118,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if self.initialized:
             self._forget()
             self.optim.add_param_group(dict(self._partition_parameters()[self.rank][-1]))
-            groups.sync(self.optim.param_groups, self.param_groups)
+            param_groups.sync(self.optim.param_groups, self.param_groups)
             self._note_trained()
             self._build_buckets()
 
@@ -130,9 +131,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
                 f"optimizers are not needed to overlap"
             )
         self.defaults = {**self.optim.defaults, **self.defaults}
-        groups.sync(self.optim.param_groups, self.param_groups)
+        param_groups.sync(self.optim.param_groups, self.param_groups)
 
-    _sync_param_groups = staticmethod(groups.sync)
+    _sync_param_groups = staticmethod(param_groups.sync)
 
     @property
     def state(self) -> Any:
@@ -167,7 +168,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
             for index in range(len(self.param_groups))
         ]
         every = enumerate(zip(self.param_groups, holders, strict=True))
-        return {i: groups.plain(group) for i, (group, holder) in every if holder == self.rank}, holders
+        return {i: param_groups.plain(group) for i, (group, holder) in every if holder == self.rank}, holders
 
     # --- what is exchanged
 

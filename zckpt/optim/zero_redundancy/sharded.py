@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zckpt.optim.zero_redundancy.groups import Group, packed
+from zckpt.optim.param_groups import Group
+from zckpt.optim.zero_redundancy.groups import packed
 from zckpt.optim.zero_redundancy.state import SHOWN
 
 STATE, GROUPS, SLOTS = "state", "param_groups", "slots"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zckpt.optim.zero_redundancy.groups import Group, copied, hyperparameters
+from zckpt.optim.param_groups import Group, copied, hyperparameters
 from zckpt.optim.zero_redundancy.memory import copied_like
 
 PARTITION = "partition"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from zckpt.optim import param_groups
 from zckpt.optim.zero_redundancy import consolidation, groups, sharded, state
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus
 from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer
@@ -33,7 +34,7 @@ class StateDictOptimizer(PartitionedOptimizer):
         if not 0 <= to < self.world_size:
             raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
         self._consolidated = None
-        groups.sync(self.param_groups, self.optim.param_groups)
+        param_groups.sync(self.param_groups, self.optim.param_groups)
         about, holders = self._about_groups(to)
         collected = consolidation.collect(self._local_part(), about, self.process_group, to)
         if collected is not None:
@@ -104,7 +105,7 @@ class StateDictOptimizer(PartitionedOptimizer):
                 )
             self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
         self.optim.load_state_dict(state.local_dict(given, numbers, self.optim.param_groups))
-        groups.sync(self.optim.param_groups, self.param_groups)
+        param_groups.sync(self.optim.param_groups, self.param_groups)
         self._consolidated = None
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -125,7 +126,7 @@ class StateDictOptimizer(PartitionedOptimizer):
         ValueError
             The checkpoint has no optimizer there.
         """
-        groups.sync(self.param_groups, self.optim.param_groups)
+        param_groups.sync(self.param_groups, self.optim.param_groups)
         own = {number: p for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank}
         if metadata is not None:
             return sharded.room(metadata, within, self.param_groups, own)

@@ -1,4 +1,4 @@
-"""What a ZeroRedundancyOptimizer is made of: parameters, named or not, in groups or not; checked as torch checks."""
+"""What a sharded optimizer is made of: parameters, named or not, in groups or not; checked as torch checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero_redundancy.groups import Group
+from zckpt.optim.param_groups import Group
 
 
 def read_groups(params: object) -> list[Group]:
