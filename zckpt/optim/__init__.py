@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from zckpt.optim.distributed import DistributedOptimizer
+from zckpt.optim.zero import DynamicLossScaler, LossScaler, ZeroOptimizer
 from zckpt.optim.zero_redundancy import (
     ZeroRedundancyOptimizer,
     hook_with_zero_step,
     hook_with_zero_step_interleaved,
 )
 
-__all__ = ["DistributedOptimizer", "ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
+__all__ = [
+    "DistributedOptimizer",
+    "DynamicLossScaler",
+    "LossScaler",
+    "ZeroOptimizer",
+    "ZeroRedundancyOptimizer",
+    "hook_with_zero_step",
+    "hook_with_zero_step_interleaved",
+]

@@ -1,0 +1,162 @@
+"""A param group as ZeRO keeps it: one flat buffer, cut in equal partitions, of which each rank steps one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from zckpt.partition import (
+    PARAMETER_ALIGNMENT_NBYTES,
+    Fragment,
+    alignment_padding,
+    flat_fragments,
+    flat_padding,
+    flat_partition_numel,
+    flat_starts,
+    round_robin_order,
+)
+
+
+@dataclass(eq=False)
+class FlatGroup:
+    """One param group's flat buffer, of which the parameters are views, and this rank's part of its masters.
+
+    Parameters
+    ----------
+    parameters : list of Tensor
+        Those that are trained, in the order of the buffer.
+    numbers : list of int
+        Which of the param group's trained parameters each of these is.
+    process_group : ProcessGroup
+        The ranks that share the buffer.
+    pads : list of int, elements
+        After each parameter.
+    partition : int, elements
+        Of each rank, padding included.
+    flat : Tensor, (world size x partition,)
+        Of the model's element type.
+    master : Parameter, (partition,)
+        What the local optimizer steps.
+    gradient : Tensor or None, (partition,)
+        Averaged gradients of this rank's partition, of the type they are accumulated in; made when they first come.
+    """
+
+    parameters: list[torch.Tensor]
+    numbers: list[int]
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    is_expert: bool
+    pads: list[int]
+    partition: int
+    flat: torch.Tensor
+    master: torch.nn.Parameter
+    gradient: torch.Tensor | None = None
+    shapes: list[torch.Size] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.numels = [shape.numel() for shape in self.shapes]
+        self.starts = flat_starts(self.numels, self.pads)
+        self.own = self.fragments(self.rank)
+
+    @property
+    def total(self) -> int:
+        """Elements of the buffer up to the padding at its end."""
+        return self.starts[-1]
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of this rank's partition that belong to no parameter."""
+        return flat_padding(self.total, self.partition, self.rank)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The partition of this rank."""
+        return self.weights_of(self.rank)
+
+    def weights_of(self, rank: int) -> torch.Tensor:
+        """Return one rank's partition of the buffer."""
+        return self.flat[rank * self.partition : (rank + 1) * self.partition]
+
+    def fragments(self, rank: int) -> list[Fragment]:
+        """Return the runs of parameters in one rank's partition."""
+        return list(flat_fragments(self.numels, self.starts, self.partition, rank))
+
+    def point(self) -> None:
+        """Make the parameters views of the buffer, if something has put them elsewhere; their values go along."""
+        for parameter, start, shape in zip(self.parameters, self.starts[:-1], self.shapes, strict=True):
+            view = self.flat[start : start + shape.numel()].view(shape)
+            if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+
+def make_group(
+    trained: Sequence[torch.Tensor],
+    process_group: dist.ProcessGroup,
+    *,
+    is_expert: bool,
+    round_robin: bool,
+    alignment: bool,
+    master_dtype: torch.dtype | None,
+    master_device: torch.device | None,
+    pin: bool,
+) -> FlatGroup:
+    """Move parameters into a flat buffer and make this rank's masters of them.
+
+    Parameters
+    ----------
+    trained : sequence of Tensor
+        Of one element type and device, in the optimizer's order.
+    process_group : ProcessGroup
+    is_expert, round_robin, alignment : bool
+        See `ZeroOptimizer`.
+    master_dtype, master_device : optional
+        By default those of the parameters.
+    pin : bool
+        Whether masters lie in pinned memory.
+
+    Raises
+    ------
+    ValueError
+        Several element types or devices.
+    """
+    _check(trained)
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    numbers = round_robin_order(len(trained), world_size) if round_robin else list(range(len(trained)))
+    parameters = [trained[number] for number in numbers]
+    dtype = parameters[0].dtype if parameters else torch.float32
+    device = parameters[0].device if parameters else torch.device("cpu")
+    multiple = max(PARAMETER_ALIGNMENT_NBYTES // dtype.itemsize, 1) if alignment else 1
+    numels = [parameter.numel() for parameter in parameters]
+    pads = alignment_padding(numels, multiple)
+    partition = flat_partition_numel(sum(numels) + sum(pads), world_size)
+    flat = torch.zeros(partition * world_size, dtype=dtype, device=device)
+    own = flat[rank * partition : (rank + 1) * partition]
+    master = torch.empty(
+        partition, dtype=master_dtype or dtype, device=master_device or device, pin_memory=pin and partition > 0
+    )
+    made = FlatGroup(
+        parameters, numbers, process_group, rank, world_size, is_expert, pads, partition, flat,
+        torch.nn.Parameter(master),
+    )  # fmt: skip
+    made.point()
+    master.copy_(own)
+    return made
+
+
+def _check(trained: Sequence[torch.Tensor]) -> None:
+    dtypes = {str(parameter.dtype) for parameter in trained}
+    devices = {str(parameter.device) for parameter in trained}
+    for what, found in (("element types", dtypes), ("devices", devices)):
+        if len(found) > 1:
+            raise ValueError(
+                f"a param group of several {what}, {', '.join(sorted(found))}, which one flat buffer cannot hold; "
+                f"give each its own group"
+            )
+    if any(not parameter.dtype.is_floating_point for parameter in trained):
+        raise ValueError(f"parameters must be of a floating-point type, not {', '.join(sorted(dtypes))}")

@@ -1,0 +1,58 @@
+"""Updated weights from the ranks that stepped them to all others, in pieces, while other groups are stepped."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from zckpt.optim.zero.flat_group import FlatGroup
+
+
+def begin(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
+    """Begin to complete a group's flat buffer from the ranks' partitions. All its ranks call it together.
+
+    Parameters
+    ----------
+    group : FlatGroup
+    bucket_size : int, elements
+        Of the buffer that go at once, over all ranks.
+
+    Returns
+    -------
+    list of Work
+        To be waited for before the weights are used.
+
+    Notes
+    -----
+    Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
+    """
+    if group.world_size == 1 or not group.partition:
+        return []
+    piece = max(bucket_size // group.world_size, 1)
+    by_broadcast = group.flat.device.type == "cpu"
+    if not by_broadcast and piece >= group.partition:
+        own = group.weights
+        return [_all_gather(group.flat, own, group=group.process_group, async_op=True)]
+    handles = []
+    for start in range(0, group.partition, piece):
+        views = [group.weights_of(rank)[start : start + piece] for rank in range(group.world_size)]
+        if by_broadcast:
+            handles += [
+                dist.broadcast(
+                    view, dist.get_global_rank(group.process_group, rank), group.process_group, async_op=True
+                )
+                for rank, view in enumerate(views)
+            ]
+        else:
+            handles.append(dist.all_gather(views, views[group.rank], group=group.process_group, async_op=True))
+    return handles
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Under its name since torch 2.13, or before."""
+
+
+def wait(handles: list[dist.Work]) -> None:
+    """Wait for what was begun."""
+    for handle in handles:
+        handle.wait()
+    handles.clear()

@@ -1,0 +1,432 @@
+"""The optimizer: the step, state, and what ranks without inputs do."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+from torch.optim import Optimizer
+
+from zckpt.optim import param_groups
+from zckpt.optim.zero import full_state, gather, norms, state_dicts
+from zckpt.optim.zero.backward import BackwardOptimizer
+from zckpt.optim.zero.flat import STAGES
+from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.loss_scale import Scaler, adopt, read_scaler
+from zckpt.optim.zero.norms import ModelParallel
+
+logger = logging.getLogger(__name__)
+
+REDUCE_BUCKET_SIZE = 1 << 23
+ALLGATHER_BUCKET_SIZE = 1 << 27
+
+
+class ZeroOptimizer(BackwardOptimizer):
+    """ZeRO-1 and ZeRO-2: each rank keeps the masters and state of an equal slice of all parameters, and steps that.
+
+    Parameters
+    ----------
+    params : iterable
+        Tensors, (name, tensor) pairs, or dicts of param groups, as `torch.optim` takes them; in the same order on all
+        ranks. The parameters become views of one flat buffer for each group. Those that require no gradient are left
+        out of it.
+    optimizer_class : type
+        A `torch.optim.Optimizer`, which steps each element by itself; it gets one flat master for each group.
+    stage : {1, 2}
+        1 keeps whole gradients until the last backward before a step; 2 reduces and frees them as they come.
+    process_group : ProcessGroup, optional
+        Of the data-parallel ranks; by default the whole world.
+    expert_data_parallel_groups : mapping, optional
+        The process group of each param group with `moe` true, by the group's `name`: the ranks that hold the same
+        experts.
+    model_parallel : object, optional
+        With Megatron's `get_model_parallel_group`, `..._world_size` and `..._rank`: norms and overflows are those of
+        the whole model. Parameters of which each rank has a part have a true attribute `model_parallel`; the others
+        are counted once.
+    round_robin_gradients : bool
+        Deal parameters to ranks in turns, so that each bucket has parts of every rank.
+    parameter_alignment : bool
+        Let each parameter start on 16 bytes.
+    fp16_master_weights_and_gradients : bool
+        Keep masters in the model's 16-bit type, not in float32.
+    reduce_bucket_size, allgather_bucket_size : int, elements
+        How many gradients are reduced, and weights gathered, at once.
+    reduce_scatter : bool
+        Reduce each gradient to its owner, not to all ranks: less is sent; the order of sums differs from all-reduce.
+    overlap_comm : bool
+        Reduce while backward goes on, with two buffers; otherwise each reduction is waited for.
+    communication_data_type : torch.dtype, optional
+        What gradients are sent as; by default the model's type.
+    gradient_predivide_factor : float, optional
+        What gradients are divided by before they are summed, the rest of the world size following after it. By default
+        the world size: nothing is left for after it.
+    ignore_unused_parameters : bool
+        Take the gradient of a parameter that has none for zero; otherwise RuntimeError on all ranks.
+    gradient_accumulation_steps : int
+        How many calls of `backward` make a step. `step` and `zero_grad` do nothing in between.
+    gradient_accumulation_dtype : torch.dtype, optional
+        What gradients are accumulated in; by default the model's type.
+    loss_scale : float, LossScaler or DynamicLossScaler
+    clip_grad : float
+        The largest norm of all gradients; 0 for any.
+    norm_type : float
+        2.0, or infinity for the largest magnitude.
+    offload : bool
+        Keep masters, state and accumulated gradients in the host's memory, and step there.
+    elastic_checkpoint : bool
+        Let `state_dict` be elastic: without padding, for any number of ranks.
+    **defaults
+        Passed to `optimizer_class`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `torch.optim.Optimizer`; ValueError for options out of range, and for a param group of several element types.
+
+    Notes
+    -----
+    The partition is that of DeepSpeed's ZeRO-1/2 (see `zckpt.partition`), and so are the numbers, where sums are taken
+    in the same order. `param_groups` are of the model's parameters; `optim` is the local optimizer, of masters.
+    Constructor, backward, `step`, `add_param_group`, `full_state` and `load_state_dict` of all ranks must come in the
+    same order. A backward that `Tensor.backward` runs works as well as `backward`, but for one that runs others inside
+    (reentrant checkpointing).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        stage: int = 2,
+        process_group: dist.ProcessGroup | None = None,
+        expert_data_parallel_groups: Mapping[str, dist.ProcessGroup] | None = None,
+        model_parallel: ModelParallel | None = None,
+        round_robin_gradients: bool = False,
+        parameter_alignment: bool = False,
+        fp16_master_weights_and_gradients: bool = False,
+        reduce_bucket_size: int = REDUCE_BUCKET_SIZE,
+        allgather_bucket_size: int = ALLGATHER_BUCKET_SIZE,
+        reduce_scatter: bool = True,
+        overlap_comm: bool = True,
+        communication_data_type: torch.dtype | None = None,
+        gradient_predivide_factor: float | None = None,
+        ignore_unused_parameters: bool = True,
+        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_dtype: torch.dtype | None = None,
+        loss_scale: float | Scaler = 1.0,
+        clip_grad: float = 0.0,
+        norm_type: float = 2.0,
+        offload: bool = False,
+        elastic_checkpoint: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if stage not in STAGES:
+            raise ValueError(f"stage must be 1 or 2, not {stage!r}")
+        for what, number, least in (
+            ("reduce_bucket_size", reduce_bucket_size, 1),
+            ("allgather_bucket_size", allgather_bucket_size, 1),
+            ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
+            ("clip_grad", clip_grad, 0),
+        ):
+            if not number >= least:
+                raise ValueError(f"{what} must be at least {least}, not {number!r}")
+        if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
+            raise ValueError(f"gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
+        if norm_type not in (2.0, math.inf):
+            raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")
+        self.clip_grad = clip_grad
+        self.norm_type = float(norm_type)
+        self.allgather_bucket_size = allgather_bucket_size
+        self.elastic_checkpoint = elastic_checkpoint
+        self.model_parallel = model_parallel
+        self.overflow = False
+        self.last_grad_norm: float | None = None
+        super().__init__(
+            params,
+            optimizer_class,
+            stage=stage,
+            rules={
+                "reduce_bucket_size": int(reduce_bucket_size),
+                "reduce_scatter": reduce_scatter,
+                "overlap_comm": overlap_comm,
+                "communication_data_type": communication_data_type,
+                "gradient_predivide_factor": gradient_predivide_factor,
+            },
+            ignore_unused_parameters=ignore_unused_parameters,
+            gradient_accumulation_steps=int(gradient_accumulation_steps),
+            gradient_accumulation_dtype=gradient_accumulation_dtype,
+            loss_scaler=read_scaler(loss_scale),
+            process_group=process_group,
+            expert_data_parallel_groups=expert_data_parallel_groups,
+            round_robin_gradients=round_robin_gradients,
+            parameter_alignment=parameter_alignment,
+            fp16_master_weights_and_gradients=fp16_master_weights_and_gradients,
+            offload=offload,
+            defaults=defaults,
+        )
+
+    # --- the step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's masters, then give their weights to all ranks and receive theirs.
+
+        Before the last `backward` of a window it does nothing. If gradients overflow on any rank, nothing is stepped
+        (`overflow` is true), and the loss scale falls. Gradients that were put into `grad` by hand are taken.
+
+        Parameters
+        ----------
+        closure : callable, optional
+            Runs backward and returns the loss.
+
+        Returns
+        -------
+        object
+            What the closure returns.
+
+        Raises
+        ------
+        RuntimeError
+            Backward failed on some rank; no rank has stepped, and the next window can begin.
+        FloatingPointError
+            An overflow at the least loss scale.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._failed or (self._pass is not None and self._pass >= 0):
+            self._settle()
+            raise RuntimeError("backward failed on this rank: no rank has stepped")
+        if 0 < self._passes < self.gradient_accumulation_steps:
+            return loss
+        self._run_empty_passes()
+        self._step_or_fail()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # as torch
+        """Forget the gradients of this window, unless more of its backwards are to come."""
+        self._settle()
+        if not 0 < self._passes < self.gradient_accumulation_steps:
+            self._end_window()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._place:
+                    parameter.grad = None
+
+    def _step_or_fail(self) -> None:
+        norm = norms.global_norm(
+            self.groups,
+            self.process_group,
+            norm_type=self.norm_type,
+            model_parallel=self.model_parallel,
+            failed=self._failed,
+        )
+        scale = self.loss_scale
+        size = float(norm)
+        self.overflow = not math.isfinite(size)
+        self.last_grad_norm = size / scale
+        try:
+            if self.overflow:
+                self._refuse_failure()
+            self.loss_scaler.update(self.overflow)
+            if not self.overflow:
+                self._step_groups(norms.divisor(norm, scale, self.clip_grad))
+        finally:
+            self._end_window()
+
+    def _refuse_failure(self) -> None:
+        """Raise RuntimeError on all ranks if the norm is infinite because one has failed."""
+        flag = torch.tensor([self._failed], dtype=torch.int32, device=self.groups[0].flat.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
+        model_parallel = self.model_parallel
+        if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=model_parallel.get_model_parallel_group())
+        if flag.item():
+            raise RuntimeError("backward failed on another rank: no rank has stepped")
+
+    def _step_groups(self, divisor: float) -> None:
+        param_groups.sync(self.param_groups, self.optim.param_groups)
+        every = self.optim.param_groups
+        handles: list[dist.Work] = []
+        try:
+            for local, group in zip(every, self.groups, strict=True):
+                group.master.grad = self._unscaled(group, divisor)
+                self.optim.param_groups = [local]
+                self.optim.step()
+                group.master.grad = None
+                self._round(group)
+                handles += gather.begin(group, self.allgather_bucket_size)
+        finally:
+            self.optim.param_groups = every
+            for group in self.groups:
+                group.master.grad = None
+        gather.wait(handles)
+        param_groups.sync(every, self.param_groups)
+        for group in self.groups:
+            group.point()
+
+    @staticmethod
+    def _unscaled(group: FlatGroup, divisor: float) -> torch.Tensor:
+        """Return a group's gradients in the type of its masters, without the loss scale and clipped."""
+        if group.gradient is None:
+            raise RuntimeError("no gradients to step with")
+        gradient = group.gradient.to(group.master.dtype)
+        return gradient if divisor == 1.0 else gradient.mul_(1.0 / divisor)
+
+    @staticmethod
+    def _round(group: FlatGroup) -> None:
+        """Make this rank's weights of its masters; off the host by way of pinned memory."""
+        master = group.master.detach()
+        if master.device == group.flat.device or not group.flat.is_cuda:
+            group.weights.copy_(master)
+            return
+        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
+        group.weights.copy_(rounded.copy_(master), non_blocking=True)
+
+    # --- state
+
+    def full_state(self, name: str, slot: str) -> Any:
+        """Return one slot of one parameter, whole. All ranks that share its param group call it together.
+
+        Parameters
+        ----------
+        name : str
+        slot : str
+            "master"; "gradient" (averaged, scaled by the loss scale, between backward and step); or a key of the
+            optimizer's state.
+
+        Returns
+        -------
+        Tensor or object
+            A copy, of the parameter's shape, on its device; or what the optimizer keeps once for a param group.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot.
+        """
+        return full_state.get(self, name, slot)
+
+    @torch.no_grad()
+    def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
+        """Set one slot of one parameter; with its master its weight, too. All ranks give the same value.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot, another shape, or a slot that is one value for a whole param group.
+        """
+        full_state.put(self, name, slot, value)
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Make masters of the weights, after these were set: loaded into the model, for example."""
+        for group in self.groups:
+            group.point()
+            group.master.copy_(group.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state in DeepSpeed's form; see `elastic_checkpoint`. Its tensors are live, not copies.
+
+        Raises
+        ------
+        ValueError
+            The parameters have no names.
+        """
+        return state_dicts.make_state_dict(
+            self,
+            elastic=self.elastic_checkpoint,
+            loss_scaler=self.loss_scaler,
+            overflow=self.overflow,
+            clip_grad=self.clip_grad,
+            stage=self.stage,
+        )
+
+    @torch.no_grad()
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """Load state that DeepSpeed or this class has made, and make the weights of the masters.
+
+        Parameters
+        ----------
+        state_dict : mapping or sequence of mapping
+            What `state_dict` returned: this rank's, or that of every rank in order; also as DeepSpeed's files hold it.
+            Elastic states may be of any number of ranks, and must then be those of all.
+        load_optimizer_states : bool
+            Otherwise masters only.
+        load_from_fp32_weights : bool
+            Load masters; otherwise make them of the model's weights, which are rounded.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
+            Nothing has changed.
+        """
+        states = state_dicts.read_states(state_dict)
+        state_dicts.check(states, self)
+        if load_optimizer_states:
+            state_dicts.load_optimizer(states, self)
+            self.state = self.optim.state
+            param_groups.sync(self.optim.param_groups, self.param_groups)
+        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
+        self.loss_scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
+        self.clip_grad = own.get("clip_grad", self.clip_grad)
+        self.overflow = bool(own.get("overflow", False))
+        if load_from_fp32_weights:
+            state_dicts.load_masters(states, self)
+            self.publish_masters()
+        else:
+            self.refresh_masters()
+
+    @torch.no_grad()
+    def publish_masters(self) -> None:
+        """Make the weights of the masters, on all ranks, after masters were set."""
+        handles: list[dist.Work] = []
+        for group in self.groups:
+            self._round(group)
+            handles += gather.begin(group, self.allgather_bucket_size)
+        gather.wait(handles)
+
+    # --- uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002  # for all that join together
+        """Return what a rank without inputs does while others train: it adds zeros, and steps its partition."""
+        return _StepHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device that ranks agree on."""
+        return self.groups[0].flat.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The ranks that join."""
+        return self.process_group
+
+
+class _StepHook(JoinHook):
+    """Trains along with ranks that still have inputs."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in one window and its step."""
+        optimizer = self.optimizer
+        optimizer._window_is_open = True  # the others have said so
+        if optimizer._ddp_buckets is None:
+            optimizer._passes = 0
+            optimizer._run_empty_passes()
+        optimizer._step_or_fail()

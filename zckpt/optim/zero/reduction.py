@@ -1,0 +1,279 @@
+"""Gradients averaged over ranks, bucket by bucket, while backward makes them; each rank keeps its own partition.
+
+All ranks reduce the same buckets in the same order, whatever the order in which gradients become ready on each, and
+whether all do: a parameter without gradient on a rank adds zeros there. So no rank waits for another for ever.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zckpt.optim.zero.buckets import Bucket, Lane, Member, fill, make_bucket, members_of
+from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.offload import Deliveries
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How gradients are averaged. See `ZeroOptimizer`."""
+
+    process_group: dist.ProcessGroup
+    reduce_bucket_size: int
+    reduce_scatter: bool
+    overlap_comm: bool
+    communication_data_type: torch.dtype | None
+    gradient_predivide_factor: float | None
+    accumulation_dtype: torch.dtype | None
+    accumulation_device: torch.device | None
+    pin: bool
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A bucket on its way."""
+
+    bucket: Bucket
+    sent: list[tuple[Lane, torch.Tensor]]
+    handles: list[dist.Work]
+
+
+class Reducer:
+    """Takes gradients as they become ready and accumulates their averages over ranks in the owners' partitions.
+
+    Parameters
+    ----------
+    groups : list of FlatGroup
+    rules : Rules
+    take : callable
+        Gives this rank's gradient of a parameter, or None, and frees it.
+    while_backward : bool
+        Whether to reduce gradients as they become ready, and not in the order of the parameters when all are.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FlatGroup],
+        rules: Rules,
+        take: Callable[[torch.Tensor], torch.Tensor | None],
+        *,
+        while_backward: bool,
+    ) -> None:
+        self.groups = groups
+        self.rules = rules
+        self._take = take
+        self._while_backward = while_backward
+        self._world_size = dist.get_world_size(rules.process_group)
+        self._buffers: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
+        self._deliveries = Deliveries()
+        self._accumulated: set[torch.Tensor] = set()
+        self._flights: deque[_Flight] = deque()
+        self._turn = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the order of gradients: param groups have changed."""
+        self._members = members_of(self.groups)
+        self._member = {member.parameter: member for member in self._members}
+        self._buckets: list[Bucket] | None = None
+        self._times: dict[torch.Tensor, int] = {}
+        self._late: set[torch.Tensor] = set()
+        self._ready: set[torch.Tensor] = set()
+        self._missing: list[torch.Tensor] = []
+        self._next = 0
+
+    # --- one backward
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient is ready; reduce what is complete.
+
+        Raises
+        ------
+        RuntimeError
+            The gradient has been reduced already in this backward.
+        """
+        if self._buckets is None:
+            self._times[parameter] = self._times.get(parameter, 0) + 1
+            return
+        if not self._while_backward or parameter in self._late or not parameter.numel():
+            return
+        if parameter in self._ready and self._next > self._bucket_of[parameter]:
+            raise RuntimeError(
+                "a parameter got a second gradient in one backward, after the first had been reduced; in the first "
+                "backward of all it got one. Let a backward under no_sync() come first"
+            )
+        self._ready.add(parameter)
+        while self._next < len(self._buckets) and all(
+            member.parameter in self._ready for member in self._buckets[self._next].members
+        ):
+            self._launch_next(self._buckets)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Reduce what is left and wait for all of it; return the parameters that had no gradient on this rank."""
+        buckets = self._agreed() if self._buckets is None else self._buckets
+        while self._next < len(buckets):
+            self._launch_next(buckets)
+        self.drain()
+        missing, self._missing = self._missing, []
+        self._ready.clear()
+        self._next = 0
+        if len(self._late) == len(self._members):  # no backward has been seen
+            self._buckets = None
+        return missing
+
+    def end_window(self) -> None:
+        """Begin anew: the next gradients take the place of those accumulated."""
+        self._accumulated.clear()
+
+    def _launch_next(self, buckets: list[Bucket]) -> None:
+        bucket = buckets[self._next]
+        self._next += 1
+        values = [self._take(member.parameter) for member in bucket.members]
+        self._missing += [m.parameter for m, value in zip(bucket.members, values, strict=True) if value is None]
+        self.launch(bucket, values)
+
+    def _lay_out(self, early: Sequence[Member], late: Sequence[Member]) -> list[Bucket]:
+        """Fill buckets; with what has a gradient in each backward, and then with what may have one."""
+        size = self.rules.reduce_bucket_size
+        made = [self._bucket(its) for its in (*fill(early, size), *fill(late, size))]
+        self._bucket_of = {m.parameter: index for index, bucket in enumerate(made) for m in bucket.members}
+        self._late = {member.parameter for member in late}
+        self._buckets = made
+        return made
+
+    def _agreed(self) -> list[Bucket]:
+        """Let all ranks fill buckets as the gradients of this backward became ready on the first; the rest come last.
+
+        What came last, or twice, is reduced when backward has ended.
+        """
+        early = [number for number, member in enumerate(self._members) if self._times.get(member.parameter) == 1]
+        if self._while_backward:
+            turn = {parameter: index for index, parameter in enumerate(self._times)}
+            early.sort(key=lambda number: turn[self._members[number].parameter])
+        order = [*early, *sorted(set(range(len(self._members))) - set(early))]
+        if not order:
+            return self._lay_out([], [])
+        told = torch.tensor([len(early), *order], device=self._members[0].parameter.device)
+        root = dist.get_global_rank(self.rules.process_group, 0)
+        dist.broadcast(told, src=root, group=self.rules.process_group)
+        count, *order = told.tolist()
+        members = [self._members[number] for number in order]
+        return self._lay_out(members[:count], members[count:])
+
+    # --- one bucket
+
+    def bucket_of(self, parameters: Sequence[torch.Tensor]) -> Bucket:
+        """Return a bucket of these parameters."""
+        return self._bucket([self._member[parameter] for parameter in parameters])
+
+    def _bucket(self, members: Sequence[Member]) -> Bucket:
+        return make_bucket(members, dtype=self.rules.communication_data_type, by_owner=self.rules.reduce_scatter)
+
+    def launch(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None], *, keep: bool = False) -> None:
+        """Send gradients of a bucket's members; `drain` waits for the result. They are overwritten, or kept."""
+        while len(self._flights) >= (2 if self.rules.overlap_comm else 1):
+            self._land()
+        self._turn = 1 - self._turn if self.rules.overlap_comm else 0
+        values = {
+            member.parameter: None if gradient is None else gradient.detach().reshape(-1)
+            for member, gradient in zip(bucket.members, gradients, strict=True)
+        }
+        sent = [(lane, self._pack(lane, values, keep=keep)) for lane in bucket.lanes]
+        handles = [handle for lane, wire in sent for handle in _send(lane, wire, reduce=self.rules.reduce_scatter)]
+        self._flights.append(_Flight(bucket, sent, handles))
+        if not self.rules.overlap_comm:
+            self._land()
+
+    def drain(self) -> None:
+        """Wait for all buckets that are on their way."""
+        while self._flights:
+            self._land()
+        for group in self.groups:
+            self._gradient(group)  # padding is stepped too, and ranks that have nothing else
+        self._deliveries.finish()
+
+    def _pack(self, lane: Lane, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
+        """Return what is sent: gradients, divided as far as they are to be before the reduction."""
+        factor = self.rules.gradient_predivide_factor
+        first, last = lane.segments[0], lane.segments[-1]
+        alone = values[first.member.parameter] if first.member is last.member and not keep else None
+        if alone is not None and alone.dtype == lane.dtype:
+            _divide(alone, alone, self._world_size, factor)
+            return alone
+        wire = self._buffer(lane)
+        for segment in lane.segments:
+            into = wire[segment.offset : segment.offset + segment.numel]
+            value = values[segment.member.parameter]
+            if value is None:
+                into.zero_()
+            else:
+                _divide(value[segment.start : segment.start + segment.numel], into, self._world_size, factor)
+        return wire
+
+    def _buffer(self, lane: Lane) -> torch.Tensor:
+        """Return memory for a lane; of each kind there are two to take turns with, or one."""
+        key = (self._turn, id(lane.process_group), lane.dtype, lane.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < lane.numel:
+            like = [one.numel for bucket in self._buckets or [] for one in bucket.lanes if _is_like(one, lane)]
+            buffer = torch.empty(max([lane.numel, *like]), dtype=lane.dtype, device=lane.device)
+            self._buffers[key] = buffer
+        self._deliveries.before_reuse(lane.device)
+        return buffer[: lane.numel]
+
+    def _land(self) -> None:
+        """Wait for the oldest bucket and keep what this rank owns of it."""
+        flight = self._flights.popleft()
+        for handle in flight.handles:
+            handle.wait()
+        factor = self.rules.gradient_predivide_factor
+        for lane, wire in flight.sent:
+            for segment in lane.segments:
+                if segment.owner != lane.rank:
+                    continue
+                received = wire[segment.offset : segment.offset + segment.numel]
+                if factor is not None and factor != self._world_size:
+                    received.mul_(factor / self._world_size)
+                group = segment.member.group
+                into = self._gradient(group)[segment.position : segment.position + segment.numel]
+                self._deliveries.deliver(received, into, add=segment.member.parameter in self._accumulated)
+        self._accumulated |= {member.parameter for member in flight.bucket.members}
+
+    def _gradient(self, group: FlatGroup) -> torch.Tensor:
+        """Return a group's accumulated gradients; padding stays zero."""
+        if group.gradient is None:
+            dtype = self.rules.accumulation_dtype or group.flat.dtype
+            device = self.rules.accumulation_device or group.flat.device
+            group.gradient = torch.zeros(group.partition, dtype=dtype, device=device, pin_memory=self.rules.pin)
+        return group.gradient
+
+
+def _is_like(one: Lane, other: Lane) -> bool:
+    return (one.process_group, one.dtype, one.device) == (other.process_group, other.dtype, other.device)
+
+
+def _send(lane: Lane, wire: torch.Tensor, *, reduce: bool) -> list[dist.Work]:
+    """Begin to sum a lane over its ranks: each run on its owner, or all of it on all ranks."""
+    group = lane.process_group
+    if dist.get_world_size(group) == 1:
+        return []
+    if not reduce:
+        return [dist.all_reduce(wire, group=group, async_op=True)]
+    return [
+        dist.reduce(wire[offset : offset + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
+        for owner, offset, numel in lane.runs
+    ]
+
+
+def _divide(value: torch.Tensor, into: torch.Tensor, world_size: int, factor: float | None) -> None:
+    """Divide by the world size, or by the part of it that comes before the reduction."""
+    if factor is None and world_size > 1:
+        torch.div(value, world_size, out=into)
+    elif factor is not None and factor != 1.0:
+        torch.mul(value, 1.0 / factor, out=into)
+    elif into is not value:
+        into.copy_(value)

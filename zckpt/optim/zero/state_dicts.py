@@ -1,0 +1,197 @@
+"""State dicts in DeepSpeed's form: what one rank's file of a ZeRO-1/2 checkpoint holds.
+
+Rigid: the local optimizer's own state dict, of padded partitions. Elastic: a list of each group's state without
+padding, from which any number of ranks can make theirs. Source: DeepSpeed 0.19, whose keys these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zckpt.optim.zero.flat import FlatOptimizer
+from zckpt.optim.zero.flat_group import FlatGroup
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose form this is."""
+
+MASTERS = "single_partition_of_fp32_groups"
+STATE = "base_optimizer_state"
+STEP = "base_optimizer_state_step"
+
+
+@dataclass
+class FragmentAddress:
+    """Where a parameter's run of elements lies in a rank's partition."""
+
+    numel: int
+    start: int
+
+
+def make_state_dict(
+    optimizer: FlatOptimizer, *, elastic: bool, loss_scaler: object, overflow: bool, clip_grad: float, stage: int
+) -> dict[str, Any]:
+    """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
+    groups = optimizer.groups
+    made: dict[str, Any] = {
+        "loss_scaler": loss_scaler,
+        "dynamic_loss_scale": bool(getattr(loss_scaler, "dynamic", False)),
+        "overflow": overflow,
+        "clip_grad": clip_grad,
+    }
+    if elastic:
+        made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
+        if all("step" in group for group in optimizer.optim.param_groups):
+            made[STEP] = optimizer.optim.param_groups[0]["step"]
+    else:
+        made[STATE] = optimizer.optim.state_dict()
+    made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
+    made["zero_stage"] = stage
+    made["group_paddings"] = [group.padding for group in groups]
+    made["param_alignment_paddings"] = [list(group.pads) for group in groups]
+    made["partition_count"] = [group.world_size for group in groups]
+    made["ds_version"] = VERSION
+    made["param_slice_mappings"] = [_mapping(optimizer, group) for group in groups]
+    return made
+
+
+def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
+    lean = group.partition - group.padding
+    return {
+        key: value[:lean] if isinstance(value, torch.Tensor) and value.shape == group.master.shape else value
+        for key, value in state.items()
+    }
+
+
+def _mapping(optimizer: FlatOptimizer, group: FlatGroup) -> dict[str, FragmentAddress]:
+    names = {parameter: name for name, parameter in optimizer.names().items()}
+    return {names[group.parameters[f.index]]: FragmentAddress(f.numel, f.position) for f in group.own}
+
+
+def read_states(given: object) -> list[Mapping[str, Any]]:
+    """Return the states of all ranks, or of this one, as files hold them or bare.
+
+    Raises
+    ------
+    TypeError
+        No state dict of ZeRO-1/2, or a list of them.
+    """
+    states = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    found = []
+    for state in states:
+        inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
+        if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
+            raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
+        found.append(inner)
+    if not found:
+        raise TypeError("an empty list of state dicts")
+    return found
+
+
+def check(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
+    """Raise ValueError unless the states are of param groups of these sizes and can be cut as this optimizer cuts."""
+    groups = optimizer.groups
+    for state in states:
+        if len(state[MASTERS]) != len(groups):
+            raise ValueError(
+                f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
+            )
+        pads = state.get("param_alignment_paddings")
+        ours = [list(group.pads) for group in groups]
+        if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
+            raise ValueError(
+                "the state dict was made with another parameter_alignment; make the optimizer with that one, or use "
+                "`zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
+            )
+    rigid = isinstance(states[0][STATE], Mapping)
+    for index, group in enumerate(groups):
+        counts = {int(state["partition_count"][index]) for state in states if "partition_count" in state}
+        count = counts.pop() if len(counts) == 1 else None
+        if rigid and count is not None and count != group.world_size:
+            raise ValueError(
+                f"rigid state of {count} ranks does not fit {group.world_size}; "
+                f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
+            )
+        expected = group.total if not rigid else group.partition - group.padding
+        numel = (
+            sum(state[MASTERS][index].numel() for state in _sharing(states, group, optimizer))
+            if not rigid
+            else (_own(states, optimizer)[MASTERS][index].numel())
+        )
+        if numel != expected:
+            raise ValueError(
+                f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
+            )
+
+
+def _sharing(
+    states: Sequence[Mapping[str, Any]], group: FlatGroup, optimizer: FlatOptimizer
+) -> list[Mapping[str, Any]]:
+    """Return the states of the ranks that shared a group: of experts, every so many ranks."""
+    if not group.is_expert or len(states) == 1:
+        return list(states)
+    apart = optimizer.world_size // group.world_size
+    return list(states[optimizer.rank % apart :: apart])
+
+
+def _own(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> Mapping[str, Any]:
+    return states[0] if len(states) == 1 else states[optimizer.rank]
+
+
+def load_masters(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
+    """Copy this rank's masters from the states that have them."""
+    rigid = isinstance(states[0][STATE], Mapping)
+    for index, group in enumerate(optimizer.groups):
+        if rigid:
+            _fill(group.master.data, _own(states, optimizer)[MASTERS][index])
+        else:
+            _fill(group.master.data, _cut([s[MASTERS][index] for s in _sharing(states, group, optimizer)], group))
+
+
+def load_optimizer(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
+    """Load the local optimizer's state, cut for this rank."""
+    own = _own(states, optimizer)
+    if isinstance(own[STATE], Mapping):
+        optimizer.optim.load_state_dict(own[STATE])
+        return
+    current = optimizer.optim.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for index, group in enumerate(optimizer.groups):
+        sharing = _sharing(states, group, optimizer)
+        for key, value in sharing[0][STATE][index].items():
+            all_values = [one[STATE][index][key] for one in sharing]
+            flat = all(
+                isinstance(found, torch.Tensor) and found.dim() > 0 and found.shape == one[MASTERS][index].shape
+                for found, one in zip(all_values, sharing, strict=True)
+            )
+            made = torch.zeros(group.partition, dtype=value.dtype) if flat else value
+            if flat:
+                _fill(made, _cut(all_values, group))
+            state.setdefault(index, {})[key] = made
+    groups = [{**group} for group in current["param_groups"]]
+    if STEP in own:
+        for one in groups:
+            one["step"] = own[STEP]
+    optimizer.optim.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:
+    """Return this rank's part of partitions of any number of ranks, without padding."""
+    begin, end = group.rank * group.partition, (group.rank + 1) * group.partition
+    parts = []
+    at = 0
+    for tensor in lean:
+        low, high = max(begin - at, 0), min(end - at, tensor.numel())
+        if low < high:
+            parts.append(tensor[low:high])
+        at += tensor.numel()
+    return torch.cat(parts) if parts else lean[0][:0]
+
+
+def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to the front, and zeros behind them: padding."""
+    into[: values.numel()].copy_(values)
+    into[values.numel() :].zero_()
