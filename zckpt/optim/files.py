@@ -6,19 +6,20 @@
     save(optimizer, "run/step500")                  on the caller of a DistributedOptimizer: each of its workers writes
     load(optimizer, "run/step500")                  and reads its own part, and no state goes through the caller
 
+    save(optimizer, "run/global_step500", model=model)      on every rank of a ZeroOptimizer: a checkpoint that
+    load(optimizer, "run/global_step500", model=model)      DeepSpeed loads, too
+
 `load` takes a checkpoint of any format that zckpt reads. Parameters are found by name, and only their bytes are read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zckpt import __version__
 from zckpt.durable import written_directory
@@ -29,32 +30,35 @@ from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NA
 from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
+from zckpt.optim.named_groups import Names, group_hyperparameters, group_names
+from zckpt.optim.together import written_together
+from zckpt.optim.zero import ZeroOptimizer
+from zckpt.optim.zero import files as zero_files
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import Scalar, Slot
 
-SHOWN = 4
-
-Names = list[list[str]]
-"""The names of each param group's parameters, in the optimizer's order."""
-
 
 def save(
-    optimizer: ZeroRedundancyOptimizer | DistributedOptimizer,
+    optimizer: ZeroRedundancyOptimizer | ZeroOptimizer | DistributedOptimizer,
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
+    step: int | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a sharded optimizer and its parameters, each rank or worker its own part; appears whole or not at all.
 
     Parameters
     ----------
-    optimizer : ZeroRedundancyOptimizer or DistributedOptimizer
-        Of the former, all ranks call this together.
+    optimizer : ZeroRedundancyOptimizer, ZeroOptimizer or DistributedOptimizer
+        Of the first two, all ranks call this together.
     path : path-like
-        A directory that does not exist, on a file system that all ranks or workers share.
+        A directory that does not exist, on a file system that all ranks or workers share. Of a ZeroOptimizer, it is
+        the directory of a tag of DeepSpeed, and `latest` beside it will name it.
     model : Module, optional
         Names the parameters, where the optimizer was not given names, and has the buffers.
+    step : int, optional
+        How many steps have been trained.
     overwrite : bool
 
     Raises
@@ -65,29 +69,35 @@ def save(
         The target exists or cannot be written.
     """
     if isinstance(optimizer, DistributedOptimizer):
-        _save_workers(optimizer, Path(path), overwrite=overwrite)
+        _save_workers(optimizer, Path(path), step=step, overwrite=overwrite)
         return
-    names = _names(optimizer.param_groups, model)
-    with _together(optimizer, Path(path), overwrite=overwrite) as partial:
+    if isinstance(optimizer, ZeroOptimizer):
+        zero_files.save(optimizer, Path(path), model=model, step=step, overwrite=overwrite)
+        return
+    names = group_names(optimizer.param_groups, model)
+    with written_together(Path(path), optimizer.process_group, overwrite=overwrite) as partial:
         torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
         if optimizer.rank == 0:
             tensors, about = _model(names, optimizer.param_groups, model)
             torch.save(tensors, partial / MODEL_NAME)
+            about["step"] = step
             about[KEY] = {"world_size": optimizer.world_size, "names": names, "shapes": {}, "unnamed": []}
             torch.save(about, partial / METADATA_NAME)
 
 
 def load(
-    optimizer: ZeroRedundancyOptimizer | DistributedOptimizer,
+    optimizer: ZeroRedundancyOptimizer | ZeroOptimizer | DistributedOptimizer,
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Load state and hyperparameters from a checkpoint of any format; the parameters' values are left alone.
+    """Load state and hyperparameters from a checkpoint of any format.
+
+    The parameters' values are left alone; but a ZeroOptimizer's are made of its masters.
 
     Parameters
     ----------
-    optimizer : ZeroRedundancyOptimizer or DistributedOptimizer
+    optimizer : ZeroRedundancyOptimizer, ZeroOptimizer or DistributedOptimizer
     path : path-like
     model : Module, optional
         Names the parameters, where the optimizer was not given names.
@@ -100,16 +110,19 @@ def load(
         It cannot be read.
     """
     if isinstance(optimizer, DistributedOptimizer):
-        names = _names(optimizer.param_groups, None)
-        hyperparameters = _hyperparameters(open_checkpoint(path), names, path)
+        names = group_names(optimizer.param_groups, None)
+        hyperparameters = group_hyperparameters(open_checkpoint(path), names, path)
         optimizer.call(_check_worker, os.fspath(path))
         optimizer.call(_load_worker, os.fspath(path), hyperparameters)
         for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
             group.update(its)
         return
-    names = _names(optimizer.param_groups, model)
+    if isinstance(optimizer, ZeroOptimizer):
+        zero_files.load(optimizer, path, model=model)
+        return
+    names = group_names(optimizer.param_groups, model)
     checkpoint = open_checkpoint(path)
-    hyperparameters = _hyperparameters(checkpoint, names, path)
+    hyperparameters = group_hyperparameters(checkpoint, names, path)
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     number = 0
@@ -137,41 +150,6 @@ def read_state(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
         else:
             found[key] = value
     return found
-
-
-def _names(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None) -> Names:
-    """Return the names of all parameters: the optimizer's own, or the model's."""
-    if all("param_names" in group for group in groups):
-        return [list(group["param_names"]) for group in groups]
-    if model is None:
-        raise UsageError(
-            "the optimizer's parameters have no names",
-            advice="give the model, or make the optimizer of (name, parameter) pairs",
-        )
-    known = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
-    strange = sum(parameter not in known for group in groups for parameter in group["params"])
-    if strange:
-        raise UsageError(f"{strange} parameters of the optimizer are not the model's")
-    return [[known[parameter] for parameter in group["params"]] for group in groups]
-
-
-def _hyperparameters(checkpoint: OpenedCheckpoint, names: Names, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the checkpoint's hyperparameters of each group. Raises UsageError where its groups are others."""
-    theirs = [group.parameters for group in checkpoint.param_groups]
-    if len(theirs) != len(names):
-        raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
-    for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
-        only = sorted({checkpoint.owner(n).name if n in checkpoint.parameters else n for n in ours} ^ set(its))
-        if only:
-            raise UsageError(
-                f"param group {index} has other parameters than the optimizer's",
-                path=path,
-                found=", ".join(only[:SHOWN]),
-            )
-    return [
-        {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
-        for group in checkpoint.param_groups
-    ]
 
 
 def _model(
@@ -221,53 +199,18 @@ def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state_dict["state"], "param_groups": groups}
 
 
-@contextmanager
-def _together(optimizer: ZeroRedundancyOptimizer, path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Let all ranks write into one new directory, which rank 0 makes and names; a failure of one is one of all."""
-    made = written_directory(path, overwrite=overwrite) if optimizer.rank == 0 else None
-    partial = None
-    error: BaseException | None = None
-    try:
-        partial = None if made is None else made.__enter__()
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
-        error = failure
-    told = _agree(optimizer, (None if partial is None else str(partial), error))
-    directory, failed = told[0]
-    if failed is not None:
-        raise failed
-    try:
-        yield Path(directory)
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
-        error = failure
-    failures = [one for one in _agree(optimizer, error) if one is not None]
-    if made is not None:
-        first = failures[0] if failures else None
-        if not made.__exit__(type(first) if first else None, first, None) and first is not None:
-            raise first
-    if failures:
-        raise failures[0]
-    dist.barrier(group=optimizer.process_group)
-
-
-def _agree(optimizer: ZeroRedundancyOptimizer, mine: object) -> list[Any]:
-    """Return what each rank has to say."""
-    told: list[Any] = [None] * optimizer.world_size
-    dist.all_gather_object(told, mine, group=optimizer.process_group)
-    return told
-
-
 # --- workers
 
 
-def _save_workers(optimizer: DistributedOptimizer, path: Path, *, overwrite: bool) -> None:
-    names = _names(optimizer.param_groups, None)
+def _save_workers(optimizer: DistributedOptimizer, path: Path, *, step: int | None, overwrite: bool) -> None:
+    names = group_names(optimizer.param_groups, None)
     with written_directory(path, overwrite=overwrite) as partial:
         held = optimizer.call_each(
             _save_worker, [(str(partial.resolve()), rank) for rank in range(optimizer.num_workers)]
         )
         first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
         shares = [[[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in held]
-        about = _about({}, [], [])
+        about = {**_about({}, [], []), "step": step}
         about[KEY] = {"world_size": len(held), "names": names, "shapes": {}, "unnamed": [], "held": shares}
         torch.save(about, partial / METADATA_NAME)
 

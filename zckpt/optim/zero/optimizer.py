@@ -339,8 +339,13 @@ class ZeroOptimizer(BackwardOptimizer):
         ValueError
             The parameters have no names.
         """
+        return self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+
+    def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """Return `state_dict()` with other names of the parameters."""
         return state_dicts.make_state_dict(
             self,
+            names,
             elastic=self.elastic_checkpoint,
             loss_scaler=self.loss_scaler,
             overflow=self.overflow,
@@ -377,9 +382,7 @@ class ZeroOptimizer(BackwardOptimizer):
         states = state_dicts.read_states(state_dict)
         state_dicts.check(states, self)
         if load_optimizer_states:
-            state_dicts.load_optimizer(states, self)
-            self.state = self.optim.state
-            param_groups.sync(self.optim.param_groups, self.param_groups)
+            self.load_local(*state_dicts.local_state(states, self))
         own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
         self.loss_scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
         self.clip_grad = own.get("clip_grad", self.clip_grad)
@@ -389,6 +392,12 @@ class ZeroOptimizer(BackwardOptimizer):
             self.publish_masters()
         else:
             self.refresh_masters()
+
+    def load_local(self, state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the local optimizer's state, by param group, and everyone's hyperparameters."""
+        self.optim.load_state_dict({"state": dict(state), "param_groups": list(groups)})
+        self.state = self.optim.state
+        param_groups.sync(self.optim.param_groups, self.param_groups)
 
     @torch.no_grad()
     def publish_masters(self) -> None:

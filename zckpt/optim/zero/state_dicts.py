@@ -32,7 +32,14 @@ class FragmentAddress:
 
 
 def make_state_dict(
-    optimizer: FlatOptimizer, *, elastic: bool, loss_scaler: object, overflow: bool, clip_grad: float, stage: int
+    optimizer: FlatOptimizer,
+    names: Mapping[torch.Tensor, str],
+    *,
+    elastic: bool,
+    loss_scaler: object,
+    overflow: bool,
+    clip_grad: float,
+    stage: int,
 ) -> dict[str, Any]:
     """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
     groups = optimizer.groups
@@ -44,8 +51,7 @@ def make_state_dict(
     }
     if elastic:
         made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
-        if all("step" in group for group in optimizer.optim.param_groups):
-            made[STEP] = optimizer.optim.param_groups[0]["step"]
+        made[STEP] = _step(optimizer)
     else:
         made[STATE] = optimizer.optim.state_dict()
     made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
@@ -54,8 +60,17 @@ def make_state_dict(
     made["param_alignment_paddings"] = [list(group.pads) for group in groups]
     made["partition_count"] = [group.world_size for group in groups]
     made["ds_version"] = VERSION
-    made["param_slice_mappings"] = [_mapping(optimizer, group) for group in groups]
+    made["param_slice_mappings"] = [_mapping(names, group) for group in groups]
     return made
+
+
+def _step(optimizer: FlatOptimizer) -> Any:
+    """Return what DeepSpeed wants to find in elastic state of whatever optimizer, and puts into all param groups."""
+    for group, flat in zip(optimizer.optim.param_groups, optimizer.groups, strict=True):
+        step = group.get("step", optimizer.optim.state.get(flat.master, {}).get("step"))
+        if step is not None:
+            return int(step)
+    return 0
 
 
 def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
@@ -66,8 +81,7 @@ def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
     }
 
 
-def _mapping(optimizer: FlatOptimizer, group: FlatGroup) -> dict[str, FragmentAddress]:
-    names = {parameter: name for name, parameter in optimizer.names().items()}
+def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, FragmentAddress]:
     return {names[group.parameters[f.index]]: FragmentAddress(f.numel, f.position) for f in group.own}
 
 
@@ -151,12 +165,13 @@ def load_masters(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) 
             _fill(group.master.data, _cut([s[MASTERS][index] for s in _sharing(states, group, optimizer)], group))
 
 
-def load_optimizer(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
-    """Load the local optimizer's state, cut for this rank."""
+def local_state(
+    states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer
+) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+    """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
     own = _own(states, optimizer)
     if isinstance(own[STATE], Mapping):
-        optimizer.optim.load_state_dict(own[STATE])
-        return
+        return own[STATE]["state"], own[STATE]["param_groups"]
     current = optimizer.optim.state_dict()
     state: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(optimizer.groups):
@@ -174,8 +189,9 @@ def load_optimizer(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer
     groups = [{**group} for group in current["param_groups"]]
     if STEP in own:
         for one in groups:
-            one["step"] = own[STEP]
-    optimizer.optim.load_state_dict({"state": state, "param_groups": groups})
+            if "step" in one:
+                one["step"] = own[STEP]
+    return state, groups
 
 
 def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:

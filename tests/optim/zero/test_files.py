@@ -1,0 +1,389 @@
+"""ZeroOptimizer in files and dicts: real DeepSpeed loads what we save and trains on, and we load what it saved."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zckpt
+from tests.engine import Spec, models, optimizers, run
+from tests.engine.training import batch, build_engine
+from tests.engine.truth import read_live
+from tests.truth import Truth, assert_same
+from zckpt.optim import DynamicLossScaler, ZeroOptimizer, files
+
+pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STEPS, STEPS_AFTER = 3, 3
+
+AS_DEEPSPEED = {"reduce_scatter": False, "reduce_bucket_size": 500_000_000}
+"""Sums are taken in the same order as DeepSpeed takes them by default; stage 1 takes them when backward has ended."""
+
+Slots = dict[str, dict[str, torch.Tensor]]
+
+
+def build(spec: Spec, seed: int = models.MODEL_SEED, **options: Any) -> tuple[torch.nn.Module, ZeroOptimizer]:
+    """Return the model of a description and an optimizer like its engine's."""
+    model = models.build_model(spec, seed).to(DTYPES[spec.dtype])
+    theirs = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups]
+    optimizer = ZeroOptimizer(
+        groups,
+        type(theirs),
+        stage=spec.stage,
+        clip_grad=spec.clip,
+        round_robin_gradients=spec.round_robin,
+        parameter_alignment=spec.parameter_alignment,
+        elastic_checkpoint=spec.elastic,
+        overlap_comm=spec.stage == 2,
+        **AS_DEEPSPEED,
+        **options,
+    )
+    return model, optimizer
+
+
+def losses(model: torch.nn.Module, optimizer: ZeroOptimizer, spec: Spec, steps: range) -> list[float]:
+    """Train, and return this rank's losses."""
+    found = []
+    for step in steps:
+        loss = model(*batch(spec, step))
+        optimizer.backward(loss)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def full(optimizer: ZeroOptimizer) -> Slots:
+    """Return all state, whole, by slot and name; under the names that tests/engine has."""
+    found: Slots = {}
+    for name, parameter in optimizer.names().items():
+        if parameter in optimizer._place:
+            state = optimizer.optim.state[optimizer.find(name)[0].master]
+            for slot in ("master", *(key for key, value in state.items() if torch.is_tensor(value) and value.dim())):
+                found.setdefault("fp32" if slot == "master" else slot, {})[name] = optimizer.full_state(name, slot)
+    return found
+
+
+def after() -> range:
+    """Return the steps that are trained after saving."""
+    return range(STEPS + 1, STEPS + STEPS_AFTER + 1)
+
+
+def save_run(rank: int, world_size: int, spec: Spec, path: Path, options: dict[str, Any]) -> tuple[Slots, list[float]]:
+    model, optimizer = build(spec, **options)
+    losses(model, optimizer, spec, range(1, STEPS + 1))
+    files.save(optimizer, path, model=model, step=STEPS)
+    return full(optimizer), losses(model, optimizer, spec, after())
+
+
+def resume_in_deepspeed(rank: int, world_size: int, spec: Spec, run_directory: Path) -> tuple[Slots, Any, list[float]]:
+    engine = build_engine(spec, seed=models.MODEL_SEED + 1)
+    path, _ = engine.load_checkpoint(str(run_directory))
+    assert path is not None
+    live = read_live(engine, spec)
+    slots: Slots = {}
+    for name, its in live.slots.items():
+        for slot, value in its.items():
+            slots.setdefault(slot, {})[name] = value
+    scaler = engine.optimizer.loss_scaler
+    about = (engine.global_steps, getattr(scaler, "cur_scale", None), getattr(scaler, "cur_hysteresis", None))
+    found = []
+    for step in after():
+        loss = engine(*batch(spec, step))
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return slots, about, found
+
+
+CASES = [
+    (Spec("adamw", stage=2, dtype="bf16", world_size=2), {}),
+    (Spec("clipped", stage=1, dtype="bf16", world_size=3, clip=0.5, scheduler=False), {}),
+    (Spec("momentum", stage=1, dtype="fp32", world_size=3, optimizer="sgdm"), {}),
+    (Spec("round_robin", stage=2, dtype="fp32", world_size=4, round_robin=True), {}),
+    (Spec("aligned", stage=2, dtype="bf16", world_size=2, parameter_alignment=True), {}),
+    (Spec("elastic", stage=2, dtype="bf16", world_size=2, optimizer="lion", elastic=True), {}),
+    (Spec("elastic_adamw", stage=1, dtype="bf16", world_size=2, elastic=True), {}),
+    (Spec("one_rank", stage=2, dtype="fp32", world_size=1), {}),
+    (Spec("frozen_in_group", stage=2, dtype="bf16", world_size=2, frozen_in_group=True), {}),
+    (Spec("offload", stage=2, dtype="fp32", world_size=2), {"offload": True}),
+]
+
+
+@pytest.mark.parametrize(("spec", "options"), CASES, ids=[spec.name for spec, _ in CASES])
+def test_deepspeed_trains_on_with_what_we_save(spec: Spec, options: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "run" / f"global_step{STEPS}"
+    path.parent.mkdir()
+    ours = run(save_run, spec.world_size, spec, path, options)
+    assert (path.parent / "latest").read_text() == path.name
+    theirs = run(resume_in_deepspeed, spec.world_size, spec, path.parent)
+    for (state, trained), (found, (steps, _, _), resumed) in zip(ours, theirs, strict=True):
+        assert steps == STEPS
+        assert resumed == trained
+        assert found.keys() == state.keys()
+        for slot, values in state.items():
+            assert found[slot].keys() == values.keys()
+            for name, value in values.items():
+                assert_same(found[slot][name], value.float(), f"{slot}/{name}")
+
+
+def test_the_loss_scale_goes_along(tmp_path: Path) -> None:
+    spec = Spec("fp16", stage=2, dtype="fp16", world_size=2)
+    path = tmp_path / "run" / "global_step3"
+    path.parent.mkdir()
+    scaler = DynamicLossScaler(cur_scale=2.0**9, scale_window=100, cur_hysteresis=1)
+    trained = run(save_run, 2, spec, path, {"loss_scale": scaler})[0][1]
+    _, about, resumed = run(resume_in_deepspeed, 2, spec, path.parent)[0]
+    assert about == (STEPS, 2.0**9, 1)
+    assert resumed == trained
+
+
+# --- what others have saved
+
+
+def like(path: Path, **options: Any) -> ZeroOptimizer:
+    """Return an optimizer of parameters of a checkpoint's names, shapes and types, all zero."""
+    checkpoint = zckpt.open(path)
+    parameters = {
+        name: torch.nn.Parameter(torch.zeros(p.shape, dtype=getattr(torch, p.dtype)))
+        for name, p in checkpoint.parameters.items()
+        if p.group is not None
+    }
+    kind = {"momentum_buffer": torch.optim.SGD, "sum": torch.optim.Adagrad}
+    keys = {key for p in checkpoint.parameters.values() for key in p.slots}
+    optimizer_class = next((kind[key] for key in kind if key in keys), torch.optim.AdamW)
+    made = [{"params": [(n, parameters[n]) for n in group.parameters]} for group in checkpoint.param_groups]
+    return ZeroOptimizer(made, optimizer_class, lr=1.0, **options)
+
+
+def load_checkpoint(rank: int, world_size: int, path: Path) -> tuple[Slots, dict[str, torch.Tensor], list[float]]:
+    optimizer = like(path)
+    files.load(optimizer, path)
+    weights = {name: p.detach().clone() for name, p in optimizer.names().items()}
+    return full(optimizer), weights, [group["lr"] for group in optimizer.param_groups]
+
+
+NAMES = ["s2_bf16_dp4", "s3_bf16_dp3", "s1_fp32_dp3", "s2_bf16_dp2_rr", "s1_bf16_dp2_elastic", "s2_bf16_dp2_palign",
+         "s2_bf16_dp2_adagrad1g", "s1_fp32_dp4_sgdm", "s1_bf16_dp2_bf16opt"]  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_checkpoints_of_deepspeed_are_loaded_at_any_number_of_ranks(world_size: int) -> None:
+    names = NAMES[::2] if world_size == 5 else NAMES
+    for name, results in zip(names, run(load_several, world_size, names)[0], strict=True):
+        truth = Truth(FIXTURES / name)
+        slots, weights, _ = results
+        for parameter, value in truth.masters.items():
+            if parameter in slots["fp32"]:
+                assert_same(slots["fp32"][parameter], value.float(), f"{name}: master/{parameter}")
+                assert_same(weights[parameter], value.to(weights[parameter].dtype), f"{name}: weight/{parameter}")
+        for slot in truth.slots:
+            for parameter, value in truth.kind(slot).items():
+                assert_same(slots[slot][parameter].float(), value, f"{name}: {slot}/{parameter}")
+
+
+def load_several(rank: int, world_size: int, names: list[str]) -> list[Any]:
+    found = [load_checkpoint(rank, world_size, FIXTURES / name) for name in names]
+    return found if rank == 0 else []
+
+
+def load_files(rank: int, world_size: int, path: Path, spec: Spec) -> bool:
+    """Load DeepSpeed's own state dicts, read with torch.load, and train on beside its engine."""
+    import deepspeed  # noqa: F401  # whose classes the files name
+
+    engine = build_engine(spec, seed=models.MODEL_SEED + 1)
+    engine.load_checkpoint(str(path))
+    model, optimizer = build(spec, seed=models.MODEL_SEED + 2)
+    folder = path / f"global_step{spec.steps}"
+    states = [
+        torch.load(next(folder.glob(f"*zero_pp_rank_{r}_mp_rank_00_optim_states.pt")), weights_only=False)
+        for r in range(world_size)
+    ]
+    frozen = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    model.load_state_dict(frozen)
+    optimizer.load_state_dict(states)
+    for step in range(6, 9):
+        loss, ours = engine(*batch(spec, step)), model(*batch(spec, step))
+        engine.backward(loss)
+        engine.step()
+        optimizer.backward(ours)
+        optimizer.step()
+        assert loss.item() == ours.item()
+    live = read_live(engine, spec)
+    for slot, values in full(optimizer).items():
+        for name, value in values.items():
+            assert torch.equal(live.slots[name][slot], value.float()), (slot, name)
+    return True
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr"])
+def test_state_dicts_of_deepspeed_train_on(name: str) -> None:
+    from tests.engine import SPECS
+
+    spec = SPECS[name]
+    assert all(run(load_files, spec.world_size, FIXTURES / name, spec))
+
+
+# --- state dicts
+
+
+def keep_states(rank: int, world_size: int, spec: Spec, path: Path) -> Slots:
+    model, optimizer = build(spec)
+    losses(model, optimizer, spec, range(1, STEPS + 1))
+    torch.save(optimizer.state_dict(), path / f"{rank}.pt")
+    return full(optimizer)
+
+
+def restore_states(rank: int, world_size: int, spec: Spec, path: Path, saved_by: int) -> Slots | str:
+    states = [torch.load(path / f"{r}.pt", weights_only=False) for r in range(saved_by)]
+    _, optimizer = build(spec, seed=models.MODEL_SEED + 1)
+    before = full_masters(optimizer)
+    try:
+        optimizer.load_state_dict(states)
+    except ValueError as error:
+        assert all(torch.equal(value, before[name]) for name, value in full_masters(optimizer).items())
+        return str(error)
+    for group in optimizer.groups:
+        assert torch.equal(
+            group.flat.float()[: group.total], gathered_masters(optimizer, group).to(group.flat.dtype).float()
+        )
+    return full(optimizer)
+
+
+def full_masters(optimizer: ZeroOptimizer) -> dict[str, torch.Tensor]:
+    return {n: optimizer.full_state(n, "master") for n, p in optimizer.names().items() if p in optimizer._place}
+
+
+def gathered_masters(optimizer: ZeroOptimizer, group: Any) -> torch.Tensor:
+    parts = [torch.empty_like(group.master.data) for _ in range(group.world_size)]
+    dist.all_gather(parts, group.master.data)
+    return torch.cat(parts)[: group.total]
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_state_dicts_at_other_numbers_of_ranks(elastic: bool, tmp_path: Path) -> None:
+    spec = Spec("states", stage=2, dtype="bf16", world_size=4, elastic=elastic)
+    expected = run(keep_states, 4, spec, tmp_path)[0]
+    for world_size in (1, 2, 3, 4):
+        [found, *_] = run(restore_states, world_size, spec.at(world_size), tmp_path, 4)
+        if not elastic and world_size != 4:
+            assert "rigid state of 4 ranks does not fit" in found
+            assert f"zckpt reshard SOURCE TARGET --world-size {world_size}" in found
+            continue
+        for slot, values in expected.items():
+            for name, value in values.items():
+                assert_same(found[slot][name], value, f"{slot}/{name} at {world_size}")
+
+
+def masters_from_weights(rank: int, world_size: int) -> None:
+    spec = Spec("rounded", stage=1, dtype="bf16", world_size=world_size)
+    model, optimizer = build(spec)
+    losses(model, optimizer, spec, range(1, 3))
+    state = optimizer.state_dict()
+    _, other = build(spec, seed=1)
+    other_masters = full_masters(other)
+    other.load_state_dict(state, load_from_fp32_weights=False)
+    for name, value in full_masters(other).items():
+        assert torch.equal(value, other_masters[name])  # of its own weights
+    other.load_state_dict(state, load_optimizer_states=False)
+    for name, value in full_masters(optimizer).items():
+        assert torch.equal(value, other.full_state(name, "master"))
+
+
+def refused_states(rank: int, world_size: int) -> None:
+    spec = Spec("refused", stage=1, dtype="bf16", world_size=world_size)
+    _, optimizer = build(spec)
+    state = optimizer.state_dict()
+    for given, error, message in (
+        ({}, TypeError, "a ZeRO-1/2 state dict"),
+        ([], TypeError, "an empty list"),
+        ({**state, "single_partition_of_fp32_groups": state["single_partition_of_fp32_groups"][:1]}, ValueError,
+         "1 param groups, and the optimizer has 3"),
+        ({**state, "single_partition_of_fp32_groups": [t[:-1] for t in state["single_partition_of_fp32_groups"]]},
+         ValueError, "param group 0 has"),
+        ({**state, "param_alignment_paddings": [[1], [2], [3]]}, ValueError, "parameter_alignment"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            optimizer.load_state_dict(given)
+    unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="no names"):
+        unnamed.state_dict()
+
+
+@pytest.mark.parametrize("check", [masters_from_weights, refused_states], ids=lambda check: check.__name__)
+def test_state_dicts(check: Any) -> None:
+    run(check, 2)
+
+
+# --- the tools
+
+
+def load_and_train(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+    model, optimizer = build(spec, seed=models.MODEL_SEED + 1)
+    reference, _ = build(spec)
+    model.load_state_dict(reference.state_dict())  # what is frozen
+    files.load(optimizer, path, model=model)
+    return full(optimizer), losses(model, optimizer, spec, after())
+
+
+def test_tools_treat_it_like_any_other(tmp_path: Path) -> None:
+    spec = Spec("tools", stage=2, dtype="fp32", world_size=4)
+    path = tmp_path / "run" / "global_step3"
+    path.parent.mkdir()
+    results = run(save_run, 4, spec, path, {})
+    state = results[0][0]
+    trained = [sum(one[1][step] for one in results) / 4 for step in range(STEPS_AFTER)]
+    zckpt.reshard(path.parent, tmp_path / "three", world_size=3)
+    zckpt.convert(path.parent, tmp_path / "universal", to="universal")
+    zckpt.convert(path.parent, tmp_path / "native", to="zckpt")
+    opened = zckpt.open(path)
+    assert opened.step == STEPS
+    for slot, values in state.items():
+        for name, value in values.items():
+            assert_same(opened.read(name, "master" if slot == "fp32" else slot), value, f"{slot}/{name}")
+    for source, world_size in (
+        (path, 1),
+        (tmp_path / "three", 3),
+        (tmp_path / "universal", 2),
+        (tmp_path / "native", 3),
+    ):
+        loaded = run(load_and_train, world_size, spec.at(world_size), source)
+        for slot, values in state.items():
+            for name, value in values.items():
+                assert_same(loaded[0][0][slot][name], value, f"{slot}/{name} from {source.name}")
+        means = [sum(one[1][step] for one in loaded) / world_size for step in range(STEPS_AFTER)]
+        assert means == pytest.approx(trained, abs=2e-5)  # sums are taken in another order
+
+
+def refusals(rank: int, world_size: int, path: Path) -> list[str]:
+    model, optimizer = build(Spec("small", world_size=world_size))
+    other = ZeroOptimizer([("strange", torch.nn.Parameter(torch.ones(3)))], torch.optim.SGD, lr=0.1)
+    unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
+    found = []
+    acts = (
+        partial(files.load, other, FIXTURES / "s2_bf16_dp2"),
+        partial(files.save, unnamed, path / "unnamed"),
+        partial(files.save, optimizer, path / "exists", model=model),
+    )
+    (path / "exists").mkdir(exist_ok=True)
+    for act in acts:
+        with pytest.raises(zckpt.ZckptError) as caught:
+            act()
+        found.append(str(caught.value))
+    return found
+
+
+def test_refusals_reach_all_ranks(tmp_path: Path) -> None:
+    for found in run(refusals, 2, tmp_path):
+        assert "param groups" in found[0]
+        assert "no names" in found[1]
+        assert "exists" in found[2]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exists"]
