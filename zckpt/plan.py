@@ -26,7 +26,7 @@ class Literal:
     """Bytes known before any tensor is read, at byte `offset` of a target file."""
 
     offset: int
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,10 @@ class SlotPart:
 
 @dataclass(frozen=True, slots=True)
 class ValuePart:
-    """Known bytes from element `start` of a new storage."""
+    """Known bytes from element `start` of a new storage; those of a memoryview are not copied."""
 
     start: int
-    data: bytes
+    data: bytes | memoryview
 
 
 Part = SlotPart | ValuePart
@@ -198,7 +198,7 @@ def _data_record(name: str, storage: Storage) -> Record:
         return _record(name, b"")
     if isinstance(storage, NewStorage) and len(storage.parts) == 1:
         (part,) = storage.parts
-        if isinstance(part, ValuePart) and len(part.data) == storage.nbytes:
+        if isinstance(part, ValuePart) and isinstance(part.data, bytes) and len(part.data) == storage.nbytes:
             return _record(name, part.data)
     return Record(name, None, storage.nbytes)
 

@@ -20,7 +20,8 @@ from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim.named_groups import group_hyperparameters, group_names
 from zckpt.optim.together import written_together
-from zckpt.optim.zero import deepspeed_pickle
+from zckpt.optim.torch_file import write_torch_file
+from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
@@ -46,12 +47,11 @@ def save(
     names = _names(optimizer, model)
     with written_together(path, optimizer.process_group, overwrite=overwrite) as partial:
         prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
-        state = optimizer.make_state_dict(names)
-        state["zero_stage"] = deepspeed_pickle.Stage(optimizer.stage)
+        state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": _config(optimizer), "ds_version": VERSION}
-        _write(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_00_optim_states.pt")
+        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_00_optim_states.pt")
         if optimizer.rank == 0:
-            _write(_model(optimizer, model, names, step), partial / MODEL_NAME)
+            write_torch_file(_model(optimizer, model, names, step), partial / MODEL_NAME)
     if optimizer.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
@@ -63,10 +63,6 @@ def _refuse_parts(optimizer: ZeroOptimizer) -> None:
         raise UnsupportedError("a model whose parts lie on several ranks is not saved yet; save state_dict() instead")
     if any(group.is_expert for group in optimizer.groups):
         raise UnsupportedError("experts are not saved yet; save state_dict() instead")
-
-
-def _write(root: object, path: Path) -> None:
-    torch.save(root, path, pickle_module=deepspeed_pickle)
 
 
 def _names(optimizer: ZeroOptimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
