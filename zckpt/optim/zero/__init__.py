@@ -1,4 +1,20 @@
-"""ZeRO-1 and ZeRO-2 as a `torch.optim.Optimizer`."""
+"""ZeRO-1 and ZeRO-2 as a `torch.optim.Optimizer`: one flat buffer for each param group, cut in equal partitions.
+
+flat_group         one group's buffer, this rank's masters, which parameter lies where
+flat               the param groups, and the local optimizer of this rank's masters
+buckets            which gradients are reduced together, and where each lies in what is sent
+reduction          gradients averaged over ranks while backward makes them
+offload            gradients on their way to the host
+backward           passes and accumulation; hooks, DistributedDataParallel's buckets, failures
+norms              the norm of all gradients, and clipping
+loss_scale         static and dynamic
+gather             updated weights to all ranks
+optimizer          the class: the step, and what ranks without inputs do
+full_state         whole tensors by name
+state_dicts        state in DeepSpeed's form
+deepspeed_objects  the objects in it under DeepSpeed's names
+files              DeepSpeed's directories written, any checkpoint loaded
+"""
 
 from __future__ import annotations
 

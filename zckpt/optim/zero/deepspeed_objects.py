@@ -31,7 +31,8 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _scaler(scaler: Scaler) -> Object:
     if isinstance(scaler, LossScaler):
         return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
-    state = {**dict[object, object](vars(scaler)), "dynamic": True, "dtype": DType("float16")}
+    state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
+    state.update(vars(scaler))
     return _new(Global(_SCALERS, "DynamicLossScaler"), state)
 
 

@@ -1,6 +1,5 @@
 """PyTorch's ZeroRedundancyOptimizer: whole parameters handed to ranks, each of which steps its own.
 
-arguments      what the constructor takes, checked
 partitioned    which rank has which parameter, and its local optimizer
 state_dicts    giving state away and taking it in
 optimizer      the class: the step, alone or along with DDP
