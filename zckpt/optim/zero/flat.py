@@ -43,6 +43,7 @@ class FlatOptimizer(Optimizer):
         self.offload = offload
         self.groups: list[FlatGroup] = []
         self._place: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
+        self._names: dict[str, torch.Tensor] | None = None
         self._is_made = False
         super().__init__(given, dict(defaults))
         local = [self._local_group(group, flat) for group, flat in zip(self.param_groups, self.groups, strict=True)]
@@ -72,6 +73,7 @@ class FlatOptimizer(Optimizer):
         trained = [parameter for parameter in made["params"] if parameter.requires_grad]
         self._let_go(trained)
         super().add_param_group(made)
+        self._names = None
         self.groups.append(self._flat_group(self.param_groups[-1], trained))
         flat = self.groups[-1]
         self._place |= {parameter: (flat, position) for position, parameter in enumerate(flat.parameters)}
@@ -122,16 +124,18 @@ class FlatOptimizer(Optimizer):
 
     def names(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name, those that are frozen too. Raises ValueError if they have none."""
-        found: dict[str, torch.Tensor] = {}
-        for group in self.param_groups:
-            if "param_names" not in group:
-                raise ValueError("the parameters have no names: make the optimizer of (name, parameter) pairs")
-            found |= zip(group["param_names"], group["params"], strict=True)
-        return found
+        if self._names is None:
+            found: dict[str, torch.Tensor] = {}
+            for group in self.param_groups:
+                if "param_names" not in group:
+                    raise ValueError("the parameters have no names: make the optimizer of (name, parameter) pairs")
+                found |= zip(group["param_names"], group["params"], strict=True)
+            self._names = found
+        return dict(self._names)
 
     def find(self, name: str) -> tuple[FlatGroup, int]:
         """Return the group of a parameter and its position there. Raises ValueError for a strange or frozen name."""
-        parameter = self.names().get(name)
+        parameter = (self._names or self.names()).get(name)
         if parameter is None:
             raise ValueError(f"no parameter {name}")
         if parameter not in self._place:

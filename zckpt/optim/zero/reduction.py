@@ -100,6 +100,7 @@ class Reducer:
             self._times[parameter] = self._times.get(parameter, 0) + 1
             return
         if not self._while_backward or parameter in self._late or not parameter.numel():
+            self._ready.add(parameter)
             return
         if parameter in self._ready and self._next > self._bucket_of[parameter]:
             raise RuntimeError(
@@ -134,7 +135,9 @@ class Reducer:
         self._next += 1
         values = [self._take(member.parameter) for member in bucket.members]
         self._missing += [m.parameter for m, value in zip(bucket.members, values, strict=True) if value is None]
-        self.launch(bucket, values)
+        first = bucket.members[0].parameter  # one that is alone may be sent from where it is
+        is_of_backward = first in self._ready or first in self._times
+        self.launch(bucket, values, keep=not is_of_backward)
 
     def _lay_out(self, early: Sequence[Member], late: Sequence[Member]) -> list[Bucket]:
         """Fill buckets; with what has a gradient in each backward, and then with what may have one."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.flat_group import FlatGroup
 
@@ -171,9 +172,11 @@ def local_state(
     """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
     own = _own(states, optimizer)
     if isinstance(own[STATE], Mapping):
-        return own[STATE]["state"], own[STATE]["param_groups"]
+        held = own[STATE]["state"].items()
+        state = {index: {key: copied(value) for key, value in values.items()} for index, values in held}
+        return state, own[STATE]["param_groups"]
     current = optimizer.optim.state_dict()
-    state: dict[int, dict[str, Any]] = {}
+    state = {}
     for index, group in enumerate(optimizer.groups):
         sharing = _sharing(states, group, optimizer)
         for key, value in sharing[0][STATE][index].items():
