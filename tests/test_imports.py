@@ -31,7 +31,7 @@ main()
 
 EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
 MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
-MAY_IMPORT_TORCH = ("opened.py", "optim/", "training.py")
+MAY_IMPORT_TORCH = ("opened.py", "tensor_reads.py", "optim/", "training/", "dcp/", "hf.py")
 
 SOURCES = [
     "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2",

@@ -11,6 +11,9 @@
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
 
+    zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
+    zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
+
 The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
 """
 
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from zckpt.operations.reshard import Resharded, reshard
     from zckpt.operations.strip import Stripped, strip
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
+    from zckpt.training import Restored, Saving, load, save
 
 __version__ = "0.1.0"
 
@@ -51,6 +55,7 @@ _HOMES = {
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),
     "zckpt.operations.strip": ("Stripped", "strip"),
+    "zckpt.training": ("Restored", "Saving", "load", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
     "zckpt.errors": (
         "DamagedFileError",
@@ -81,6 +86,8 @@ __all__ = [
     "Parameter",
     "PickleError",
     "Resharded",
+    "Restored",
+    "Saving",
     "Scalar",
     "ShardError",
     "Slot",
@@ -99,8 +106,10 @@ __all__ = [
     "consolidate",
     "convert",
     "inspect",
+    "load",
     "open",
     "reshard",
+    "save",
     "strip",
 ]
 

@@ -8,6 +8,7 @@ sync finds most of the work done.
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
@@ -21,7 +22,7 @@ from zckpt.crc32 import combine, crc32
 from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
 from zckpt.errors import TargetError
 from zckpt.pieces import Piece, elements, pieces
-from zckpt.plan import Copy, FilePlan, Plan
+from zckpt.plan import Copy, FilePlan, Literal, Plan
 from zckpt.storage import Sources, read_into
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
@@ -38,6 +39,9 @@ MINIMUM_PIECE_NBYTES = 1 << 12
 
 THREADS = range(4, 9)
 """Fewest and most copy threads: some wait for the disk, and one disk is kept busy by few."""
+
+LARGE_LITERAL_NBYTES = 1 << 20
+"""A literal of this size is written by the pool: it is a tensor in memory."""
 
 QUEUED_BATCHES = 64
 """Enough to keep every worker busy; a plan of a million batches is not queued at once."""
@@ -74,10 +78,10 @@ class SilentReporter:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of one target file that one worker runs in order, and the size of its buffer."""
+    """Pieces of one target file, or of memory, that one worker runs in order, and the size of its buffer."""
 
     path: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | Literal, ...]
     checksummed: bool
     buffer_nbytes: int
 
@@ -185,13 +189,16 @@ def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, e
     limit = max(memory // threads // BUFFERS_PER_WORKER, MINIMUM_PIECE_NBYTES)
     pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-copy")
     try:
-        batches = (batch for path, one in zip(paths, plan.files, strict=True) for batch in _batches(path, one, limit))
+        large = LARGE_LITERAL_NBYTES if executor is None else sys.maxsize  # what is in memory stays in this process
+        batches = (
+            batch for path, one in zip(paths, plan.files, strict=True) for batch in _batches(path, one, limit, large)
+        )
         for path, one in zip(paths, plan.files, strict=True):
-            _write_literals(path, one)
+            _write_literals(path, one, large)
         written = _run(pool, batches, reporter)
         for path, one in zip(paths, plan.files, strict=True):
             if one.file.checksums:
-                _patch_checksums(path, one, written.get(str(path), []))
+                _patch_checksums(path, one, written.get(str(path), []), large)
     finally:
         reporter.end()
         if executor is None:
@@ -218,7 +225,7 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
                 runs = future.result()
                 if batch.checksummed:
                     written.setdefault(batch.path, []).extend(runs)
-                reporter.advance(sum(run.nbytes for run in runs))
+                reporter.advance(sum(piece.nbytes for piece in batch.pieces if isinstance(piece, Piece)))
     except BaseException:
         for future in pending:
             future.cancel()
@@ -227,9 +234,14 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
     return written
 
 
-def _batches(path: Path, one: FilePlan, limit: int) -> Iterator[Batch]:
+def _batches(path: Path, one: FilePlan, limit: int, large: int) -> Iterator[Batch]:
     checksummed = bool(one.file.checksums)
     buffer = min(limit, BUFFER_NBYTES)
+    for literal in one.file.literals:
+        data = memoryview(literal.data)
+        for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
+            part = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
+            yield Batch(str(path), (part,), checksummed, buffer)
     batch: list[Piece] = []
     nbytes = 0
     for fill in one.fills:
@@ -243,12 +255,14 @@ def _batches(path: Path, one: FilePlan, limit: int) -> Iterator[Batch]:
         yield Batch(str(path), tuple(batch), checksummed, buffer)
 
 
-def _write_literals(path: Path, one: FilePlan) -> None:
+def _write_literals(path: Path, one: FilePlan, large: int) -> None:
+    """Make a file of its size, with the literals that are not large."""
     with path.open("wb") as file:
         file.truncate(one.file.nbytes)
         for literal in one.file.literals:
-            file.seek(literal.offset)
-            file.write(literal.data)
+            if len(literal.data) < large:
+                file.seek(literal.offset)
+                file.write(literal.data)
 
 
 def run_batch(batch: Batch) -> list[Written]:
@@ -265,7 +279,9 @@ def run_batch(batch: Batch) -> list[Written]:
         os.close(target)
 
 
-def _run_piece(piece: Piece, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Written:
+def _run_piece(piece: Piece | Literal, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Written:
+    if isinstance(piece, Literal):
+        return _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
     if piece.is_bytewise:
         crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed)
         return Written(piece.offset, piece.nbytes, crc)
@@ -288,16 +304,28 @@ def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *,
     return crc if checksummed else None
 
 
+def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> Written:
+    """Write what is in memory, each part of it while it is in the cache of the core that sums it."""
+    data = memoryview(literal.data)
+    crc = 0
+    for at in range(0, len(data), step):
+        view = data[at : at + step]
+        if checksummed:
+            crc = crc32(view, crc)
+        _write_all(target, view, literal.offset + at)
+    return Written(literal.offset, len(data), crc if checksummed else None)
+
+
 def _write_all(target: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(target, data[done:], offset + done)
 
 
-def _patch_checksums(path: Path, one: FilePlan, written: list[Written]) -> None:
+def _patch_checksums(path: Path, one: FilePlan, written: list[Written], large: int) -> None:
     """Compute each checksum from those of the runs that were written and put it where it belongs."""
     runs = sorted(
-        [*written, *(Written(x.offset, len(x.data), crc32(x.data)) for x in one.file.literals)],
+        [*written, *(Written(x.offset, len(x.data), crc32(x.data)) for x in one.file.literals if len(x.data) < large)],
         key=lambda run: run.offset,
     )
     starts = [run.offset for run in runs]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -43,14 +43,12 @@ class OpenedCheckpoint(Checkpoint):
         """
         import torch
 
-        from zckpt.read import read_slot
+        from zckpt.tensor_reads import Wanted, read_tensors
 
         found = self._slot(name, slot)
-        array = read_slot(found)
-        dtype = getattr(torch, found.dtype)
-        if not found.numel:
-            return torch.empty(found.shape, dtype=dtype)
-        return torch.frombuffer(bytearray(array.tobytes()), dtype=dtype).reshape(found.shape)
+        tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
+        read_tensors([Wanted(found, Extent.whole(found.shape), tensor)])
+        return tensor
 
     def _slot(self, name: str, slot: str | None) -> Slot:
         if name in self.unnamed:

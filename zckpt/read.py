@@ -1,17 +1,72 @@
-"""Elements of slots in memory: a whole slot or a part. The same plan as for a file, with memory for a target."""
+"""Elements of slots in memory: whole slots or parts. The same plan as for a file, with memory for a target."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from zckpt.cast import Array, numpy_dtype
-from zckpt.pieces import elements, pieces
+from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Fill, Hole, fill
+from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
-from zckpt.storage import Sources
+from zckpt.storage import Sources, read_into
 
 READ_PIECE_NBYTES = 8 << 20
 """Read in pieces of this size, so that a gather needs little memory beside its result."""
+
+BATCH_NBYTES = 8 << 20
+"""What a thread reads before it takes the next batch."""
+
+THREADS = range(2, 9)
+"""Fewest and most threads that read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Elements that are wanted in memory.
+
+    Parameters
+    ----------
+    slot : Slot
+    extent : Extent
+    dtype : str
+        Element type wanted.
+    into : memoryview
+        As many bytes as these elements have, in the order of the extent.
+    """
+
+    slot: Slot
+    extent: Extent
+    dtype: str
+    into: memoryview
+
+
+def read_all(reads: Sequence[Read]) -> None:
+    """Read the elements of many extents, several at a time.
+
+    Raises
+    ------
+    LayoutError
+        The spans of a slot do not cover an extent exactly once; nothing has been read then.
+    DamagedFileError
+        A file ends too early.
+    SourceError
+        A file cannot be read.
+    """
+    batches = list(_batches(reads))
+    threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1], len(batches))
+    if threads <= 1:
+        for batch in batches:
+            _run(batch)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="zckpt-read") as pool:
+        for done in [pool.submit(_run, batch) for batch in batches]:
+            done.result()
 
 
 def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:
@@ -35,9 +90,8 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     wanted = dtype or slot.dtype
     result = np.empty(extent.numel, numpy_dtype(wanted))
     view = memoryview(result.view(np.uint8).data) if extent.numel else memoryview(b"")
-    hole = Hole(0, slot.name, slot, extent, wanted)
-    for piece in pieces(Fill(hole, tuple(fill(hole))), READ_PIECE_NBYTES, READ_PIECE_NBYTES):
-        view[piece.offset : piece.offset + piece.nbytes] = elements(piece, sources.descriptor)
+    for piece in _pieces(Hole(0, slot.name, slot, extent, wanted)):
+        _read(piece, view, sources)
     return result
 
 
@@ -45,3 +99,41 @@ def read_slot(slot: Slot, *, dtype: str | None = None) -> Array:
     """Return all elements of a slot, in its shape; errors are those of `read_extent`."""
     with Sources() as sources:
         return read_extent(slot, Extent.whole(slot.shape), sources, dtype=dtype).reshape(slot.shape)
+
+
+def _pieces(hole: Hole) -> Iterator[Piece]:
+    return pieces(Fill(hole, tuple(fill(hole))), READ_PIECE_NBYTES, READ_PIECE_NBYTES)
+
+
+def _batches(reads: Sequence[Read]) -> Iterator[list[tuple[Piece, memoryview]]]:
+    """Yield pieces and where they go, some megabytes at a time."""
+    batch: list[tuple[Piece, memoryview]] = []
+    nbytes = 0
+    indexes: dict[int, SpanIndex] = {}
+    for read in reads:
+        if id(read.slot) not in indexes:
+            indexes[id(read.slot)] = SpanIndex(read.slot)
+        reaching = indexes[id(read.slot)].reaching(read.extent)
+        for piece in _pieces(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
+            batch.append((piece, read.into))
+            nbytes += piece.nbytes
+            if nbytes >= BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _run(batch: Sequence[tuple[Piece, memoryview]]) -> None:
+    with Sources() as sources:
+        for piece, into in batch:
+            _read(piece, into, sources)
+
+
+def _read(piece: Piece, into: memoryview, sources: Sources) -> None:
+    view = into[piece.offset : piece.offset + piece.nbytes]
+    if piece.is_bytewise:
+        source = piece.copies[0].sources[0]
+        read_into(sources.descriptor(source.path), source.offset, view, path=source.path)
+    else:
+        view[:] = elements(piece, sources.descriptor)

@@ -31,6 +31,8 @@ from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.named_groups import Names, group_hyperparameters, group_names
+from zckpt.optim.ranks import Ranks
+from zckpt.optim.restoring import restoring_of
 from zckpt.optim.together import written_together
 from zckpt.optim.zero import ZeroOptimizer
 from zckpt.optim.zero import files as zero_files
@@ -44,6 +46,7 @@ def save(
     *,
     model: torch.nn.Module | None = None,
     step: int | None = None,
+    beside: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write a sharded optimizer and its parameters, each rank or worker its own part; appears whole or not at all.
@@ -59,6 +62,8 @@ def save(
         Names the parameters, where the optimizer was not given names, and has the buffers.
     step : int, optional
         How many steps have been trained.
+    beside : mapping, optional
+        What else is kept, by key: `lr_scheduler`, a scheduler's state; `extra`, which DeepSpeed calls the client's.
     overwrite : bool
 
     Raises
@@ -69,18 +74,18 @@ def save(
         The target exists or cannot be written.
     """
     if isinstance(optimizer, DistributedOptimizer):
-        _save_workers(optimizer, Path(path), step=step, overwrite=overwrite)
+        _save_workers(optimizer, Path(path), step=step, beside=dict(beside or {}), overwrite=overwrite)
         return
     if isinstance(optimizer, ZeroOptimizer):
-        zero_files.save(optimizer, Path(path), model=model, step=step, overwrite=overwrite)
+        zero_files.save(optimizer, Path(path), model=model, step=step, beside=dict(beside or {}), overwrite=overwrite)
         return
     names = group_names(optimizer.param_groups, model)
-    with written_together(Path(path), optimizer.process_group, overwrite=overwrite) as partial:
+    with written_together(Path(path), Ranks(optimizer.process_group), overwrite=overwrite) as partial:
         torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
         if optimizer.rank == 0:
             tensors, about = _model(names, optimizer.param_groups, model)
             torch.save(tensors, partial / MODEL_NAME)
-            about["step"] = step
+            about |= {"step": step, "metadata": dict(beside or {})}
             about[KEY] = {"world_size": optimizer.world_size, "names": names, "shapes": {}, "unnamed": []}
             torch.save(about, partial / METADATA_NAME)
 
@@ -117,25 +122,12 @@ def load(
         for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
             group.update(its)
         return
-    if isinstance(optimizer, ZeroOptimizer):
-        zero_files.load(optimizer, path, model=model)
-        return
-    names = group_names(optimizer.param_groups, model)
-    checkpoint = open_checkpoint(path)
-    hyperparameters = group_hyperparameters(checkpoint, names, path)
-    state: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    number = 0
-    for group, ours, its in zip(optimizer.param_groups, names, hyperparameters, strict=True):
-        first = number
-        for parameter, name in zip(group["params"], ours, strict=True):
-            if optimizer._param_to_rank[parameter] == optimizer.rank:
-                values = read_state(checkpoint, name)
-                if values:
-                    state[number] = values
-            number += 1
-        groups.append({**its, "params": list(range(first, number))})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    every = group_names(optimizer.param_groups, model)
+    pairs = zip(optimizer.param_groups, every, strict=True)
+    called = {p: name for group, its in pairs for p, name in zip(group["params"], its, strict=True)}
+    restoring = restoring_of(open_checkpoint(path), optimizer, called, os.fspath(path))
+    restoring.read()
+    restoring.publish()
 
 
 def read_state(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
@@ -202,7 +194,9 @@ def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 # --- workers
 
 
-def _save_workers(optimizer: DistributedOptimizer, path: Path, *, step: int | None, overwrite: bool) -> None:
+def _save_workers(
+    optimizer: DistributedOptimizer, path: Path, *, step: int | None, beside: dict[str, Any], overwrite: bool
+) -> None:
     names = group_names(optimizer.param_groups, None)
     with written_directory(path, overwrite=overwrite) as partial:
         held = optimizer.call_each(
@@ -210,7 +204,7 @@ def _save_workers(optimizer: DistributedOptimizer, path: Path, *, step: int | No
         )
         first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
         shares = [[[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in held]
-        about = {**_about({}, [], []), "step": step}
+        about = {**_about({}, [], []), "step": step, "metadata": beside}
         about[KEY] = {"world_size": len(held), "names": names, "shapes": {}, "unnamed": [], "held": shares}
         torch.save(about, partial / METADATA_NAME)
 

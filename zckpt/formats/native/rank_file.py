@@ -50,6 +50,8 @@ class Entry:
     shape : tuple of int
     width : int, bytes
         Of one element, as far as its place in the file is concerned.
+    data : memoryview or None
+        The bytes, if they are in memory and not in the slot's files.
     """
 
     key: str
@@ -58,6 +60,7 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     width: int = 1
+    data: memoryview | None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,9 +117,9 @@ def storage_key(number: int) -> str:
     return f"storage/{number}"
 
 
-def slot_entry(key: str, slot: Slot, extent: Extent) -> Entry:
-    """Return the entry of some elements of a slot."""
-    return Entry(key, slot, extent, *stored_as(slot.dtype, shape_of(extent)), itemsize(slot.dtype))
+def slot_entry(key: str, slot: Slot, extent: Extent, data: memoryview | None = None) -> Entry:
+    """Return the entry of some elements of a slot, which may be in memory."""
+    return Entry(key, slot, extent, *stored_as(slot.dtype, shape_of(extent)), itemsize(slot.dtype), data)
 
 
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
@@ -143,7 +146,10 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     for entry in ordered:
         start = file.nbytes
         file.nbytes += entry.nbytes
-        file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
+        if entry.data is None:
+            file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
+        elif entry.nbytes:
+            file.literals.append(Literal(start, entry.data))
         file.checksums.append(Checksum(start, file.nbytes, (places[entry.key],)))
     return file
 

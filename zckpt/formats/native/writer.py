@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from zckpt.dtypes import itemsize
@@ -39,6 +39,29 @@ class Placed:
     pieces: tuple[tuple[int, Extent], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a document says of a checkpoint, without where its elements are.
+
+    Parameters
+    ----------
+    members, metadata : dict
+        Facts and param groups; what is inert.
+    states : dict
+        State that is no tensor, by the identity of its parameter.
+    objects : list
+        That others refer to.
+    storages : list of Mentioned
+        In which tensors of inert objects lie.
+    """
+
+    members: dict[str, object]
+    metadata: dict[str, object]
+    states: dict[int, object]
+    objects: list[object]
+    storages: list[Mentioned]
+
+
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     """Return the files of a checkpoint.
 
@@ -56,6 +79,23 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
         Something that the format has no way to say.
     """
     check_world_size(world_size)
+    about = describe(checkpoint)
+    stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
+    placed = list(_place(checkpoint, world_size, stored))
+    entries: list[list[Entry]] = [[] for _ in range(world_size)]
+    entries[0].extend(stored)
+    for one in placed:
+        for file, extent in one.pieces:
+            entries[file].append(slot_entry(one.key, one.slot, extent))
+    members = members_of(checkpoint, about, placed)
+    identity = hashlib.blake2b(encode(members), digest_size=IDENTITY_NBYTES).hexdigest()
+    names = [rank_name(rank, world_size) for rank in range(world_size)]
+    files = [lay_out_rank(name, one, identity) for name, one in zip(names, entries, strict=True)]
+    return [*files, lay_out_document(members, identity, [(file.name, file.nbytes) for file in files])]
+
+
+def describe(checkpoint: Checkpoint) -> Description:
+    """Return what a document says of a checkpoint beside where its elements are."""
     nodes = NodeWriter(_values(checkpoint))
     members: dict[str, object] = {**_facts(checkpoint, nodes), "param_groups": _groups(checkpoint, nodes)}
     metadata = {
@@ -63,38 +103,51 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
         "optimizer_metadata": nodes.write(checkpoint.optimizer_metadata),
     }
     states = {id(p): nodes.write(p.state) for p in _parameters(checkpoint) if p.state}
-    stored = [_storage_entry(number, one) for number, one in enumerate(nodes.storages)]
-    entries: list[list[Entry]] = [[] for _ in range(world_size)]
-    entries[0].extend(stored)
-    placed = _place(checkpoint, world_size, stored)
+    return Description(members, metadata, states, nodes.objects, nodes.storages)
+
+
+def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Placed]) -> dict[str, object]:
+    """Return the members of a document, without those that tell the files.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    about : Description
+    placed : iterable of Placed
+        Where each slot is, all parameters' slots in order.
+    """
+    members = dict(about.members)
+    every = iter(placed)
     layouts: dict[Layout, int] = {}
     for section in SECTIONS:
-        rows = []
-        for parameter in getattr(checkpoint, section).values():
-            slots = [next(placed) for _ in parameter.slots]
-            for one in slots:
-                for file, extent in one.pieces:
-                    entries[file].append(slot_entry(one.key, one.slot, extent))
-            rows.append(_parameter(parameter, states.get(id(parameter)), [_slot(s, parameter, layouts) for s in slots]))
-        members[section] = rows
+        members[section] = [
+            _parameter(p, about.states.get(id(p)), [_slot(next(every), p, layouts) for _ in p.slots])
+            for p in getattr(checkpoint, section).values()
+        ]
     members["layouts"] = [[dict(piece) for piece in layout] for layout in layouts]
-    members |= {**metadata, "objects": nodes.objects, "storages": [_storage(one.storage) for one in nodes.storages]}
-    return _files(members, entries)
+    storages = [_storage(one.storage) for one in about.storages]
+    return members | {**about.metadata, "objects": about.objects, "storages": storages}
 
 
-def _files(members: dict[str, object], entries: Sequence[Sequence[Entry]]) -> list[TargetFile]:
-    """Return the files; what the document says of the state is the identity that ties them together."""
-    identity = hashlib.blake2b(encode(members), digest_size=IDENTITY_NBYTES).hexdigest()
-    names = [rank_name(rank, len(entries)) for rank in range(len(entries))]
-    files = [lay_out_rank(name, one, identity) for name, one in zip(names, entries, strict=True)]
+def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[tuple[str, int]]) -> TargetFile:
+    """Return the document.
+
+    Parameters
+    ----------
+    members : mapping
+    identity : str
+        What ties the files together: each has it, too.
+    files : sequence of (name, nbytes)
+        Of the ranks.
+    """
     head = {
         "format": FORMAT,
         "version": VERSION,
         "id": identity,
-        "files": [{"name": file.name, "nbytes": file.nbytes} for file in files],
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in files],
     }
     text = encode({**head, **members})
-    return [*files, TargetFile(DOCUMENT_NAME, len(text), [Literal(0, text)])]
+    return TargetFile(DOCUMENT_NAME, len(text), [Literal(0, text)])
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterator[Parameter]:

@@ -7,6 +7,7 @@ that is not under `no_sync`. Stage 2 reduces in every pass; stage 1 in the last 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,7 +69,13 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             pin=self.offload and on_gpu,
             **rules,
         )
-        self._reducer = Reducer(self.groups, made, self._take, while_backward=stage == 2 or made.overlap_comm)
+        self._reducer = Reducer(
+            self.groups,
+            made,
+            self._take,
+            while_backward=stage == 2 or made.overlap_comm,
+            whole_till_then=stage == 1 and gradient_accumulation_steps > 1 and not self.offload,
+        )
         self._hook_all()
 
     # --- what users call
@@ -138,17 +145,23 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
     def _hook_all(self) -> None:
         if self._ddp_buckets is not None:
             return
+        this = weakref.ref(self)  # what hooks hold on to is never collected
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            optimizer = this()
+            if optimizer is not None:
+                optimizer._on_gradient(parameter)
+
         for group in self.groups:
             for parameter in group.parameters:
                 if parameter not in self._hooks:
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        self._on_gradient
-                    )
+                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            layout, parameter.grad = parameter.grad.layout, None  # what is left of this pass is to be reduced yet
             raise ValueError(
-                f"the gradient of {self._name_of(parameter)} is {parameter.grad.layout}, and only dense ones can lie "
+                f"the gradient of {self._name_of(parameter)} is {layout}, and only dense ones can lie "
                 f"in a flat buffer; an embedding makes dense ones with sparse=False"
             )
         if not self._syncs:

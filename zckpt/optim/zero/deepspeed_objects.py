@@ -20,7 +20,7 @@ _STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that can be written, and that DeepSpeed takes for its own."""
     made = dict(state_dict)
-    made["loss_scaler"] = _scaler(made["loss_scaler"])
+    made["loss_scaler"] = scaler_object(made["loss_scaler"])
     made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
     made["param_slice_mappings"] = [
         {name: _fragment(address) for name, address in mapping.items()} for mapping in made["param_slice_mappings"]
@@ -28,7 +28,8 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _scaler(scaler: Scaler) -> Object:
+def scaler_object(scaler: Scaler) -> Object:
+    """Return a loss scaler as an object of DeepSpeed's class."""
     if isinstance(scaler, LossScaler):
         return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
     state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from zckpt.optim.zero.flat_group import FlatGroup
 
+PIECE = 1 << 20  # elements, 8 MiB of float64
+
 
 class ModelParallel(Protocol):
     """The ranks that hold the other parts of the model, as Megatron's `mpu` names them."""
@@ -102,14 +104,18 @@ def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel |
     counted = [f for f in group.own if is_counted(group.parameters[f.index], model_parallel)]
     if gradient is None or not counted:
         return torch.zeros((), dtype=torch.float32, device=device)
-    each = [
-        torch.linalg.vector_norm(gradient[f.position : f.position + f.numel], ord=norm_type, dtype=torch.float64)
-        for f in counted
-    ]
+    each = [_norm(gradient[f.position : f.position + f.numel], norm_type) for f in counted]
     found = torch.stack(each)
     found = found.max() if math.isinf(norm_type) else found.pow(norm_type).sum()
     made: torch.Tensor = found.float().nan_to_num_(nan=math.inf, posinf=math.inf).to(device)  # a maximum may lose a NaN
     return made
+
+
+def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm in float64; in pieces, because torch converts all that it is given at once."""
+    pieces = [torch.linalg.vector_norm(one, ord=norm_type, dtype=torch.float64) for one in torch.split(values, PIECE)]
+    found: torch.Tensor = pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces), norm_type)
+    return found
 
 
 def divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> float:

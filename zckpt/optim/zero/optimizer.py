@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.zero import full_state, gather, norms, state_dicts
+from zckpt.optim.zero import full_state, gather, norms, state_dicts, stepping
 from zckpt.optim.zero.backward import BackwardOptimizer
 from zckpt.optim.zero.flat import STAGES
 from zckpt.optim.zero.flat_group import FlatGroup
@@ -256,28 +256,16 @@ class ZeroOptimizer(BackwardOptimizer):
         handles: list[dist.Work] = []
         try:
             for local, group in zip(every, self.groups, strict=True):
-                group.master.grad = self._unscaled(group, divisor)
                 self.optim.param_groups = [local]
-                self.optim.step()
-                group.master.grad = None
+                stepping.step(self.optim, group, divisor)
                 self._round(group)
                 handles += gather.begin(group, self.allgather_bucket_size)
         finally:
             self.optim.param_groups = every
-            for group in self.groups:
-                group.master.grad = None
         gather.wait(handles)
         param_groups.sync(every, self.param_groups)
         for group in self.groups:
             group.point()
-
-    @staticmethod
-    def _unscaled(group: FlatGroup, divisor: float) -> torch.Tensor:
-        """Return a group's gradients in the type of its masters, without the loss scale and clipped."""
-        if group.gradient is None:
-            raise RuntimeError("no gradients to step with")
-        gradient = group.gradient.to(group.master.dtype)
-        return gradient if divisor == 1.0 else gradient.mul_(1.0 / divisor)
 
     @staticmethod
     def _round(group: FlatGroup) -> None:

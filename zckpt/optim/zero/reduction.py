@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.buckets import Bucket, Lane, Member, fill, make_bucket, members_of
+from zckpt.optim.zero.buckets import Bucket, Lane, Member, Segment, fill, make_bucket, members_of
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.offload import Deliveries
 
@@ -53,6 +53,9 @@ class Reducer:
         Gives this rank's gradient of a parameter, or None, and frees it.
     while_backward : bool
         Whether to reduce gradients as they become ready, and not in the order of the parameters when all are.
+    whole_till_then : bool
+        Whether all gradients are there, whole, when the first are reduced. What this rank owns then gets its memory
+        when the others' is free.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class Reducer:
         take: Callable[[torch.Tensor], torch.Tensor | None],
         *,
         while_backward: bool,
+        whole_till_then: bool,
     ) -> None:
         self.groups = groups
         self.rules = rules
         self._take = take
         self._while_backward = while_backward
+        self._parts: deque[tuple[Segment, torch.Tensor]] | None = deque() if whole_till_then else None
         self._world_size = dist.get_world_size(rules.process_group)
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._deliveries = Deliveries()
@@ -105,7 +110,7 @@ class Reducer:
         if parameter in self._ready and self._next > self._bucket_of[parameter]:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after the first had been reduced; in the first "
-                "backward of all it got one. Let a backward under no_sync() come first"
+                "backward of all it got one. Run such a backward under no_sync(), or let it come first"
             )
         self._ready.add(parameter)
         while self._next < len(self._buckets) and all(
@@ -115,7 +120,11 @@ class Reducer:
 
     def finish(self) -> list[torch.Tensor]:
         """Reduce what is left and wait for all of it; return the parameters that had no gradient on this rank."""
-        buckets = self._agreed() if self._buckets is None else self._buckets
+        buckets = self._buckets
+        if buckets is None:
+            buckets = self._agreed()
+            self._ready |= self._times.keys()
+            self._times.clear()
         while self._next < len(buckets):
             self._launch_next(buckets)
         self.drain()
@@ -129,15 +138,18 @@ class Reducer:
     def end_window(self) -> None:
         """Begin anew: the next gradients take the place of those accumulated."""
         self._accumulated.clear()
+        if self._parts is not None:
+            self._parts.clear()
+            for group in self.groups:
+                group.gradient = None
 
     def _launch_next(self, buckets: list[Bucket]) -> None:
         bucket = buckets[self._next]
         self._next += 1
         values = [self._take(member.parameter) for member in bucket.members]
         self._missing += [m.parameter for m, value in zip(bucket.members, values, strict=True) if value is None]
-        first = bucket.members[0].parameter  # one that is alone may be sent from where it is
-        is_of_backward = first in self._ready or first in self._times
-        self.launch(bucket, values, keep=not is_of_backward)
+        first = bucket.members[0].parameter  # one that is alone is sent from where it is, if backward has made it
+        self.launch(bucket, values, keep=first not in self._ready)
 
     def _lay_out(self, early: Sequence[Member], late: Sequence[Member]) -> list[Bucket]:
         """Fill buckets; with what has a gradient in each backward, and then with what may have one."""
@@ -197,13 +209,17 @@ class Reducer:
             self._land()
         for group in self.groups:
             self._gradient(group)  # padding is stepped too, and ranks that have nothing else
+        while self._parts:
+            segment, received = self._parts.popleft()
+            self._deliver(segment, received, add=False)
         self._deliveries.finish()
 
     def _pack(self, lane: Lane, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
         """Return what is sent: gradients, divided as far as they are to be before the reduction."""
         factor = self.rules.gradient_predivide_factor
-        first, last = lane.segments[0], lane.segments[-1]
-        alone = values[first.member.parameter] if first.member is last.member and not keep else None
+        first = lane.segments[0].member
+        is_alone = all(segment.member is first for segment in lane.segments)
+        alone = values[first.parameter] if is_alone and not keep else None
         if alone is not None and alone.dtype == lane.dtype:
             _divide(alone, alone, self._world_size, factor)
             return alone
@@ -241,10 +257,16 @@ class Reducer:
                 received = wire[segment.offset : segment.offset + segment.numel]
                 if factor is not None and factor != self._world_size:
                     received.mul_(factor / self._world_size)
-                group = segment.member.group
-                into = self._gradient(group)[segment.position : segment.position + segment.numel]
-                self._deliveries.deliver(received, into, add=segment.member.parameter in self._accumulated)
+                if self._parts is None or segment.member.group.gradient is not None:
+                    self._deliver(segment, received, add=segment.member.parameter in self._accumulated)
+                else:
+                    self._parts.append((segment, received.clone()))
         self._accumulated |= {member.parameter for member in flight.bucket.members}
+
+    def _deliver(self, segment: Segment, received: torch.Tensor, *, add: bool) -> None:
+        """Accumulate what this rank owns."""
+        into = self._gradient(segment.member.group)[segment.position : segment.position + segment.numel]
+        self._deliveries.deliver(received, into, add=add)
 
     def _gradient(self, group: FlatGroup) -> torch.Tensor:
         """Return a group's accumulated gradients; padding stays zero."""

@@ -1,0 +1,114 @@
+"""The ranks that save or load together: what they tell each other, and that a failure of one is one of all."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from zckpt.errors import ZckptError
+
+T = TypeVar("T")
+
+_CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
+"""Gloo groups of the same ranks, by the group that they were made for and what they are used for."""
+
+
+class Ranks:
+    """The ranks of a process group, and a group of theirs that works on the CPU; one rank where there is no group.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup, optional
+        By default the whole world.
+    purpose : str
+        Ranks of one purpose talk in the same order on all ranks; a thread of its own needs a purpose of its own.
+
+    Raises
+    ------
+    ValueError
+        This rank is not in the group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, purpose: str = "") -> None:
+        self.given = process_group
+        if not (dist.is_available() and dist.is_initialized()):
+            self.group: dist.ProcessGroup | None = None
+            self.rank, self.world_size, self.members = 0, 1, [0]
+            return
+        group = process_group or dist.distributed_c10d._get_default_group()
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the process group")
+        self.members = dist.get_process_group_ranks(group)
+        self.group = _control(group, purpose)
+
+    def gather(self, mine: T) -> list[T]:
+        """Return what each rank has to say, on the first rank; an empty list on the others."""
+        if self.group is None:
+            return [mine]
+        told: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(mine, told, dst=self.members[0], group=self.group)
+        return told or []
+
+    def told(self, of_first: T) -> T:
+        """Return what the first rank has to say."""
+        if self.group is None:
+            return of_first
+        told = [of_first]
+        dist.broadcast_object_list(told, src=self.members[0], group=self.group)
+        return told[0]
+
+    def agree(self, error: BaseException | None = None) -> None:
+        """Wait for all ranks, and raise on all of them if one has failed.
+
+        Raises
+        ------
+        ZckptError
+            That of the first rank that has one; of this rank itself, if it has.
+        RuntimeError
+            Another rank failed in another way.
+        """
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        failures: list[Any] = [None] * self.world_size
+        dist.all_gather_object(failures, _packed(error), group=self.group)
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                _raise(rank, failure)
+
+
+def _control(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
+    """Return a gloo group of the same ranks: this one, or one that is made once."""
+    if not purpose and "gloo" in dist.get_backend(group):
+        return group
+    made = _CONTROL.setdefault(group, {})
+    if purpose not in made:
+        ranks = dist.get_process_group_ranks(group)
+        made[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return made[purpose]  # type: ignore[no-any-return]
+
+
+Failure = tuple[type[BaseException], str, dict[str, Any]]
+
+
+def _packed(error: BaseException | None) -> Failure | None:
+    """Return an error as what any process group can send."""
+    if error is None:
+        return None
+    if isinstance(error, ZckptError):
+        fields = {key: str(value) for key in ("path", "expected", "found", "advice") if (value := getattr(error, key))}
+        return type(error), error.message, fields
+    return RuntimeError, f"{type(error).__name__}: {error}", {}
+
+
+def _raise(rank: int, failure: Failure) -> NoReturn:
+    kind, message, fields = failure
+    if issubclass(kind, ZckptError):
+        raise kind(f"on rank {rank}, {message}", **fields)
+    raise RuntimeError(f"rank {rank} failed: {message}")

@@ -1,0 +1,70 @@
+"""Elements of slots read into torch tensors, wherever those are: straight into their memory where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from zckpt.read import Read, read_all
+from zckpt.state import Extent, Slot
+
+STAGED_NBYTES = 256 << 20
+"""Read at once on the way to tensors that are on a GPU or not contiguous."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Elements of a slot that a tensor is to have.
+
+    Parameters
+    ----------
+    slot : Slot
+    extent : Extent
+    tensor : Tensor
+        With as many elements, which are those of the extent in its order; of any floating-point type, or of the slot's.
+    """
+
+    slot: Slot
+    extent: Extent
+    tensor: torch.Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return an element type as zckpt calls it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU; writing to them writes to the tensor."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def read_tensors(wanted: Iterable[Wanted]) -> None:
+    """Read the elements of many extents into tensors; errors are those of `zckpt.read.read_all`."""
+    reads: list[Read] = []
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    nbytes = 0
+    for one in wanted:
+        tensor = one.tensor.detach()
+        if not tensor.numel():
+            continue
+        memory = tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+            staged.append((tensor, memory))
+            nbytes += memory.nbytes
+        reads.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory)))
+        if nbytes >= STAGED_NBYTES:
+            _read(reads, staged)
+            reads, staged, nbytes = [], [], 0
+    _read(reads, staged)
+
+
+def _read(reads: list[Read], staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    read_all(reads)
+    for tensor, memory in staged:
+        tensor.copy_(memory)

@@ -1,0 +1,61 @@
+"""Weights that all ranks have whole: one rank reads each of them, and sends it to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from zckpt.optim.ranks import Ranks
+from zckpt.state import Extent
+from zckpt.tensor_reads import Wanted, read_tensors
+
+ROUND_NBYTES = 64 << 20
+"""Read by each rank before all of it is sent: what a rank needs beside the weights."""
+
+
+def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> list[Wanted]:
+    """Read what all ranks want whole, each a share, and send it around; return what else this rank wants.
+
+    All ranks must want the same tensors in the same order.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read: on all ranks, if on one.
+    """
+    whole = [one for one in wanted if one.extent == Extent.whole(one.slot.shape)]
+    for turn in _rounds(whole, ranks.world_size):
+        error = None
+        try:
+            read_tensors(one for reader, one in turn if reader == ranks.rank)
+        except Exception as failure:  # noqa: BLE001  # told to all ranks
+            error = failure
+        ranks.agree(error)
+        for reader, one in turn:
+            _send(one.tensor, ranks, reader)
+    kept = {id(one) for one in whole}
+    return [one for one in wanted if id(one) not in kept]
+
+
+def _rounds(whole: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
+    """Yield who reads what; in each round every rank reads about as much."""
+    turn: list[tuple[int, Wanted]] = []
+    loads = [0] * world_size
+    for one in whole:
+        reader = loads.index(min(loads))
+        turn.append((reader, one))
+        loads[reader] += one.tensor.nbytes
+        if min(loads) >= ROUND_NBYTES:
+            yield turn
+            turn, loads = [], [0] * world_size
+    if turn:
+        yield turn
+
+
+def _send(tensor: torch.Tensor, ranks: Ranks, reader: int) -> None:
+    there = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
+    if there is not tensor:
+        tensor.copy_(there)

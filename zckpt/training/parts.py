@@ -1,0 +1,151 @@
+"""What this rank writes: of what several ranks have, each a part of about the same size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zckpt.dtypes import itemsize
+from zckpt.formats.native.rank_file import Entry, slot_entry
+from zckpt.optim.shares import Share
+from zckpt.partition import even_runs
+from zckpt.state import Extent, Slot
+from zckpt.tensor_reads import dtype_name, memory_of
+
+ALIGNMENT = 64
+"""Bytes at multiples of which tensors start in staging memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a slot that one rank writes.
+
+    Parameters
+    ----------
+    name, slot, dtype : str
+    shape : tuple of int
+        Of the whole slot.
+    extent : Extent
+    """
+
+    name: str
+    slot: str
+    dtype: str
+    shape: tuple[int, ...]
+    extent: Extent
+
+    @property
+    def key(self) -> str:
+        """What the piece is called in its file."""
+        return key_of(self.slot, self.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.extent.numel * itemsize(self.dtype)
+
+
+def key_of(slot: str, name: str) -> str:
+    """Return what a slot of a parameter is called in files; `storage/` is for what is no slot."""
+    return f"{slot}/{name}" if slot != "storage" else f"{slot}/{name}'"
+
+
+@dataclass(slots=True)
+class Part:
+    """What a rank writes, and tells the first rank of.
+
+    Parameters
+    ----------
+    pieces : list of Piece
+    values : dict
+        State of its parameters that is no tensor.
+    random_states : dict
+    nbytes : int
+        Of its file.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    random_states: dict[str, Any] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+Held = tuple[Piece, torch.Tensor]
+"""A piece, and its elements, flat."""
+
+
+def deal(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
+    """Return what this rank writes of what it has.
+
+    Parameters
+    ----------
+    shares : iterable of (str, str, Share)
+        Parameter, slot and share; those that several ranks have, in the same order on all of them.
+    rank : int
+        In the world.
+    members : sequence of int
+        The ranks, in the world, that save together.
+    """
+    by_ranks: dict[tuple[int, ...], list[tuple[str, str, Share]]] = {}
+    for one in shares:
+        own = members if one[2].ranks is None else one[2].ranks
+        having = tuple(member for member in own if member in members)
+        by_ranks.setdefault(having, []).append(one)
+    held: list[Held] = []
+    for having, alike in by_ranks.items():
+        if rank not in having:
+            continue
+        sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in alike]
+        dealt = even_runs(sizes, len(having))
+        for (name, slot, share), runs in zip(alike, dealt, strict=True):
+            held += [_cut(name, slot, share, r.start, r.numel) for r in runs if having[r.file] == rank]
+    return held
+
+
+def _cut(name: str, slot: str, share: Share, start: int, numel: int) -> Held:
+    """Return a run of a share."""
+    whole = share.extent
+    extent = Extent(whole.offsets, whole.sizes, whole.start + start, numel)
+    piece = Piece(name, slot, dtype_name(share.tensor.dtype), share.shape, extent)
+    if share.tensor.is_contiguous():
+        return piece, share.tensor.view(-1)[start : start + numel]
+    return piece, share.tensor.reshape(-1)[start : start + numel]
+
+
+def entries(held: Iterable[Held], staging: Staging | None) -> list[Entry]:
+    """Return what this rank's file is to have; its bytes are those of the tensors, or copies in staging memory."""
+    pairs = list(held)
+    views = [memory_of(tensor.cpu()) for _, tensor in pairs] if staging is None else staging.copy([t for _, t in pairs])
+    return [
+        slot_entry(piece.key, Slot(piece.slot, piece.dtype, piece.shape, ()), piece.extent, view)
+        for (piece, _), view in zip(pairs, views, strict=True)
+    ]
+
+
+class Staging:
+    """Memory of the host that tensors are copied to, so that they may change while they are written; used again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: Sequence[torch.Tensor]) -> list[memoryview]:
+        """Return the bytes of copies of tensors, good until the next call."""
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        if self._memory.numel() < starts[-1] or (on_gpu and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is another
+            self._memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=on_gpu)
+        views = []
+        for tensor, start in zip(tensors, starts[:-1], strict=True):
+            here = self._memory[start : start + tensor.nbytes]
+            if tensor.numel():
+                here.view(tensor.dtype).copy_(tensor, non_blocking=True)
+            views.append(memory_of(here))
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return views

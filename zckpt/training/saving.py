@@ -1,0 +1,285 @@
+"""`save`: every rank writes its own part of a checkpoint in zckpt's format; the first makes it whole, at the end.
+
+    first rank      makes the partial directory and tells its name
+    every rank      writes its file there, and tells the first what is in it
+    first rank      writes `checkpoint.json`, which says where everything is, and renames the directory
+
+A rank that fails tells all; then none has saved, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zckpt.errors import UsageError
+from zckpt.execute import execute
+from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.writer import IDENTITY_NBYTES
+from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer, files
+from zckpt.optim.ranks import Ranks
+from zckpt.optim.shares import share_of, world_rank
+from zckpt.optim.together import written_together
+from zckpt.plan import plan
+from zckpt.state import WEIGHT
+from zckpt.training import whole
+from zckpt.training.model_state import Stateful, model_state
+from zckpt.training.optimizer_state import optimizer_state, parameters_of
+from zckpt.training.parts import Part, Staging, deal, entries
+from zckpt.training.values import Values, random_states
+from zckpt.training.workers import save_workers
+
+FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
+
+
+class Saving:
+    """A save that is going on while training does.
+
+    Its errors are raised by `result`, or else by the next save, on all ranks alike.
+    """
+
+    def __init__(self, future: Future[None], path: Path) -> None:
+        self.path = path
+        self._future = future
+        self._is_told = False
+
+    def done(self) -> bool:
+        """Tell whether the checkpoint is whole, or has failed."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is whole.
+
+        Parameters
+        ----------
+        timeout : float, seconds
+
+        Raises
+        ------
+        TimeoutError
+            It is not yet.
+        ZckptError
+            It could not be written, and is not there.
+        """
+        try:
+            self._future.result(timeout)
+        finally:
+            self._is_told = self._is_told or self._future.done()
+
+
+@dataclass(slots=True)
+class _Background:
+    """The thread that writes, the save that it has, and the memory from which it writes."""
+
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="zckpt-save"))
+    saving: Saving | None = None
+    staging: Staging = field(default_factory=Staging)
+
+    def finish(self) -> None:
+        """Wait for the save that is going on, and raise its error unless somebody has seen it."""
+        saving, self.saving = self.saving, None
+        if saving is not None and not saving._is_told:
+            saving.result()
+
+
+_BACKGROUND = _Background()
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: torch.nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
+    scheduler: Stateful | None = None,
+    grad_scaler: Stateful | None = None,
+    extra: Mapping[str, Any] | None = None,
+    format: str = "zckpt",  # noqa: A002  # as elsewhere
+    async_: bool = False,
+    overwrite: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> Saving | None:
+    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its own part.
+
+    What several ranks have is written once, each of them a part. The checkpoint appears whole or not at all, and has
+    the states of each rank's random number generators.
+
+    Parameters
+    ----------
+    path : path-like
+        A directory that does not exist, on a file system that all ranks share.
+    model : Module, optional
+        As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`.
+    optimizer : Optimizer, optional
+        Any of zckpt's or of torch's. Of a DistributedOptimizer only its caller calls this, and the workers write.
+    step : int, optional
+        How many steps have been trained.
+    scheduler, grad_scaler : optional
+        Of which `state_dict()` is kept.
+    extra : mapping, optional
+        Plain data, tensors and numpy arrays; those of the first rank are written.
+    format : {"zckpt", "deepspeed", "zero-redundancy"}
+        "deepspeed" is what DeepSpeed loads at the same number of ranks, for a ZeroOptimizer; "zero-redundancy" for a
+        ZeroRedundancyOptimizer or DistributedOptimizer. `zckpt convert` makes others.
+    async_ : bool
+        Return as soon as everything has been copied to the host's memory. At most one save is going on: the next one
+        waits for it. Let it finish before the process group is destroyed.
+    overwrite : bool
+        Replace the directory if it exists.
+    process_group : ProcessGroup, optional
+        The ranks that save; by default the optimizer's, else the whole world.
+
+    Returns
+    -------
+    Saving or None
+        With `async_`, what waits for the end.
+
+    Raises
+    ------
+    UsageError
+        Something cannot be told by name, or the format does not suit the optimizer.
+    UnsupportedError
+        Something that only a pickle could hold.
+    TargetError
+        The directory exists or cannot be written: on all ranks, if on one.
+    """
+    _BACKGROUND.finish()
+    if format not in FORMATS:
+        raise UsageError(
+            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
+        )
+    given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
+    if format != "zckpt":
+        _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
+        return None
+    if isinstance(optimizer, DistributedOptimizer):
+        if async_:
+            raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
+        save_workers(Path(path), optimizer, given, overwrite=overwrite)
+        return None
+    ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose="save" if async_ else "")
+    staging = _BACKGROUND.staging if async_ else None
+    try:
+        prepared: _Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
+    except Exception as error:  # noqa: BLE001  # told to all ranks
+        prepared = error
+    if not async_:
+        _write(ranks, Path(path), prepared, overwrite=overwrite)
+        return None
+    future = _BACKGROUND.pool.submit(_write, ranks, Path(path), prepared, overwrite=overwrite)
+    _BACKGROUND.saving = Saving(future, Path(path))
+    return _BACKGROUND.saving
+
+
+def _save_as(
+    form: str,
+    path: Path,
+    model: torch.nn.Module | None,
+    optimizer: Optimizer | None,
+    given: Mapping[str, Any],
+    *,
+    async_: bool,
+    overwrite: bool,
+) -> None:
+    """Save in a format of another program.
+
+    Raises
+    ------
+    UsageError
+        The format is not one for this optimizer.
+    """
+    kinds = ZeroOptimizer if form == "deepspeed" else (ZeroRedundancyOptimizer, DistributedOptimizer)
+    if not isinstance(optimizer, kinds):
+        raise UsageError(
+            f"format {form} does not suit {type(optimizer).__name__}", advice="save as zckpt, and use zckpt convert"
+        )
+    if async_:
+        raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
+    beside = {
+        key: given[name].state_dict()
+        for key, name in ((whole.SCHEDULER, "scheduler"), (whole.GRAD_SCALER, "grad_scaler"))
+        if given[name] is not None
+    }
+    if given["extra"] is not None:
+        beside[whole.EXTRA] = dict(given["extra"])
+    files.save(optimizer, path, model=model, step=given["step"], beside=beside, overwrite=overwrite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What this rank writes, and what the first knows of all."""
+
+    part: Part
+    entries: list[Entry]
+    state: whole.Whole
+
+
+def _prepare(
+    ranks: Ranks,
+    model: torch.nn.Module | None,
+    optimizer: Optimizer | None,
+    given: Mapping[str, Any],
+    staging: Staging | None,
+) -> _Prepared:
+    """Find out what this rank writes, and copy it if it is to be staged."""
+    tensors = model_state(model) if model is not None else parameters_of(optimizer)
+    state = optimizer_state(optimizer, tensors.names())
+    shares = []
+    for name, tensor in tensors.tensors.items():
+        share = share_of(tensor, name)
+        if share is not None and name not in tensors.parameters and share.ranks is None:
+            share = replace(share, ranks=(ranks.members[0],))  # other ranks may have updated theirs, and DDP takes this
+        if share is not None:
+            shares.append((name, WEIGHT, share))
+    held = deal([*shares, *state.shares], world_rank(), ranks.members)
+    values = Values()
+    about = whole.Whole(tensors, state, given, values, optimizer, ranks.world_size, beside={})
+    if ranks.rank == 0:
+        about.beside = whole.beside(given, tensors, values)
+    part = Part([piece for piece, _ in held], state.values, random_states())
+    stored = whole.storage_entries(about.beside, values)
+    return _Prepared(part, [*stored, *entries(held, staging)], about)
+
+
+def _write(ranks: Ranks, path: Path, prepared: _Prepared | Exception, *, overwrite: bool) -> None:
+    """Write a checkpoint together with the other ranks.
+
+    Raises
+    ------
+    ZckptError
+        A rank has failed; nothing has been written.
+    """
+    if ranks.rank == 0:
+        with suppress(OSError):  # what cannot be made is told of below
+            path.parent.mkdir(parents=True, exist_ok=True)
+    with written_together(path, ranks, overwrite=overwrite) as partial:
+        identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
+        error = prepared if isinstance(prepared, Exception) else None
+        if isinstance(prepared, _Prepared):
+            try:
+                _write_part(ranks, partial, identity, prepared)
+            except Exception as failure:  # noqa: BLE001  # told to all ranks
+                error = failure
+        ranks.agree(error)
+        assert isinstance(prepared, _Prepared)  # noqa: S101  # or else all have agreed on an error
+        parts = ranks.gather(prepared.part)
+        if ranks.rank == 0:
+            whole.write_document(prepared.state, parts, identity, partial)
+
+
+def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: _Prepared) -> None:
+    file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
+    execute(plan([file]), [directory / file.name])
+    prepared.part.nbytes = file.nbytes

@@ -1,0 +1,207 @@
+"""What a program keeps beside tensors of models and optimizers, as inert nodes, and back. No pickle either way."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from zckpt.errors import UnsupportedError
+from zckpt.state import Extent, Scalar, Slot, Span
+from zckpt.tensor_reads import Wanted, dtype_name, memory_of, read_tensors
+from zckpt.torchfile import (
+    DefaultMapping,
+    Device,
+    DType,
+    FromFile,
+    Global,
+    NumpyArray,
+    NumpyDType,
+    NumpyScalar,
+    OrderedMapping,
+    Size,
+    Storage,
+    Tensor,
+)
+
+PLAIN = (type(None), bool, int, float, str, bytes, bytearray, complex, range, slice)
+KEPT = (Scalar, Device, DType)
+
+Value = Any
+"""What a program keeps."""
+
+Node = Any
+"""What stands for it in a checkpoint."""
+
+
+class Values:
+    """Turns values into nodes; the memory of their tensors is kept.
+
+    Attributes
+    ----------
+    memory : dict of Storage to memoryview
+        The bytes of each storage that the nodes mention.
+    """
+
+    def __init__(self) -> None:
+        self.memory: dict[Storage, memoryview] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def node(self, value: Value, where: str) -> object:
+        """Return a value as a node.
+
+        Parameters
+        ----------
+        value : object
+            Plain data, containers, tensors, numpy arrays, element types and devices.
+        where : str
+            For messages.
+
+        Raises
+        ------
+        UnsupportedError
+            An object of another class.
+        """
+        if type(value) in PLAIN or isinstance(value, KEPT):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, np.ndarray):
+            return _array(value, where)
+        for kind, rule in _LEAVES.items():
+            if isinstance(value, kind):
+                return rule(value)
+        return self._container(value, where)
+
+    def _container(self, value: Value, where: str) -> object:
+        kind = type(value)
+        if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
+            made: dict[Any, object] = {} if kind is not OrderedDict else OrderedMapping()
+            made.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
+            return made
+        if kind in (list, tuple, set, frozenset):
+            return kind(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
+        raise UnsupportedError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which only a pickle could hold",
+            advice="save what it consists of: its state_dict(), or its numbers and names",
+        )
+
+    def _tensor(self, value: torch.Tensor, where: str) -> Tensor:
+        if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise UnsupportedError(
+                f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"
+            )
+        here = value.detach().cpu().contiguous()
+        dtype = dtype_name(here.dtype)
+        storage = Storage(str(len(self.memory)), dtype, here.nbytes, "cpu", 0)
+        self.memory[storage] = memory_of(here)
+        self._kept.append(here)
+        return Tensor(storage, dtype, tuple(here.shape), here.stride(), 0, "little")
+
+
+def _little(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    found: np.dtype[Any] = dtype.newbyteorder("<")
+    return found
+
+
+def _array(value: np.ndarray[Any, Any], where: str) -> NumpyArray:
+    if value.dtype.hasobject or value.dtype.fields is not None or value.dtype.kind not in "biufcSU":
+        raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which is not kept")
+    found = np.ascontiguousarray(value, _little(value.dtype))
+    dtype = NumpyDType(found.dtype.str[1:], (False, True), (3, "<", None, None, None, -1, -1, 0))
+    made = NumpyArray(cls=Global("numpy", "ndarray"))
+    made.fill(value.shape, dtype, found.tobytes())
+    return made
+
+
+_LEAVES: dict[type, Callable[[Any], object]] = {
+    torch.Size: Size,
+    torch.dtype: lambda value: DType(dtype_name(value)),
+    torch.device: lambda value: Device(value.type, value.index),
+    np.generic: lambda value: NumpyScalar(_little(value.dtype).str, value.astype(_little(value.dtype)).tobytes()),
+}
+
+
+def value_of(node: Node, file: FromFile | None = None) -> Value:
+    """Return what a node stands for; an object of a class that is not known stays a node.
+
+    Parameters
+    ----------
+    node : object
+    file : FromFile, optional
+        Where the tensors below it are.
+
+    Raises
+    ------
+    SourceError
+        The tensors cannot be read.
+    """
+    if isinstance(node, FromFile):
+        return value_of(node.node, node)
+    if isinstance(node, Tensor) and file is not None:
+        return _read(node, file)
+    rule = _RULES.get(type(node))
+    if rule is not None:
+        return rule(node)
+    if isinstance(node, Mapping):
+        kind = OrderedDict if isinstance(node, (OrderedMapping, DefaultMapping)) else dict
+        return kind((value_of(key, file), value_of(one, file)) for key, one in node.items())
+    if type(node) in (list, tuple, set, frozenset):
+        return type(node)(value_of(one, file) for one in node)
+    return node
+
+
+def _read(node: Tensor, file: FromFile) -> torch.Tensor:
+    extent = Extent.whole(node.shape)
+    strides = None if node.is_contiguous else node.strides
+    spans = (Span(extent, file.path, node.offset, node.dtype, strides, node.byteorder),) if node.numel else ()
+    made = torch.empty(node.shape, dtype=getattr(torch, node.dtype))
+    read_tensors([Wanted(Slot("tensor", node.dtype, node.shape, spans), extent, made)])
+    return made
+
+
+_RULES: dict[type, Callable[[Any], Any]] = {
+    Scalar: lambda node: node.value,
+    Size: torch.Size,
+    DType: lambda node: getattr(torch, node.name),
+    Device: lambda node: torch.device(str(node)),
+    NumpyScalar: lambda node: np.frombuffer(node.data, node.dtype)[0],
+    NumpyArray: lambda node: (
+        np.frombuffer(node.data, node.dtype).reshape(node.shape, order="F" if node.fortran_order else "C").copy()
+        if node.items is None
+        else node
+    ),
+}
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators of random numbers, as plain data: Python, numpy, torch, its GPU."""
+    version, words, following = random.getstate()
+    kind, key, position, has_gauss, gauss = np.random.get_state()
+    found: dict[str, Any] = {
+        "python": [version, np.array(words, "<u4").tobytes(), following],
+        "numpy": [kind, np.asarray(key, "<u4").tobytes(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return found
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
+    version, words, following = states["python"]
+    random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    torch.set_rng_state(_bytes(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(states["cuda"]))
+
+
+def _bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

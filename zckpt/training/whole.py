@@ -1,0 +1,200 @@
+"""The whole checkpoint as the first rank knows it: what there is, and which rank has written which elements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zckpt import __version__
+from zckpt.execute import execute
+from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.rank_file import Entry, storage_key
+from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
+from zckpt.optim import ZeroOptimizer
+from zckpt.plan import Hole, fill, plan
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
+from zckpt.tensor_reads import dtype_name
+from zckpt.torchfile import FromFile
+from zckpt.training.model_state import ModelState
+from zckpt.training.optimizer_state import OptimizerState, order_of
+from zckpt.training.parts import Part, Piece, key_of
+from zckpt.training.values import Values
+
+SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
+    "lr_scheduler",
+    "grad_scaler",
+    "extra",
+    "random_states",
+    "extra_state",
+)
+"""Under which keys a checkpoint's metadata have what is beside models and optimizers."""
+
+IN_MEMORY = ""
+"""The path of what is in no file yet."""
+
+
+@dataclass(slots=True)
+class Whole:
+    """What the first rank knows of all.
+
+    Parameters
+    ----------
+    model : ModelState
+    optimizer_state : OptimizerState
+        Its own, for names and hyperparameters.
+    given : mapping
+        What the program gave beside the model and the optimizer.
+    values : Values
+        That has the memory of tensors in it.
+    optimizer : Optimizer or None
+    world_size : int
+    beside : dict
+        The metadata, as nodes.
+    """
+
+    model: ModelState
+    optimizer_state: OptimizerState
+    given: Mapping[str, Any]
+    values: Values
+    optimizer: Optimizer | None
+    world_size: int
+    beside: dict[str, object]
+
+
+def beside(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
+    """Return metadata, as nodes.
+
+    Parameters
+    ----------
+    given : mapping
+        With `scheduler`, `grad_scaler` and `extra`.
+    model : ModelState
+    values : Values
+
+    Raises
+    ------
+    UnsupportedError
+        Something that only a pickle could hold.
+    """
+    found: dict[str, Any] = {}
+    for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler")):
+        if given[name] is not None:
+            found[key] = values.node(given[name].state_dict(), f"{name}.state_dict()")
+    if given["extra"] is not None:
+        found[EXTRA] = values.node(dict(given["extra"]), "extra")
+    if model.extra:
+        found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
+    return {key: FromFile(value, IN_MEMORY) for key, value in found.items()}
+
+
+def storage_entries(metadata: Mapping[str, object], values: Values) -> list[Entry]:
+    """Return the bytes of tensors in metadata, as the first rank's file has them."""
+    about = describe(Checkpoint("", "zckpt", metadata=dict(metadata)))
+    found = []
+    for number, one in enumerate(about.storages):
+        nbytes = one.storage.nbytes
+        slot = Slot("storage", "uint8", (nbytes,), ())
+        data = values.memory[one.storage]
+        found.append(Entry(storage_key(number), slot, Extent.whole((nbytes,)), "uint8", (nbytes,), data=data))
+    return found
+
+
+def write_document(state: Whole, parts: Sequence[Part], identity: str, directory: Path) -> None:
+    """Write the document of a directory in which all ranks have written their parts.
+
+    Raises
+    ------
+    LayoutError
+        Some element has been written by none, or by several.
+    """
+    checkpoint = _checkpoint(state, parts)
+    placed = _placed(checkpoint, parts)
+    members = members_of(checkpoint, describe(checkpoint), placed)
+    files = [(rank_name(rank, len(parts)), part.nbytes) for rank, part in enumerate(parts)]
+    document = lay_out_document(members, identity, files)
+    execute(plan([document]), [directory / document.name])
+
+
+def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
+    """Return the logical state; its slots are without spans."""
+    optimizer = state.optimizer
+    about = state.optimizer_state
+    made = Checkpoint(
+        "",
+        "zckpt",
+        f"zckpt {__version__}",
+        zero_stage=optimizer.stage if isinstance(optimizer, ZeroOptimizer) else None,
+        topology=Topology(dp=state.world_size),
+        world_size=state.world_size,
+        step=state.given["step"],
+        metadata=dict(state.beside),
+        optimizer_metadata=dict(about.metadata),
+    )
+    if optimizer is not None:
+        made.details["optimizer"] = type(optimizer).__name__
+    if isinstance(optimizer, ZeroOptimizer):
+        made.loss_scale = float(optimizer.loss_scale)
+    made.metadata[RANDOM] = [part.random_states for part in parts]
+    made.param_groups = [
+        ParamGroup(dict(hyperparameters), list(names), dict(values))
+        for hyperparameters, names, values in zip(about.hyperparameters, about.names, about.group_values, strict=True)
+    ]
+    groups = order_of(about.names)
+    for name, tensor in state.model.tensors.items():
+        is_parameter = name in state.model.parameters
+        group = groups.get(name)
+        frozen = is_parameter and (group is None if optimizer is not None else not tensor.requires_grad)
+        section = made.parameters if is_parameter else made.buffers
+        section[name] = Parameter(
+            name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen and optimizer is not None
+        )
+    for name, owner in state.model.tied.items():
+        its = made.parameters[owner]
+        made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+    for part in parts:
+        _add(made, part, groups)
+    return made
+
+
+def _add(made: Checkpoint, part: Part, groups: Mapping[str, int]) -> None:
+    for piece in part.pieces:
+        parameter = _parameter(made, piece, groups)
+        parameter.slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
+    for name, values in part.values.items():
+        if name in made.parameters:
+            made.parameters[name].state.update(values)
+
+
+def _parameter(made: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
+    if piece.name in made.buffers:
+        return made.buffers[piece.name]
+    if piece.name not in made.parameters:
+        made.parameters[piece.name] = Parameter(piece.name, piece.shape, piece.dtype, group=groups.get(piece.name))
+    return made.parameters[piece.name]
+
+
+def _placed(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[Placed]:
+    """Return where each slot is; every element is in one place."""
+    where: dict[tuple[str, str], list[tuple[int, Extent]]] = {}
+    for rank, part in enumerate(parts):
+        for piece in part.pieces:
+            where.setdefault((piece.slot, piece.name), []).append((rank, piece.extent))
+    found = []
+    for parameter in checkpoint.tensors():
+        for slot in parameter.slots.values():
+            pieces = tuple(where[slot.name, parameter.name])
+            _check(slot, parameter.name, pieces)
+            found.append(Placed(slot.name, key_of(slot.name, parameter.name), slot, pieces))
+    return found
+
+
+def _check(slot: Slot, name: str, pieces: Sequence[tuple[int, Extent]]) -> None:
+    """Raise LayoutError unless the pieces have every element once."""
+    spans = tuple(Span(extent, str(rank), 0, slot.dtype) for rank, extent in pieces if extent.numel)
+    whole = Slot(slot.name, slot.dtype, slot.shape, spans)
+    label = f"{slot.name} of {name}"
+    fill(Hole(0, label, whole, Extent.whole(slot.shape), slot.dtype))

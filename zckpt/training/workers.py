@@ -1,0 +1,82 @@
+"""A DistributedOptimizer's checkpoint: each worker writes the parameters that live there, and their state."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zckpt.durable import written_directory
+from zckpt.execute import execute
+from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.writer import IDENTITY_NBYTES
+from zckpt.optim import DistributedOptimizer, param_groups
+from zckpt.optim.distributed import LocalOptimizer
+from zckpt.optim.named_groups import group_names
+from zckpt.optim.shares import Share, share_of
+from zckpt.plan import plan
+from zckpt.state import WEIGHT, Extent, Slot
+from zckpt.training import whole
+from zckpt.training.model_state import ModelState
+from zckpt.training.optimizer_state import OptimizerState, optimizer_state
+from zckpt.training.parts import Part, deal, entries
+from zckpt.training.values import Values
+
+Stored = list[tuple[str, bytes]]
+
+
+def save_workers(path: Path, optimizer: DistributedOptimizer, given: Mapping[str, Any], *, overwrite: bool) -> None:
+    """Write a checkpoint of an optimizer whose parameters live on RPC workers.
+
+    Raises
+    ------
+    Exception
+        What a worker raised; nothing has been written.
+    """
+    values = Values()
+    beside = whole.beside(given, ModelState(), values)
+    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(beside, values)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_directory(path, overwrite=overwrite) as partial:
+        identity = secrets.token_hex(IDENTITY_NBYTES)
+        count = optimizer.num_workers
+        parts: list[Part] = optimizer.call_each(
+            _save_worker,
+            [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
+        )
+        about = OptimizerState(
+            names=group_names(optimizer.param_groups, None),
+            hyperparameters=[param_groups.hyperparameters(group) for group in optimizer.param_groups],
+            group_values=[{} for _ in optimizer.param_groups],
+        )
+        state = whole.Whole(ModelState(), about, given, values, optimizer, count, beside)
+        whole.write_document(state, parts, identity, partial)
+
+
+def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, identity: str, stored: Stored) -> Part:
+    """Write a worker's file; return what is in it."""
+    with local.lock:
+        names = {
+            parameter: name
+            for group in local.optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        state = optimizer_state(local.optimizer, names)
+        shares: list[tuple[str, str, Share]] = []
+        for parameter, name in names.items():
+            share = share_of(parameter, name)
+            if share is not None:
+                shares.append((name, WEIGHT, share))
+        held = deal([*shares, *state.shares], 0, [0])
+        first = [_storage_entry(key, data) for key, data in stored]
+        file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
+        execute(plan([file]), [Path(directory) / file.name])
+        return Part([piece for piece, _ in held], state.values, {}, file.nbytes)
+
+
+def _storage_entry(key: str, data: bytes) -> Entry:
+    slot = Slot("storage", "uint8", (len(data),), ())
+    return Entry(key, slot, Extent.whole(slot.shape), "uint8", slot.shape, data=memoryview(data))
