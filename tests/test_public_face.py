@@ -22,11 +22,11 @@ READ = [
 
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
-        "Checkpoint", "Consolidated", "Converted", "DamagedFileError", "Extent", "LayoutError", "OpenedCheckpoint",
-        "ParamGroup", "Parameter", "PickleError", "Resharded", "Scalar", "ShardError", "Slot", "SourceError", "Span",
-        "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError",
-        "UsageError", "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "inspect", "open",
-        "reshard", "strip",
+        "Checkpoint", "Checkpointer", "Consolidated", "Converted", "DamagedFileError", "Extent", "LayoutError",
+        "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Resharded", "Restored", "Saving", "Scalar",
+        "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology",
+        "UnknownFormatError", "UnsupportedError", "UsageError", "WeightMismatchError", "ZckptError", "__version__",
+        "consolidate", "convert", "inspect", "load", "open", "reshard", "save", "strip",
     ]  # fmt: skip
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from zckpt.operations.reshard import Resharded, reshard
     from zckpt.operations.strip import Stripped, strip
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
-    from zckpt.training import Restored, Saving, load, save
+    from zckpt.training import Checkpointer, Restored, Saving, load, save
 
 __version__ = "0.1.0"
 
@@ -55,7 +55,7 @@ _HOMES = {
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),
     "zckpt.operations.strip": ("Stripped", "strip"),
-    "zckpt.training": ("Restored", "Saving", "load", "save"),
+    "zckpt.training": ("Checkpointer", "Restored", "Saving", "load", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
     "zckpt.errors": (
         "DamagedFileError",
@@ -76,6 +76,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Checkpoint",
+    "Checkpointer",
     "Consolidated",
     "Converted",
     "DamagedFileError",

@@ -14,6 +14,9 @@ from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
 
+OWN_DOCUMENT = "checkpoint.json"
+"""What tells zckpt's own format, whose modules are not loaded to look for it."""
+
 
 def open_checkpoint(
     source: str | os.PathLike[str],
@@ -53,6 +56,11 @@ def open_checkpoint(
     except (OSError, ValueError) as error:
         raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
     only_deepspeed = bool(roots) or tag is not None or tp_rules is not None
+    inside = _own_of_run(path, tag) if path.is_dir() and not roots and tp_rules is None else None
+    if inside is not None:
+        from zckpt.formats import native
+
+        return native.read(inside, names=names)
     if path.is_dir():
         found = universal.find(path, tag=tag) if not roots else None
         if found is not None:  # it has a model file as a tag directory has, so it is asked for first
@@ -94,6 +102,16 @@ def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | Non
         (zero_redundancy.find, zero_redundancy.read),
     )
     return next((read(path, names=names) for find, read in readers if find(path) is not None), None)
+
+
+def _own_of_run(path: Path, tag: str | None) -> Path | None:
+    """Return the checkpoint of zckpt's own that a run's directory has under a name, by default the latest."""
+    name = tag or deepspeed.latest_name(path) or ""
+    try:
+        is_own = name not in ("", ".", "..") and Path(name).name == name and (path / name / OWN_DOCUMENT).is_file()
+    except OSError:  # a name too long to be one
+        return None
+    return path / name if is_own else None
 
 
 def _content(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from zckpt.errors import ZckptError
@@ -59,6 +60,21 @@ class Ranks:
         told = [of_first]
         dist.broadcast_object_list(told, src=self.members[0], group=self.group)
         return told[0]
+
+    def any(self, mine: bool) -> bool:
+        """Return whether it is so on any rank."""
+        return self._most(int(mine)) == 1
+
+    def all(self, mine: bool) -> bool:
+        """Return whether it is so on all ranks."""
+        return self._most(int(not mine)) == 0
+
+    def _most(self, mine: int) -> int:
+        if self.group is None:
+            return mine
+        told = torch.tensor([mine], dtype=torch.int32)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        return int(told.item())
 
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.

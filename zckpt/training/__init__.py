@@ -10,11 +10,13 @@ saving           `save`, and saving while training goes on
 workers          the same of parameters that live on RPC workers
 loading          `load`
 broadcasting     weights read once and sent around
+checkpointer     a run's directory: when to save, what to keep, where to resume
 """
 
 from __future__ import annotations
 
+from zckpt.training.checkpointer import Checkpointer
 from zckpt.training.loading import Restored, load
 from zckpt.training.saving import Saving, save
 
-__all__ = ["Restored", "Saving", "load", "save"]
+__all__ = ["Checkpointer", "Restored", "Saving", "load", "save"]

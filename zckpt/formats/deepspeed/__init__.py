@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.formats.deepspeed.directory import TagDirectory, find
+from zckpt.formats.deepspeed.directory import TagDirectory, find, latest_name
 from zckpt.formats.deepspeed.reader import read
 
-__all__ = ["TagDirectory", "find", "read"]
+__all__ = ["TagDirectory", "find", "latest_name", "read"]

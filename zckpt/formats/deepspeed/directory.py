@@ -107,15 +107,13 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
         raise UnknownFormatError("no such tag", path=source, expected=f"a directory {tag}", found=_listed(source))
     if _is_tag_directory(source):
         return source
-    latest = source / "latest"
-    if latest.is_file():
-        with latest.open("rb") as file:
-            name = file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
+    name = latest_name(source)
+    if name is not None:
         if name not in ("", ".", "..") and Path(name).name == name and _is_directory(source / name):
             return source / name
         raise UnknownFormatError(
             "names no checkpoint",
-            path=latest,
+            path=source / "latest",
             expected="the name of a directory beside it",
             found=repr(name[:80]),
             advice=f"give --tag: {_listed(source)}",
@@ -126,6 +124,15 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
+
+
+def latest_name(source: Path) -> str | None:
+    """Return what a run's `latest` holds; None if there is no such file."""
+    latest = source / "latest"
+    if not latest.is_file():
+        return None
+    with latest.open("rb") as file:
+        return file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
 
 
 def _is_directory(path: Path) -> bool:

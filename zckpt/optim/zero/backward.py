@@ -29,6 +29,10 @@ GradBucket = Any
 """`torch.distributed.GradBucket`, which torch does not type; a hook that DDP takes may not be annotated with it."""
 
 
+class WindowFailedError(RuntimeError):
+    """On all ranks: a window came to nothing, no rank has stepped, and the next window can begin."""
+
+
 class BackwardOptimizer(FlatOptimizer, Joinable):
     """Takes gradients from backward and keeps this rank's part of their average."""
 
@@ -109,15 +113,21 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             loss = loss / self.gradient_accumulation_steps
         if self.loss_scale != 1.0:
             loss = loss * self.loss_scale
-        if not self._syncs or self._ddp_buckets is not None:
+        if self._ddp_buckets is not None:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
             return
-        self._begin_pass()
+        syncs = self._syncs
+        if syncs:
+            self._begin_pass()
         try:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         except Exception:
-            self._fail_pass()
+            self._failed = True
+            if syncs:
+                self._fail_pass()
             raise
+        if not syncs:
+            return
         self._end_pass()
 
     @contextlib.contextmanager
@@ -210,39 +220,47 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         if graph is not None:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
-    def _end_pass(self) -> None:
+    def _end_pass(self, *, has_joined: bool = False) -> None:
         missing = self._reducer.finish() if self._reduces() else []
         self._pass = None
         self._passes += 1
         if not self.ignore_unused_parameters:
-            self._refuse_unused(missing)
+            self._refuse_unused([] if has_joined else missing)
 
     def _fail_pass(self) -> None:
         """Take part in what is left of a pass that failed here, so that no rank waits for this one."""
         self._failed = True
-        with contextlib.suppress(Exception):  # the first error is told
-            if self._reduces():
-                self._reducer.finish()
+        reduces = self._reduces()
         self._pass = None
         self._passes += 1
+        with contextlib.suppress(Exception):  # the first error is told
+            if reduces:
+                self._reducer.finish()
+            if not self.ignore_unused_parameters:
+                self._refuse_unused([])
 
-    def _run_empty_passes(self) -> None:
+    def _run_empty_passes(self, *, has_joined: bool = False) -> None:
         """Take part in the passes that are left of this window, with what gradients there are."""
         while self._passes < self.gradient_accumulation_steps:
             self._begin_pass()
-            self._end_pass()
+            self._end_pass(has_joined=has_joined)
 
     def _settle(self) -> None:
         """After a failure here, go through this window with the other ranks, who learn of it in their step."""
         if self._pass is not None and self._pass >= 0:  # a backward that was not ours has failed
             self._fail_pass()
-        if not self._failed:
-            return
-        while self._passes < self.gradient_accumulation_steps:
+        while self._failed and self._passes < self.gradient_accumulation_steps:
             self._begin_pass()
             self._fail_pass()
-        with contextlib.suppress(RuntimeError):
-            self._step_or_fail()
+        if self._failed:
+            with contextlib.suppress(WindowFailedError):
+                self._step_or_fail()
+
+    def _fail_window(self) -> None:
+        """Go through this window with the other ranks after a failure here that was not in backward."""
+        if self._ddp_buckets is None:  # otherwise DDP makes them wait
+            self._failed = True
+            self._settle()
 
     def _step_or_fail(self) -> None:
         raise NotImplementedError
@@ -267,7 +285,7 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             if unused:
                 self._end_window()
                 more = f" and {len(unused) - SHOWN_NAMES} more" if len(unused) > SHOWN_NAMES else ""
-                raise RuntimeError(
+                raise WindowFailedError(
                     f"no gradient on rank {rank} for {', '.join(unused[:SHOWN_NAMES])}{more}; "
                     f"ignore_unused_parameters=True takes them for zero"
                 )

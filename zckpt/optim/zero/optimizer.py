@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.zero import full_state, gather, norms, state_dicts, stepping
-from zckpt.optim.zero.backward import BackwardOptimizer
+from zckpt.optim.zero.backward import BackwardOptimizer, WindowFailedError
 from zckpt.optim.zero.flat import STAGES
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import Scaler, adopt, read_scaler
@@ -192,17 +193,23 @@ class ZeroOptimizer(BackwardOptimizer):
         Raises
         ------
         RuntimeError
-            Backward failed on some rank; no rank has stepped, and the next window can begin.
+            Backward, or the closure, failed on some rank; no rank has stepped, and the next window can begin.
+        Exception
+            What the closure raises.
         FloatingPointError
             An overflow at the least loss scale.
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            except Exception:
+                self._fail_window()
+                raise
         if self._failed or (self._pass is not None and self._pass >= 0):
             self._settle()
-            raise RuntimeError("backward failed on this rank: no rank has stepped")
+            raise WindowFailedError("backward failed on this rank: no rank has stepped")
         if 0 < self._passes < self.gradient_accumulation_steps:
             return loss
         self._run_empty_passes()
@@ -248,7 +255,7 @@ class ZeroOptimizer(BackwardOptimizer):
         if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=model_parallel.get_model_parallel_group())
         if flag.item():
-            raise RuntimeError("backward failed on another rank: no rank has stepped")
+            raise WindowFailedError("backward failed on another rank: no rank has stepped")
 
     def _step_groups(self, divisor: float) -> None:
         param_groups.sync(self.param_groups, self.optim.param_groups)
@@ -423,7 +430,8 @@ class _StepHook(JoinHook):
         """Take part in one window and its step."""
         optimizer = self.optimizer
         optimizer._window_is_open = True  # the others have said so
-        if optimizer._ddp_buckets is None:
-            optimizer._passes = 0
-            optimizer._run_empty_passes()
-        optimizer._step_or_fail()
+        with contextlib.suppress(WindowFailedError):  # it is told to those that train
+            if optimizer._ddp_buckets is None:
+                optimizer._passes = 0
+                optimizer._run_empty_passes(has_joined=True)
+            optimizer._step_or_fail()
