@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.durable import written_directory
-from zckpt.errors import TargetError
+from zckpt.errors import TargetError, ZckptError
 from zckpt.optim.ranks import Ranks
 
 
@@ -48,6 +48,6 @@ def written_together(path: Path, ranks: Ranks, *, overwrite: bool) -> Iterator[P
 
 def _target_error(failure: Exception, path: Path) -> Exception:
     """Return a failure of the operating system as one of the target."""
-    if isinstance(failure, OSError):
+    if isinstance(failure, OSError) and not isinstance(failure, ZckptError):
         return TargetError("cannot be written", path=path, found=failure.strerror or str(failure))
     return failure

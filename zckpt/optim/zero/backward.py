@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,7 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         self._syncs = True
         self._passes = 0
         self._pass: int | None = None
+        self._last_graph = -1
         self._window_is_open = False
         self._failed = False
         self._ddp_buckets: dict[tuple[int, ...], Bucket] | None = None
@@ -177,9 +179,12 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         if not self._syncs:
             self._keep(parameter)
             return
-        if self._pass is None or (self._pass >= 0 and self._pass != torch._C._current_graph_task_id()):
+        graph = torch._C._current_graph_task_id()
+        if self._pass is None or (self._pass >= 0 and self._pass != graph):
+            if graph < self._last_graph:  # it has run since before the last one ended
+                self._refuse_nested()
             self._settle()
-            self._begin_pass(graph=torch._C._current_graph_task_id())
+            self._begin_pass(graph=graph)
         if self.stage == 1:
             self._keep(parameter)
         if self._reduces():
@@ -218,7 +223,22 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             Join.notify_join_context(self)
         self._pass = -1 if graph is None else graph
         if graph is not None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_graph, graph))
+
+    def _end_graph(self, graph: int) -> None:
+        """End the pass of a backward that somebody else runs, unless another has run inside."""
+        if self._pass != graph:
+            self._refuse_nested()
+        self._last_graph = graph
+        self._end_pass()
+
+    def _refuse_nested(self) -> NoReturn:
+        """Raise RuntimeError. Only `backward` can tell a backward inside of another from one that comes after it."""
+        self._failed = True
+        raise RuntimeError(
+            "a backward has run inside of another, as reentrant checkpoints make it; let the optimizer run the outer "
+            "one, by optimizer.backward(loss), or make checkpoints with use_reentrant=False"
+        )
 
     def _end_pass(self, *, has_joined: bool = False) -> None:
         missing = self._reducer.finish() if self._reduces() else []

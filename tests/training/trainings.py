@@ -1,0 +1,183 @@
+"""Small trainings of every optimizer family and kind of model, the same at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+
+ROWS = 12  # of a batch, for 1, 2, 3 and 4 ranks
+WORDS = 11
+
+State = dict[str, dict[str, torch.Tensor]]
+
+
+class Net(nn.Module):
+    """Odd sizes, a tied pair, a frozen parameter, one without elements, a buffer, and more ranks than elements."""
+
+    def __init__(self, *, empty: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.body = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6, bias=False))
+        self.head = nn.Linear(6, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.scale = nn.Parameter(torch.tensor([1.0]))
+        self.none = nn.Parameter(torch.empty(0 if empty else 1, 3).fill_(0.1))
+        self.fixed = nn.Parameter(torch.linspace(-1, 1, 6), requires_grad=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+        return self.head(self.body(self.words(ids)) * self.scale + self.fixed + self.none.sum())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained, and with what."""
+
+    optimizer: str  # zero1, zero2, redundancy, adamw, sgd
+    model: str = "plain"  # ddp, compile, fsdp
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether a parameter is without elements; `fully_shard` takes none."""
+        return self.optimizer in ("zero1", "sgd") or (self.optimizer, self.model) == ("redundancy", "compile")
+
+    @property
+    def name(self) -> str:
+        return f"{self.optimizer}-{self.model}-{str(self.dtype).removeprefix('torch.')}"
+
+
+BF16 = torch.bfloat16
+KINDS = [
+    Kind("zero1"), Kind("zero2"), Kind("zero2", dtype=BF16), Kind("zero2", "ddp"), Kind("redundancy", "ddp"),
+    Kind("redundancy", "compile"), Kind("adamw", "ddp"), Kind("sgd", "compile"), Kind("adamw", "fsdp"),
+]  # fmt: skip
+BY_NAME = {kind.name: kind for kind in KINDS}
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and scheduler on this rank."""
+
+    kind: Kind
+    inner: nn.Module
+    model: nn.Module
+    optimizer: Any
+    scheduler: Any
+
+    @classmethod
+    def of(cls, kind: Kind, *, seed: int = 0) -> Training:
+        torch.manual_seed(seed)
+        inner = Net(empty=kind.has_empty)
+        if kind.dtype != torch.float32:
+            inner = inner.to(kind.dtype)
+        model = _wrapped(inner, kind)
+        named = [(name, p) for name, p in inner.named_parameters() if p.requires_grad or kind.optimizer[:4] == "zero"]
+        weights = [(name, p) for name, p in named if p.ndim > 1]
+        others = [(name, p) for name, p in named if p.ndim <= 1]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = _optimizer(kind, groups)
+        if kind.optimizer[:4] == "zero" and kind.model == "ddp":
+            optimizer.attach(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        return cls(kind, inner, model, optimizer, scheduler)
+
+    def train(self, steps: Iterable[int]) -> list[float]:
+        """Train and return each step's loss over all ranks."""
+        return [self._step(step) for step in steps]
+
+    def _step(self, step: int) -> float:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        numbers = torch.Generator().manual_seed(step)
+        ids = torch.randint(WORDS, (2, ROWS), generator=numbers)
+        mine = ids[:, rank * ROWS // world_size : (rank + 1) * ROWS // world_size]
+        loss = nn.functional.cross_entropy(self.model(mine[0]).float(), mine[1])
+        if isinstance(self.optimizer, ZeroOptimizer) and self.kind.model != "ddp":
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        return whole.item() / world_size
+
+    def state(self) -> State:
+        """Return everything by name, whole, on every rank, without zckpt's means to save."""
+        found: State = {}
+        for name, parameter in self.inner.named_parameters():
+            found[name] = {"weight": whole(parameter), **self._slots(name, parameter)}
+        for name, buffer in self.inner.named_buffers():
+            found[name] = {"weight": buffer.clone()}
+        return found
+
+    def _slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        optimizer = self.optimizer
+        if isinstance(optimizer, ZeroOptimizer):
+            if not parameter.requires_grad:
+                return {}
+            slots = ["exp_avg", "exp_avg_sq", "step"] if optimizer.state else []
+            return {slot: torch.as_tensor(optimizer.full_state(name, slot)).clone() for slot in ["master", *slots]}
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            told: list[Any] = [None] * dist.get_world_size()
+            mine = optimizer.optim.state.get(parameter)
+            dist.all_gather_object(told, None if mine is None else {key: whole(value) for key, value in mine.items()})
+            return next((one for one in told if one is not None), {})
+        return {key: whole(value) for key, value in optimizer.state.get(parameter, {}).items()}
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of all elements of a tensor."""
+    value = value.detach()
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def _wrapped(inner: nn.Module, kind: Kind) -> nn.Module:
+    if kind.model == "ddp":
+        return DistributedDataParallel(inner)
+    if kind.model == "compile":
+        return DistributedDataParallel(torch.compile(inner, backend="eager"))
+    if kind.model == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(inner.body, mesh=mesh)
+        return fully_shard(inner, mesh=mesh)
+    return inner
+
+
+def _optimizer(kind: Kind, groups: list[dict[str, Any]]) -> Any:
+    if kind.optimizer in ("zero1", "zero2"):
+        return ZeroOptimizer(groups, torch.optim.AdamW, lr=1e-2, stage=int(kind.optimizer[-1]))
+    if kind.optimizer == "redundancy":
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1e-2)
+    if kind.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def differences(found: State, expected: State) -> list[str]:
+    """Return what is not bit-equal."""
+    lines = [f"{name} only on one side" for name in found.keys() ^ expected.keys()]
+    for name in found.keys() & expected.keys():
+        ours, its = found[name], expected[name]
+        lines += [f"{slot} of {name} only on one side" for slot in ours.keys() ^ its.keys()]
+        for slot in ours.keys() & its.keys():
+            a, b = ours[slot], its[slot]
+            if (a.dtype, a.shape) != (b.dtype, b.shape) or not torch.equal(
+                a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
+            ):
+                lines.append(f"{slot} of {name} differs")
+    return lines
