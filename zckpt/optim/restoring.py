@@ -195,9 +195,10 @@ class _ByParameter(Restoring):
             return _single(value)
         dtype = getattr(torch, value.dtype)
         if not isinstance(parameter, DTensor) or value.shape != owner.shape:
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor) and value.shape:
                 raise UnsupportedError(f"{key} of {owner.name} is not one value for each element", path=self.path)
-            whole = torch.empty(value.shape, dtype=dtype, device=parameter.device)
+            device = parameter.device if value.shape else "cpu"  # where torch keeps single numbers
+            whole = torch.empty(value.shape, dtype=dtype, device=device)
             self.wanted.append(Wanted(value, Extent.whole(value.shape), whole))
             return whole
         local = torch.empty(parameter.to_local().shape, dtype=dtype, device=parameter.device)
@@ -266,6 +267,7 @@ class _Flat(Restoring):
             A value is not the same for all parameters, or a tensor not one value for each element.
         """
         every = [{} if owner is None else parameter_values(self.checkpoint, owner) for owner in owners]
+        _read_numbers(every, owners)
         having = [values for values in every if values]
         made: dict[str, Any] = {}
         for key in dict.fromkeys(key for values in having for key in values):
@@ -308,6 +310,29 @@ class _Flat(Restoring):
         node = found.node if isinstance(found, FromFile) else found
         optimizer.loss_scaler = adopt(optimizer.loss_scaler, getattr(node, "state", plain(node)))
         optimizer.publish_masters()
+
+
+def _read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
+    """Put single numbers in the place of tensors that hold one for a whole parameter.
+
+    A parameter that is a single number itself has one of each kind; `step` is none for each element.
+    """
+    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
+    numbers = {"step"} | {
+        key
+        for values, shape in pairs
+        for key, value in values.items()
+        if isinstance(value, Slot) and not value.shape and shape
+    }
+    found = [
+        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
+        for values, _ in pairs
+        for key, value in values.items()
+        if key in numbers and isinstance(value, Slot) and not value.shape
+    ]
+    read_tensors(Wanted(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
+    for values, key, slot, tensor in found:
+        values[key] = Scalar(tensor.item(), slot.dtype)
 
 
 def _master(owner: Parameter | None) -> Slot | None:

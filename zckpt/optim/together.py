@@ -23,7 +23,9 @@ def written_together(path: Path, ranks: Ranks, *, overwrite: bool) -> Iterator[P
     made = written_directory(path, overwrite=overwrite) if ranks.rank == 0 else None
     partial, error = None, None
     try:
-        partial = None if made is None else str(made.__enter__())
+        if made is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = str(made.__enter__())
     except Exception as failure:  # noqa: BLE001  # told to all ranks
         error = _target_error(failure, path)
     ranks.agree(error)

@@ -13,7 +13,6 @@ import os
 import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -261,9 +260,6 @@ def _write(ranks: Ranks, path: Path, prepared: _Prepared | Exception, *, overwri
     ZckptError
         A rank has failed; nothing has been written.
     """
-    if ranks.rank == 0:
-        with suppress(OSError):  # what cannot be made is told of below
-            path.parent.mkdir(parents=True, exist_ok=True)
     with written_together(path, ranks, overwrite=overwrite) as partial:
         identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
         error = prepared if isinstance(prepared, Exception) else None

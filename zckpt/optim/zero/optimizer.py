@@ -334,10 +334,16 @@ class ZeroOptimizer(BackwardOptimizer):
         ValueError
             The parameters have no names.
         """
-        return self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        made = self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        for after in self._optimizer_state_dict_post_hooks.values():
+            made = after(self, made) or made
+        return made
 
     def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Return `state_dict()` with other names of the parameters."""
+        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
         return state_dicts.make_state_dict(
             self,
             names,
@@ -374,6 +380,9 @@ class ZeroOptimizer(BackwardOptimizer):
             It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
             Nothing has changed.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)  # type: ignore[arg-type]  # or a list of them
+            state_dict = state_dict if changed is None else changed
         states = state_dicts.read_states(state_dict)
         state_dicts.check(states, self)
         if load_optimizer_states:
@@ -387,6 +396,8 @@ class ZeroOptimizer(BackwardOptimizer):
             self.publish_masters()
         else:
             self.refresh_masters()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def load_local(self, state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]]) -> None:
         """Load the local optimizer's state, by param group, and everyone's hyperparameters."""

@@ -1,0 +1,114 @@
+"""`zckpt.load` of what other programs wrote, into every optimizer family, at other numbers of ranks: bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.engine import models, run
+from tests.engine.catalogue import SPECS
+from tests.training.trainings import whole
+from tests.truth import Truth, assert_same, bits
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.interop
+
+SOURCES = [
+    "s0_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s2_bf16_dp2_elastic", "s2_bf16_dp2_rr", "s1_fp32_dp3_palign",
+    "s2_bf16_dp2_zerodim",
+    "s3_bf16_dp3", "s3_fp32_dp2", "hf_gpt2_s1_fp32_dp2",
+]  # fmt: skip
+FAMILIES = ["zero1", "zero2", "redundancy", "adamw", "fsdp"]
+
+
+def load_fixture(rank: int, world_size: int, sources: list[str], families: list[str]) -> int:
+    """Load each source into each family; check every slot of every parameter; return how many."""
+    checked = 0
+    for source in sources:
+        truth = Truth(FIXTURES / source)
+        for family in families:
+            if not (family == "fsdp" and SPECS[source].zero_dim):  # of which `fully_shard` takes none
+                checked += load_one(source, family, truth)
+    return checked
+
+
+def load_one(source: str, family: str, truth: Truth) -> int:
+    spec = SPECS[source]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.dtype if family[:4] == "zero" else "fp32"]
+    inner = models.build_model(spec, seed=99).to(dtype)
+    names = {parameter: name for name, parameter in inner.named_parameters()}
+    groups = [
+        {**group, "params": [(names[p], p) for p in group["params"] if p.requires_grad]}
+        for group in models.param_groups(spec, inner)
+    ]
+    model: torch.nn.Module = inner
+    if family == "fsdp":
+        model = fully_shard(inner, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        named = dict(inner.named_parameters())
+        groups = [{**group, "params": [(name, named[name]) for name, _ in group["params"]]} for group in groups]
+    elif family != "zero1":
+        model = DistributedDataParallel(inner)
+    optimizer = make(family, groups)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        restored = zckpt.load(FIXTURES / source, model=model, optimizer=optimizer, random_states=False)
+    assert not restored.missing + restored.unexpected + restored.reshaped
+    assert restored.step
+    if not spec.elastic:  # which keeps no hyperparameters
+        for mine, its in zip(optimizer.param_groups, truth.facts["param_groups"], strict=True):
+            assert (mine["lr"], mine["weight_decay"]) == (its["lr"], its["weight_decay"])
+    return check(inner, optimizer, truth, dtype)
+
+
+def make(family: str, groups: list[dict[str, Any]]) -> Any:
+    if family[:4] == "zero":
+        return ZeroOptimizer(groups, torch.optim.AdamW, lr=1.0, stage=int(family[-1]))
+    if family == "redundancy":
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=1.0)
+    return torch.optim.AdamW(groups, lr=1.0)
+
+
+def check(model: torch.nn.Module, optimizer: Any, truth: Truth, dtype: torch.dtype) -> int:
+    checked = 0
+    for name, parameter in model.named_parameters():
+        exact = truth.masters.get(name, truth.weights.get(name))
+        assert exact is not None
+        if parameter.requires_grad or dtype == torch.float32:
+            assert_same(whole(parameter), exact.to(dtype), name)
+        if not parameter.requires_grad:
+            continue
+        for slot in truth.slots:
+            expected = truth.kind(slot).get(name)
+            found = state_of(optimizer, name, parameter, slot)
+            if expected is not None and found is not None:
+                assert_same(found, expected, f"{slot} of {name}")
+                checked += 1
+        if isinstance(optimizer, ZeroOptimizer):
+            assert_same(optimizer.full_state(name, "master"), truth.masters[name], f"master of {name}")
+    for name, buffer in model.named_buffers():
+        if name in truth.buffers and buffer.nbytes == truth.buffers[name].numel():  # of the type that was saved
+            assert torch.equal(bits(buffer), truth.buffers[name]), name
+    return checked
+
+
+def state_of(optimizer: Any, name: str, parameter: torch.Tensor, slot: str) -> torch.Tensor | None:
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.full_state(name, slot)
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    value = inner.state.get(parameter, {}).get(slot)
+    return None if value is None else whole(value)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_family_gets_the_state_that_was_saved(world_size: int) -> None:
+    told = run(load_fixture, world_size, SOURCES, FAMILIES)
+    assert sum(told) > 50 * len(SOURCES)
