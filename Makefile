@@ -22,6 +22,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/consolidate.py
 	$(BIN)/python bench/reshard.py
 	$(BIN)/python bench/zero_redundancy.py
+	$(BIN)/python bench/zero_optimizer.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

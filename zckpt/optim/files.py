@@ -29,6 +29,7 @@ from zckpt.formats.remainder import VERSION
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, rank_name
 from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
+from zckpt.optim import param_groups
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.named_groups import Names, group_hyperparameters, group_names
 from zckpt.optim.ranks import Ranks
@@ -80,6 +81,7 @@ def save(
         zero_files.save(optimizer, Path(path), model=model, step=step, beside=dict(beside or {}), overwrite=overwrite)
         return
     names = group_names(optimizer.param_groups, model)
+    param_groups.sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
     with written_together(Path(path), Ranks(optimizer.process_group), overwrite=overwrite) as partial:
         torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
         if optimizer.rank == 0:

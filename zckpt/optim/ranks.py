@@ -12,6 +12,9 @@ from zckpt.errors import ZckptError
 
 T = TypeVar("T")
 
+ALONE = "alone"
+"""The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
+
 _CONTROL: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 """Gloo groups of the same ranks, by the group that they were made for and what they are used for."""
 
@@ -34,7 +37,7 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, *, purpose: str = "") -> None:
         self.given = process_group
-        if not (dist.is_available() and dist.is_initialized()):
+        if purpose == ALONE or not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
             self.rank, self.world_size, self.members = 0, 1, [0]
             return

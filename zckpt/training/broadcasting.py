@@ -8,15 +8,14 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim.ranks import Ranks
-from zckpt.state import Extent
 from zckpt.tensor_reads import Wanted, read_tensors
 
 ROUND_NBYTES = 64 << 20
 """Read by each rank before all of it is sent: what a rank needs beside the weights."""
 
 
-def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> list[Wanted]:
-    """Read what all ranks want whole, each a share, and send it around; return what else this rank wants.
+def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> None:
+    """Read what all ranks want, each rank some of it, and send it around.
 
     All ranks must want the same tensors in the same order.
 
@@ -25,8 +24,7 @@ def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> list[Wanted]:
     SourceError
         A file cannot be read: on all ranks, if on one.
     """
-    whole = [one for one in wanted if one.extent == Extent.whole(one.slot.shape)]
-    for turn in _rounds(whole, ranks.world_size):
+    for turn in _rounds(wanted, ranks.world_size):
         error = None
         try:
             read_tensors(one for reader, one in turn if reader == ranks.rank)
@@ -35,15 +33,13 @@ def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> list[Wanted]:
         ranks.agree(error)
         for reader, one in turn:
             _send(one.tensor, ranks, reader)
-    kept = {id(one) for one in whole}
-    return [one for one in wanted if id(one) not in kept]
 
 
-def _rounds(whole: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
+def _rounds(wanted: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
     """Yield who reads what; in each round every rank reads about as much."""
     turn: list[tuple[int, Wanted]] = []
     loads = [0] * world_size
-    for one in whole:
+    for one in wanted:
         reader = loads.index(min(loads))
         turn.append((reader, one))
         loads[reader] += one.tensor.nbytes

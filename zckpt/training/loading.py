@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from zckpt.errors import UsageError
 from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim import DistributedOptimizer, files
-from zckpt.optim.ranks import Ranks
+from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
@@ -116,7 +116,8 @@ def load(
     SourceError
         It cannot be read: on all ranks, if on one.
     """
-    ranks = Ranks(process_group or getattr(optimizer, "process_group", None))
+    purpose = ALONE if isinstance(optimizer, DistributedOptimizer) else ""
+    ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
     error: Exception | None = None
     loading = None
     try:
@@ -202,22 +203,26 @@ class _Loading:
         if isinstance(self.optimizer, DistributedOptimizer):
             files.load(self.optimizer, self.path)
         made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
-        wanted = list(self._weights(made_of_masters))
+        replicated, sharded = self._weights(made_of_masters)
         with torch.no_grad():
             if broadcast and ranks.world_size > 1:
-                wanted = read_and_broadcast(wanted, ranks)
-            read_tensors(wanted)
+                read_and_broadcast(replicated, ranks)
+                replicated = []
+            read_tensors([*replicated, *sharded])
             if self.restoring is not None:
                 self.restoring.read()
 
-    def _weights(self, made_of_masters: set[str]) -> Iterator[Wanted]:
+    def _weights(self, made_of_masters: set[str]) -> tuple[list[Wanted], list[Wanted]]:
+        """Return what all ranks want alike, and this rank's parts of what is sharded."""
+        replicated: list[Wanted] = []
+        sharded: list[Wanted] = []
         for name, its in self.found.items():
-            if name in made_of_masters:
-                continue
             tensor = self.tensors.tensors[name]
-            share = share_of(tensor, name)
+            share = None if name in made_of_masters else share_of(tensor, name)
             if share is not None and share.tensor.numel():
-                yield Wanted(_weight_like(its, tensor.dtype), share.extent, share.tensor)
+                wanted = Wanted(_weight_like(its, tensor.dtype), share.extent, share.tensor)
+                (replicated if share.ranks is None else sharded).append(wanted)
+        return replicated, sharded
 
     def publish(self) -> None:
         """Give the optimizer what was read of its state."""
@@ -252,7 +257,7 @@ class _Loading:
     def _extra(self) -> dict[str, Any]:
         """Return what the program kept beside; of other formats, what they call the client's state."""
         metadata = self.checkpoint.metadata
-        if self.checkpoint.format == "zckpt" and EXTRA in metadata:
+        if self.checkpoint.format != "deepspeed" and EXTRA in metadata:
             return dict(_mapping(value_of(metadata[EXTRA])))
         own = {SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE}
         return {key: value_of(value) for key, value in metadata.items() if key not in own}

@@ -19,6 +19,7 @@ from zckpt.plan import Hole, fill, plan
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
 from zckpt.tensor_reads import dtype_name
 from zckpt.torchfile import FromFile
+from zckpt.torchfile.pickle_storage_writer import Mentioned
 from zckpt.training.model_state import ModelState
 from zckpt.training.optimizer_state import OptimizerState, order_of
 from zckpt.training.parts import Part, Piece, key_of
@@ -93,9 +94,13 @@ def beside(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[
 
 def storage_entries(metadata: Mapping[str, object], values: Values) -> list[Entry]:
     """Return the bytes of tensors in metadata, as the first rank's file has them."""
-    about = describe(Checkpoint("", "zckpt", metadata=dict(metadata)))
+    return entries_of(describe(Checkpoint("", "zckpt", metadata=dict(metadata))).storages, values)
+
+
+def entries_of(storages: Sequence[Mentioned], values: Values) -> list[Entry]:
+    """Return the bytes of storages that nodes of these values mention."""
     found = []
-    for number, one in enumerate(about.storages):
+    for number, one in enumerate(storages):
         nbytes = one.storage.nbytes
         slot = Slot("storage", "uint8", (nbytes,), ())
         data = values.memory[one.storage]
@@ -187,12 +192,12 @@ def _placed(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[Placed]:
     for parameter in checkpoint.tensors():
         for slot in parameter.slots.values():
             pieces = tuple(where[slot.name, parameter.name])
-            _check(slot, parameter.name, pieces)
+            check_pieces(slot, parameter.name, pieces)
             found.append(Placed(slot.name, key_of(slot.name, parameter.name), slot, pieces))
     return found
 
 
-def _check(slot: Slot, name: str, pieces: Sequence[tuple[int, Extent]]) -> None:
+def check_pieces(slot: Slot, name: str, pieces: Sequence[tuple[int, Extent]]) -> None:
     """Raise LayoutError unless the pieces have every element once."""
     spans = tuple(Span(extent, str(rank), 0, slot.dtype) for rank, extent in pieces if extent.numel)
     whole = Slot(slot.name, slot.dtype, slot.shape, spans)

@@ -59,7 +59,8 @@ def _step_pieces(
     optimizer: Optimizer, master: torch.nn.Parameter, gradient: torch.Tensor, piece: int, divisor: float
 ) -> None:
     whole = master.data
-    counted = param_groups.plain(optimizer.param_groups[0])
+    local = optimizer.param_groups[0]
+    keys, counted = set(local), param_groups.plain(local)
     known: dict[str, Any] = dict(optimizer.state.get(master, {}))
     flat = {
         key: value for key, value in known.items() if isinstance(value, torch.Tensor) and value.shape == whole.shape
@@ -68,7 +69,9 @@ def _step_pieces(
     try:
         for start in range(0, whole.numel(), piece):
             where = slice(start, start + piece)
-            optimizer.param_groups[0].update(counted)
+            for key in set(local) - keys:  # what the first step of all adds
+                del local[key]
+            local.update(counted)
             optimizer.state.pop(master, None)
             if known:
                 its = {key: flat[key][where] if key in flat else copied(before[key]) for key in known}
@@ -78,10 +81,16 @@ def _step_pieces(
             optimizer.step()
             master.grad = None
             _keep(optimizer.state.get(master, {}), flat, whole.shape, where)
-    finally:
-        master.data = whole
+    except BaseException:  # never is there state of a piece beside the whole master
+        optimizer.state.pop(master, None)
+        if known:
+            optimizer.state[master] = {key: flat.get(key, before.get(key)) for key in known}
+        raise
+    else:
         if optimizer.state.get(master):
             optimizer.state[master].update(flat)
+    finally:
+        master.data = whole
 
 
 def _keep(state: Mapping[str, Any], flat: dict[str, torch.Tensor], shape: torch.Size, where: slice) -> None:

@@ -1,0 +1,126 @@
+"""What some tests of this folder train, and the unsharded training it has to equal: on all ranks' batches at once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.optim import ZeroOptimizer
+
+Optimizer = torch.optim.Optimizer
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+"""Of float32 weights near 1 after a few steps: the joined batch is summed in another order than ranks sum it."""
+
+SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+SMALL = 40  # elements in a bucket: the model fills several, and has parameters that are larger than one
+
+
+class Net(torch.nn.Module):
+    """Odd sizes, a scalar, a matrix used twice, and one that only some passes use."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = torch.nn.Linear(5, 9)
+        self.twice = torch.nn.Linear(9, 9, bias=False)
+        self.spare = torch.nn.Linear(9, 9)
+        self.last = torch.nn.Linear(9, 3)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, *, spare: bool = True) -> torch.Tensor:
+        hidden = self.twice(torch.tanh(self.twice(torch.tanh(self.first(x)))))
+        if spare:
+            hidden = hidden + torch.tanh(self.spare(hidden))
+        return self.last(hidden) * self.scale
+
+
+def batch(step: int, rank: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a batch that depends on nothing but its arguments."""
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * rank + step)).to(dtype)
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int = 0, **options: Any) -> torch.Tensor:
+    """Return the loss of one rank's batch."""
+    dtype = next(model.parameters()).dtype
+    return (model(batch(step, rank, dtype), **options).float() - 1).pow(2).mean()
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Return two param groups of named parameters: matrices, and the others at another rate."""
+    every = list(model.named_parameters())
+    return [
+        {"params": [(n, p) for n, p in every if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [(n, p) for n, p in every if p.dim() <= 1], "lr": 0.03},
+    ]
+
+
+def make(model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.SGD, **options: Any) -> ZeroOptimizer:
+    """Return the sharded optimizer, by default of SGD with momentum and of several buckets."""
+    defaults = {**SGD, **options} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **options}
+    return ZeroOptimizer(groups(model), optimizer_class, **{"reduce_bucket_size": SMALL, **defaults})
+
+
+class Unsharded:
+    """The same model and optimizer in one process, trained on the batches of all ranks.
+
+    As in a flat buffer, a parameter without gradient is stepped with zeros.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer_class: type[Optimizer] = torch.optim.SGD, **defaults: Any):
+        self.model = copy.deepcopy(model)
+        its = {**SGD, **defaults} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **defaults}
+        self.optimizer = optimizer_class(groups(self.model), **its)
+
+    def train(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float) -> None:
+        """Step once with the gradient of a sum of losses, divided."""
+        self.gradients(losses, divisor)
+        self.optimizer.step()
+
+    def gradients(self, losses: Iterable[Callable[[torch.nn.Module], torch.Tensor]], divisor: float) -> None:
+        """Compute the gradient of a sum of losses, divided."""
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for loss in losses:
+            (loss(self.model) / divisor).backward()
+
+    def assert_is(self, model: torch.nn.Module, *, exactly: bool = False) -> None:
+        """Fail unless another model has the same parameters."""
+        theirs = dict(self.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            tolerance = {"rtol": 0, "atol": 0} if exactly else TOLERANCE
+            torch.testing.assert_close(
+                parameter.detach(), theirs[name].detach(), **tolerance, msg=lambda told, at=name: f"{at}: {told}"
+            )
+
+
+def every(rank: int, world_size: int, check: Callable[..., Any], variants: Sequence[Sequence[Any]]) -> None:
+    """Run a check in all its variants on the same ranks, and say in which one it failed."""
+    for variant in variants:
+        try:
+            check(rank, world_size, *variant)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}, with {variant}") from error
+
+
+def assert_alike(model: torch.nn.Module) -> None:
+    """Fail unless all ranks have the same parameters, bit for bit."""
+    mine = torch.cat([p.detach().reshape(-1).view(torch.uint8) for p in model.parameters()])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(its, mine) for its in everyone), "ranks differ"
+
+
+def bits(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a copy of the parameters."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def is_unchanged(model: torch.nn.Module, before: Sequence[torch.Tensor]) -> bool:
+    """Tell whether parameters are what they were, bit for bit."""
+    return all(torch.equal(p.detach(), its) for p, its in zip(model.parameters(), before, strict=True))

@@ -1,0 +1,556 @@
+"""Gradients and passes: what reaches the step is the gradient of unsharded training, however backward came about."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine import run
+from tests.optim.zero.reference import (
+    TOLERANCE,
+    Net,
+    Unsharded,
+    assert_alike,
+    batch,
+    bits,
+    is_unchanged,
+    loss_of,
+    make,
+)
+from zckpt.optim import ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+LIMIT = 60  # seconds for all of a check: one that hangs fails
+STAGES = (1, 2)
+
+Uses = Callable[[int, int], bool]
+"""Whether a rank uses the spare layer in a pass."""
+
+
+def modes() -> Iterator[dict[str, Any]]:
+    """Yield options that send gradients in different ways."""
+    yield {"stage": 1, "overlap_comm": False, "reduce_scatter": True}
+    yield {"stage": 1, "overlap_comm": True, "reduce_scatter": False}
+    yield {"stage": 2, "overlap_comm": True, "reduce_scatter": True}
+
+
+def trains_as_unsharded(uses: Uses, rank: int, world_size: int, steps: int = 4, **options: Any) -> None:
+    """Train with a spare layer that is used or not, and compare."""
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model, **options)
+    for step in range(steps):
+        ours.zero_grad()
+        ours.backward(loss_of(model, step, rank, spare=uses(step, rank)))
+        ours.step()
+        losses = [partial(loss_of, step=step, rank=r, spare=uses(step, r)) for r in range(world_size)]
+        twin.train(losses, world_size)
+        twin.assert_is(model)
+    assert_alike(model)
+
+
+USES: dict[str, Uses] = {
+    "always": lambda step, rank: True,
+    "never": lambda step, rank: False,
+    "not on the first rank": lambda step, rank: rank != 0,
+    "on the first rank only": lambda step, rank: rank == 0,
+    "by turns": lambda step, rank: (step + rank) % 2 == 0,
+    "not in the first backward": lambda step, rank: step > 0,
+    "in the first backward only": lambda step, rank: step == 0,
+    "in one backward of one rank": lambda step, rank: (step, rank) == (2, 1),
+}
+
+
+def used_and_unused(rank: int, world_size: int, uses: str) -> None:
+    for options in modes():
+        trains_as_unsharded(USES[uses], rank, world_size, **options)
+    for size in (1, 10_000):
+        trains_as_unsharded(USES[uses], rank, world_size, stage=2, reduce_bucket_size=size)
+
+
+@pytest.mark.parametrize("uses", USES)
+def test_parameters_that_some_passes_or_ranks_do_not_use(uses: str) -> None:
+    run(used_and_unused, 3, uses, timeout=LIMIT)
+
+
+def on_one_rank(rank: int, world_size: int) -> None:
+    """Nothing is summed over ranks, so that all is equal, bit for bit."""
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model, torch.optim.AdamW)
+        ours = make(model, torch.optim.AdamW, **options)
+        for step in range(5):
+            ours.backward(loss_of(model, step, spare=step % 2 == 0))
+            ours.step()
+            twin.train([partial(loss_of, step=step, spare=step % 2 == 0)], 1)
+        twin.assert_is(model, exactly=True)
+
+
+def test_one_rank_is_unsharded_training_bit_for_bit() -> None:
+    run(on_one_rank, 1)
+
+
+class Sparse(torch.nn.Module):
+    """An embedding whose gradient is sparse, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = torch.nn.Linear(4, 4)
+        self.embedding = torch.nn.Embedding(6, 4, sparse=True)
+        self.after = torch.nn.Linear(4, 2)
+
+    def forward(self, *, sparse: bool) -> torch.Tensor:
+        x = self.before(torch.ones(4))
+        return self.after(x + self.embedding(torch.tensor(1)) if sparse else x).sum()
+
+
+def sparse_gradients(rank: int, world_size: int, *, everywhere: bool) -> None:
+    """Those after the first backward leave no trace of what had been reduced before they came."""
+    for stage in STAGES:
+        for first in (True, False):
+            model = Sparse()
+            ours = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, stage=stage, lr=1.0, reduce_bucket_size=8)
+            if not first:
+                ours.backward(model(sparse=False) * 0)
+                ours.step()
+            before = bits(model)
+            bad = everywhere or rank == 0
+            with pytest.raises(ValueError, match=r"embedding\.weight is torch\.sparse") if bad else Nothing():
+                ours.backward(model(sparse=bad))
+            with pytest.raises(RuntimeError, match="no rank has stepped"):
+                ours.step()
+            assert is_unchanged(model, before)
+            ours.backward(model(sparse=False))
+            ours.step()
+            assert torch.equal(model.after.bias.detach(), before[-1] - 1)
+            assert_alike(model)
+
+
+Nothing = contextlib.nullcontext
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_sparse_gradients_are_refused_by_name(everywhere: bool) -> None:
+    run(partial(sparse_gradients, everywhere=everywhere), 2, timeout=LIMIT)
+
+
+PARTS = 3
+
+
+def parts_of(step: int, rank: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    """Return the losses of a window; not all parameters are in each."""
+    return [partial(loss_of, step=PARTS * step + part, rank=rank, spare=part == 1) for part in range(PARTS)]
+
+
+def every_part(step: int, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    return [loss for rank in range(world_size) for loss in parts_of(step, rank)]
+
+
+def accumulated_by_steps(rank: int, world_size: int) -> None:
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, gradient_accumulation_steps=PARTS, **options)
+        for step in range(3):
+            for number, loss in enumerate(parts_of(step, rank), 1):
+                before = bits(model)
+                ours.zero_grad()
+                ours.backward(loss(model))
+                ours.zero_grad() if number < PARTS else None
+                ours.step()
+                assert is_unchanged(model, before) == (number < PARTS)
+            twin.train(every_part(step, world_size), PARTS * world_size)
+            twin.assert_is(model)
+        assert_alike(model)
+
+
+def accumulated_by_no_sync(rank: int, world_size: int) -> None:
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, **options)
+        for step in range(3):
+            *early, last = parts_of(step, rank)
+            for loss in early:
+                with ours.no_sync():
+                    ours.backward(loss(model))
+            ours.backward(last(model))
+            ours.step()
+            twin.train(every_part(step, world_size), world_size)  # the sum: nothing says how many are to come
+            twin.assert_is(model)
+        assert_alike(model)
+
+
+def accumulated_by_backward_alone(rank: int, world_size: int) -> None:
+    """Two losses, each with its own backward; and each pass is reduced."""
+    for options in modes():
+        for by_tensor in (False, True):
+            model = Net()
+            twin = Unsharded(model)
+            ours = make(model, **options)
+            for step in range(3):
+                for loss in parts_of(step, rank):
+                    loss(model).backward() if by_tensor else ours.backward(loss(model))
+                ours.step()
+                twin.train(every_part(step, world_size), world_size)
+                twin.assert_is(model)
+            assert_alike(model)
+
+
+def of_two_losses_with_one_graph(rank: int, world_size: int) -> None:
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, **options)
+        for step in range(3):
+            out = model(batch(step, rank))
+            ours.backward(out.pow(2).mean(), retain_graph=True)
+            ours.backward(out.sin().mean())
+            ours.step()
+            twin.train(
+                [lambda m, r=r, s=step: m(batch(s, r)).pow(2).mean() + m(batch(s, r)).sin().mean() for r in range(2)], 2
+            )
+            twin.assert_is(model)
+
+
+def zeroed_inside_of_no_sync(rank: int, world_size: int) -> None:
+    """Without a number of steps nothing is a window, and gradients are forgotten as torch forgets them."""
+    for stage in STAGES:
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, stage=stage)
+        with ours.no_sync():
+            ours.backward(loss_of(model, 7, rank))
+        assert all(p.grad is not None for p in model.parameters())
+        ours.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        ours.backward(loss_of(model, 0, rank))
+        ours.zero_grad()
+        ours.backward(loss_of(model, 1, rank))
+        ours.step()
+        twin.train([partial(loss_of, step=1, rank=r) for r in range(world_size)], world_size)
+        twin.assert_is(model)
+
+
+def put_by_hand(rank: int, world_size: int) -> None:
+    """Before any backward, later, and beside it; what was put there belongs to whoever did, and keeps its value."""
+    for options in modes():
+        for size in (1, 10_000):
+            model = Net()
+            twin = Unsharded(model)
+            ours = make(model, reduce_bucket_size=size, **options)
+            for step in range(4):
+                if step == 2:
+                    ours.backward(loss_of(model, step, rank))
+                else:
+                    mine = [torch.full_like(p, (rank + 1.0) * (step + 1)) for p in model.parameters()]
+                    for parameter, gradient in zip(model.parameters(), mine, strict=True):
+                        parameter.grad = gradient
+                ours.step()
+                if step == 2:
+                    twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+                else:
+                    average = (step + 1) * (1 + world_size) / 2
+                    twin.gradients([], 1)
+                    for parameter in twin.model.parameters():
+                        parameter.grad.fill_(average)
+                    twin.optimizer.step()
+                    assert all(torch.equal(g, torch.full_like(g, (rank + 1.0) * (step + 1))) for g in mine)
+                twin.assert_is(model)
+                assert all(p.grad is None for p in model.parameters())
+            assert_alike(model)
+
+
+def _half(model: Net, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(model.twice(hidden))
+
+
+def through_checkpoints(rank: int, world_size: int, *, reentrant: bool) -> None:
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, **options)
+        for step in range(4):
+            x = batch(step, rank).requires_grad_()
+            hidden = torch.tanh(model.first(x))
+            for _ in range(2):  # two segments share a parameter
+                hidden = checkpoint(partial(_half, model), hidden, use_reentrant=reentrant)
+            out = checkpoint(model.last, checkpoint(model.spare, hidden, use_reentrant=reentrant), use_reentrant=False)
+            ours.backward((out * model.scale).pow(2).mean())
+            ours.step()
+
+            def loss(net: torch.nn.Module, its: int, at: int = step) -> torch.Tensor:
+                out = torch.tanh(net.twice(torch.tanh(net.twice(torch.tanh(net.first(batch(at, its)))))))
+                return (net.last(net.spare(out)) * net.scale).pow(2).mean()
+
+            twin.train([partial(loss, its=r) for r in range(world_size)], world_size)
+            twin.assert_is(model)
+        assert_alike(model)
+
+
+def _closure(ours: ZeroOptimizer, model: Net, step: int, rank: int, told: list[torch.Tensor]) -> torch.Tensor:
+    assert torch.is_grad_enabled()
+    ours.zero_grad()
+    loss = loss_of(model, step, rank)
+    ours.backward(loss)
+    told.append(loss)
+    return loss
+
+
+def by_a_closure(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        model = Net()
+        twin = Unsharded(model)
+        ours = make(model, stage=stage)
+        for step in range(3):
+            told: list[torch.Tensor] = []
+            assert ours.step(partial(_closure, ours, model, step, rank, told)) is told[0]
+            assert len(told) == 1
+            twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+            twin.assert_is(model)
+
+
+def of_part_of_a_graph(rank: int, world_size: int) -> None:
+    """Arguments of `Tensor.backward` reach it."""
+    model = Net()
+    ours = make(model)
+    ours.backward(loss_of(model, 0, rank), inputs=[model.scale])
+    assert ours.full_state("scale", "gradient").abs() > 0
+    assert not ours.full_state("first.weight", "gradient").any()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [accumulated_by_steps, accumulated_by_no_sync, accumulated_by_backward_alone, of_two_losses_with_one_graph,
+     zeroed_inside_of_no_sync, put_by_hand, by_a_closure, of_part_of_a_graph],
+    ids=lambda check: check.__name__,
+)  # fmt: skip
+def test_gradients(check: Any) -> None:
+    run(check, 2, timeout=LIMIT)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_through_activation_checkpoints(reentrant: bool) -> None:
+    run(partial(through_checkpoints, reentrant=reentrant), 2, timeout=LIMIT)
+
+
+def stages_differ_in_when_they_reduce(rank: int, world_size: int) -> None:
+    """Stage 2 frees whole gradients in every backward; stage 1 keeps them until the last of a window."""
+    for stage in STAGES:
+        model = Net()
+        ours = make(model, stage=stage, gradient_accumulation_steps=2)
+        ours.backward(loss_of(model, 0, rank))
+        assert {p.grad is None for p in model.parameters()} == {stage == 2}
+        assert (ours.groups[0].gradient is not None) == (stage == 2)
+        ours.backward(loss_of(model, 1, rank))
+        assert all(p.grad is None for p in model.parameters())
+        held = sum(group.gradient.numel() for group in ours.groups)
+        assert held < 0.6 * sum(p.numel() for p in model.parameters())
+
+
+def test_stages_differ_in_when_they_reduce() -> None:
+    run(stages_differ_in_when_they_reduce, 2)
+
+
+# --- whole tensors by name
+
+
+def whole_tensors_are_those_of_unsharded_training(rank: int, world_size: int) -> None:
+    for options in modes():
+        model = Net()
+        twin = Unsharded(model, torch.optim.AdamW)
+        ours = make(model, torch.optim.AdamW, **options)
+        theirs = dict(twin.model.named_parameters())
+        for step in range(3):
+            ours.backward(loss_of(model, step, rank))
+            losses = [partial(loss_of, step=step, rank=r) for r in range(world_size)]
+            twin.gradients(losses, world_size)
+            for name, parameter in theirs.items():
+                torch.testing.assert_close(ours.full_state(name, "gradient"), parameter.grad, **TOLERANCE)
+            ours.step()
+            twin.optimizer.step()
+        for name, parameter in theirs.items():
+            state = twin.optimizer.state[parameter]
+            master = ours.full_state(name, "master")
+            assert torch.equal(master, dict(model.named_parameters())[name].detach())
+            torch.testing.assert_close(master, parameter.detach(), **TOLERANCE)
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found = ours.full_state(name, slot)
+                assert found.shape == parameter.shape
+                torch.testing.assert_close(found, state[slot], **TOLERANCE)
+                found.fill_(77.0)  # a copy
+            assert float(ours.full_state(name, "step")) == float(state["step"]) == 3
+            assert not (ours.full_state(name, "exp_avg") == 77.0).any()
+
+
+def gradients_by_name_are_scaled_by_the_loss_scale(rank: int, world_size: int) -> None:
+    model = Net()
+    ours = make(model, loss_scale=8.0)
+    ours.backward(loss_of(model, 0, rank))
+    twin = Unsharded(model)
+    twin.gradients([partial(loss_of, step=0, rank=r) for r in range(world_size)], world_size)
+    for name, parameter in twin.model.named_parameters():
+        torch.testing.assert_close(ours.full_state(name, "gradient"), 8.0 * parameter.grad, rtol=1e-5, atol=1e-5)
+
+
+def what_is_set_takes_effect(rank: int, world_size: int) -> None:
+    for options in modes():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = Net(dtype)
+            ours = make(model, weight_decay=0.0, **options)
+            for group in ours.param_groups:
+                group["weight_decay"] = 0.0
+            ours.backward(loss_of(model, 0, rank))
+            ours.step()
+            shape = model.twice.weight.shape
+            master, momentum, gradient = (torch.randn(shape) for _ in range(3))  # ranks have the same seed
+            other = model.last.weight.detach().clone()
+            ours.backward(loss_of(model, 1, rank) * 0)
+            ours.set_full_state("twice.weight", "master", master)
+            assert torch.equal(model.twice.weight.detach(), master.to(dtype))
+            ours.set_full_state("twice.weight", "momentum_buffer", momentum)
+            ours.set_full_state("twice.weight", "gradient", gradient)
+            given = gradient.to(dtype).float()
+            assert torch.equal(ours.full_state("twice.weight", "gradient").float(), given)
+            lr, mu = ours.param_groups[0]["lr"], ours.param_groups[0]["momentum"]
+            drift = ours.full_state("last.weight", "momentum_buffer") * mu * lr
+            ours.step()
+            buffer = mu * momentum + given
+            torch.testing.assert_close(ours.full_state("twice.weight", "momentum_buffer"), buffer, **TOLERANCE)
+            torch.testing.assert_close(ours.full_state("twice.weight", "master"), master - lr * buffer, **TOLERANCE)
+            assert torch.equal(model.twice.weight.detach(), ours.full_state("twice.weight", "master").to(dtype))
+            if dtype == torch.float32:  # its neighbours in the buffer have moved by themselves
+                torch.testing.assert_close(model.last.weight.detach(), other - drift, **TOLERANCE)
+            assert_alike(model)
+
+
+def what_is_not_there_is_refused(rank: int, world_size: int) -> None:
+    model = Net()
+    model.spare.requires_grad_(False)
+    ours = make(model, torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"first\.weight has no gradient: there are master$"):
+        ours.full_state("first.weight", "gradient")
+    with pytest.raises(ValueError, match="no parameter nowhere"):
+        ours.full_state("nowhere", "master")
+    with pytest.raises(ValueError, match=r"spare\.weight was frozen .* and has no state"):
+        ours.full_state("spare.weight", "master")
+    with pytest.raises(ValueError, match=r"has the shape \(9, 5\), not \(5, 9\)"):
+        ours.set_full_state("first.weight", "master", torch.zeros(5, 9))
+    ours.backward(loss_of(model, 0, rank))
+    ours.step()
+    with pytest.raises(ValueError, match="no momentum: there are master, step, exp_avg, exp_avg_sq, gradient"):
+        ours.full_state("first.weight", "momentum")
+    with pytest.raises(ValueError, match="one value for all of its param group"):
+        ours.set_full_state("first.weight", "step", torch.tensor(7.0))
+    unnamed = ZeroOptimizer([torch.nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
+    with pytest.raises(ValueError, match="the parameters have no names"):
+        unnamed.full_state("first.weight", "master")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_whole_tensors_are_those_of_unsharded_training(world_size: int) -> None:
+    run(whole_tensors_are_those_of_unsharded_training, world_size, timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [gradients_by_name_are_scaled_by_the_loss_scale, what_is_set_takes_effect, what_is_not_there_is_refused],
+    ids=lambda check: check.__name__,
+)
+def test_whole_tensors(check: Any) -> None:
+    run(check, 3, timeout=LIMIT)
+
+
+# --- order
+
+
+class Ordered(torch.nn.Module):
+    """Two layers, of which one alone is a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.one = torch.nn.Linear(6, 6, bias=False)
+        self.two = torch.nn.Linear(6, 6, bias=False)
+
+
+def in_another_order_on_each_rank(rank: int, world_size: int) -> None:
+    """Ranks whose gradients become ready in different orders reduce the same buckets."""
+    for options in modes():
+        model = Ordered()
+        ours = ZeroOptimizer(model.named_parameters(), torch.optim.SGD, lr=1.0, reduce_bucket_size=36, **options)
+        before = bits(model)
+        for step in range(3):
+            layers = [model.one, model.two]
+            x = torch.ones(6)
+            for layer in layers if (rank + step) % 2 else layers[::-1]:
+                x = layer(x) * (rank + 1)
+            ours.backward(x.sum())
+            told = [ours.full_state(name, "gradient") for name in ("one.weight", "two.weight")]
+            wanted = [torch.zeros(6, 6), torch.zeros(6, 6)]
+            for its in range(world_size):
+                weights = [b.clone().requires_grad_() for b in before]
+                y = torch.ones(6)
+                for w in weights if (its + step) % 2 else weights[::-1]:
+                    y = w @ y * (its + 1)
+                y.sum().backward()
+                wanted = [a + w.grad / world_size for a, w in zip(wanted, weights, strict=True)]
+            for mine, its in zip(told, wanted, strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-5)
+            ours.zero_grad()
+
+
+def test_ranks_may_make_gradients_in_different_orders() -> None:
+    run(in_another_order_on_each_rank, 3, timeout=LIMIT)
+
+
+def second_gradients_in_one_backward(rank: int, world_size: int) -> None:
+    """After the first was sent they are refused, not lost. First of all, or under no_sync, they are taken."""
+    for way in ("refused", "first", "no_sync"):
+        model = Ordered()
+        ours = ZeroOptimizer(
+            model.named_parameters(), torch.optim.SGD, stage=2, lr=1.0, reduce_bucket_size=1, overlap_comm=True
+        )
+        if way != "first":
+            ours.backward(_once(model) * 0)
+            ours.step()
+        before = bits(model)
+        if way == "refused":
+            with pytest.raises(RuntimeError, match=r"second gradient in one backward.*no_sync"):
+                ours.backward(_twice(model))
+            with pytest.raises(RuntimeError, match="no rank has stepped"):
+                ours.step()
+            assert is_unchanged(model, before)
+        loss = _once if way == "refused" else _twice
+        with ours.no_sync() if way == "no_sync" else Nothing():
+            ours.backward(loss(model))
+        ours.step()
+        wanted = Ordered()
+        loss(wanted).backward()
+        for parameter, start, its in zip(model.parameters(), before, wanted.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach(), start - its.grad, **TOLERANCE)
+
+
+def _once(model: Ordered) -> torch.Tensor:
+    return model.two(model.one(torch.ones(6))).sum()
+
+
+def _twice(model: Ordered) -> torch.Tensor:
+    """Return a loss whose backward, through reentrant checkpoints, makes each gradient twice."""
+    x = torch.ones(6, requires_grad=True)
+    for _ in range(2):
+        for layer in (model.one, model.two):
+            x = checkpoint(layer, x, use_reentrant=True)
+    return x.sum()
+
+
+def test_second_gradients_in_one_backward_are_refused_or_taken() -> None:
+    run(second_gradients_in_one_backward, 2, timeout=LIMIT)

@@ -1,0 +1,310 @@
+"""Beside DistributedDataParallel: its buckets go to owners, once, and training is that of the plain optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
+
+from tests.engine import run
+from tests.optim.zero.reference import SGD, TOLERANCE, Net, assert_alike, bits, every, groups, loss_of, make
+from zckpt.optim import ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+LIMIT = 60  # seconds for all of a check
+
+Train = Callable[[DDP, torch.optim.Optimizer, int], None]
+
+
+def step_of(model: DDP, optimizer: torch.optim.Optimizer, step: int, rank: int, **options: Any) -> None:
+    loss = loss_of(model, step, rank, **options)
+    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+
+
+def plain(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+        step_of(model, optimizer, step, rank)
+        optimizer.step()
+
+
+def by_tensor_backward(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for step in range(4):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulating(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for step in range(0, 9, 3):
+        optimizer.zero_grad()
+        for part in range(3):
+            with model.no_sync() if part < 2 else contextlib.nullcontext():
+                step_of(model, optimizer, step + part, rank)
+        optimizer.step()
+
+
+def reducing_each_part(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """DDP averages in each backward what has been summed up since the last step."""
+    for step in range(0, 9, 3):
+        optimizer.zero_grad()
+        for part in range(3):
+            step_of(model, optimizer, step + part, rank)
+        optimizer.step()
+
+
+def unused_on_some_ranks(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+        step_of(model, optimizer, step, rank, spare=(step + rank) % 2 == 0)
+        optimizer.step()
+
+
+def joining(model: DDP, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Rank r has 1 + 2 r batches; the plain optimizer needs no joining."""
+    with Join([model, optimizer] if isinstance(optimizer, ZeroOptimizer) else [model]):
+        for step in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            step_of(model, optimizer, step, rank)
+            optimizer.step()
+
+
+BF16 = torch.bfloat16
+MODES: dict[str, tuple[Train, torch.dtype, dict[str, Any]]] = {
+    "plain": (plain, torch.float32, {}),
+    "Tensor.backward": (by_tensor_backward, torch.float32, {}),
+    "no_sync": (accumulating, torch.float32, {}),
+    "each part reduced": (reducing_each_part, torch.float32, {}),
+    "static graph": (plain, torch.float32, {"static_graph": True}),
+    "static graph, small buckets": (plain, torch.float32, {"static_graph": True, "bucket_cap_mb": 1e-4}),
+    "gradients as bucket views": (plain, torch.float32, {"gradient_as_bucket_view": True}),
+    "views, accumulated": (accumulating, torch.float32, {"gradient_as_bucket_view": True}),
+    "unused parameters": (unused_on_some_ranks, torch.float32, {"find_unused_parameters": True}),
+    "small buckets": (plain, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "small buckets, accumulated": (accumulating, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "uneven inputs": (joining, torch.float32, {}),
+    "uneven inputs, small buckets": (joining, torch.float32, {"bucket_cap_mb": 1e-4}),
+    "bfloat16": (plain, BF16, {}),
+}
+
+
+def group_of_ranks() -> dist.ProcessGroup:
+    return dist.new_group(timeout=datetime.timedelta(seconds=30))
+
+
+def pair(dtype: torch.dtype, ddp: dict[str, Any], **options: Any) -> tuple[DDP, ZeroOptimizer]:
+    process_group = group_of_ranks()
+    model = DDP(Net(dtype), process_group=process_group, **ddp)
+    ours = make(model.module, process_group=process_group, **options)
+    ours.attach(model)
+    return model, ours
+
+
+def trains_as_the_plain_optimizer(rank: int, world_size: int, mode: str, options: dict[str, Any]) -> None:
+    """In bfloat16 the plain optimizer has float32 copies of the parameters, as we have."""
+    train, dtype, ddp = MODES[mode]
+    model, ours = pair(dtype, ddp, **options)
+    other = DDP(Net(dtype), process_group=group_of_ranks(), **ddp)
+    if dtype == torch.float32:
+        theirs: torch.optim.Optimizer = torch.optim.SGD(groups(other.module), **SGD)
+    else:
+        theirs = WithMasters(groups(other.module), **SGD)
+    start = bits(model)
+    for one, optimizer in ((model, ours), (other, theirs)):
+        train(one, optimizer, rank)
+    if train is joining:
+        assert_alike(model)
+    if train is not joining or rank == world_size - 1:  # the plain optimizer of those that joined early has stopped
+        tolerance = TOLERANCE if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-3}  # a rounding of a sum
+        for mine, its, was in zip(model.parameters(), other.parameters(), start, strict=True):
+            torch.testing.assert_close(mine.detach(), its.detach(), **tolerance)
+            assert not torch.equal(mine.detach(), was)
+
+
+class WithMasters(torch.optim.SGD):
+    """SGD of float32 copies of the parameters."""
+
+    def __init__(self, its_groups: list[dict[str, Any]], **defaults: Any) -> None:
+        self.weights = [p for group in its_groups for _, p in group["params"]]
+        made = [
+            {**group, "params": [(n, torch.nn.Parameter(p.detach().float())) for n, p in group["params"]]}
+            for group in its_groups
+        ]
+        super().__init__(made, **defaults)
+        self.masters = [p for group in self.param_groups for p in group["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = weight.grad.float()
+        super().step()
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trains_as_the_plain_optimizer(mode: str) -> None:
+    variants = [(mode, {"stage": 1, "overlap_comm": False, "reduce_scatter": False}), (mode, {"stage": 2})]
+    run(every, 3, trains_as_the_plain_optimizer, variants, timeout=LIMIT)
+
+
+def equals_bit_for_bit_where_sums_are_the_same(rank: int, world_size: int) -> None:
+    """Of two ranks, whose sum has no order, with one bucket."""
+    model, ours = pair(torch.float32, {}, reduce_scatter=False)
+    other = DDP(Net())
+    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    for one, optimizer in ((model, ours), (other, theirs)):
+        plain(one, optimizer, rank)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_two_ranks_equal_the_plain_optimizer_bit_for_bit() -> None:
+    run(equals_bit_for_bit_where_sums_are_the_same, 2, timeout=LIMIT)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the elements of float tensors that Python code sends by each collective, which runs as ever."""
+    seen: Counter[str] = Counter()
+    names = ("reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor")
+    real = {name: getattr(dist, name) for name in names}
+
+    def count(name: str) -> Callable[..., Any]:
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dim():
+                seen[name] += tensor.numel()
+            return real[name](tensor, *args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, count(name))
+        yield seen
+    finally:
+        for name, call in real.items():
+            setattr(dist, name, call)
+
+
+def reduces_each_gradient_once(rank: int, world_size: int) -> None:
+    """To its owner, also if there is accumulation; and DDP's own reducer, which counts beside Python, sends nothing."""
+    for reduce_scatter, name in ((True, "reduce"), (False, "all_reduce")):
+        model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
+        numel = sum(p.numel() for p in model.parameters())
+        step_of(model, ours, 0, rank)
+        ours.step()
+        for parts in (1, 3):
+            with counted() as seen:
+                for part in range(parts):
+                    with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
+                        step_of(model, ours, part, rank)
+                assert seen == {name: numel}
+                local = [p.grad for p in model.parameters()]
+                ours.step()
+            weights = sum(group.flat.numel() for group in ours.groups)
+            assert seen == {name: numel, "broadcast": weights}
+            theirs = [torch.empty(0)] * world_size
+            dist.all_gather_object(theirs, local)
+            # What DDP left in `grad` is this rank's: had it averaged gradients, too, all would have the same.
+            assert not any(torch.equal(a, b) for a, b in zip(theirs[0], theirs[1], strict=True))
+
+
+def test_reduces_each_gradient_once() -> None:
+    run(reduces_each_gradient_once, 2, timeout=LIMIT)
+
+
+def holds_its_own_part_only(rank: int, world_size: int) -> None:
+    model, ours = pair(torch.float32, {})
+    step_of(model, ours, 0, rank)
+    for group in ours.groups:
+        assert group.gradient is not None
+        assert group.gradient.numel() == group.partition == group.flat.numel() // world_size
+    whole = {name: ours.full_state(name, "gradient") for name in ours.names()}
+    other = DDP(Net())
+    loss_of(other, 0, rank).backward()
+    for name, parameter in other.module.named_parameters():
+        torch.testing.assert_close(whole[name], parameter.grad, **TOLERANCE)
+
+
+def scales_the_loss(rank: int, world_size: int) -> None:
+    """Overflow on one rank skips the step on all."""
+    model, ours = pair(torch.float32, {}, loss_scale=1024.0)
+    other, theirs = pair(torch.float32, {})
+    for one, optimizer in ((model, ours), (other, theirs)):
+        plain(one, optimizer, rank)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+    before = bits(model)
+    ours.backward(loss_of(model, 9, rank) * (float("inf") if rank == 1 else 1.0))
+    ours.step()
+    assert ours.overflow
+    assert all(torch.equal(p.detach(), was) for p, was in zip(model.parameters(), before, strict=True))
+    plain(model, ours, rank)
+    assert_alike(model)
+
+
+def leaves_out_parameters_of_others(rank: int, world_size: int) -> None:
+    """The model's parameters that another optimizer has keep their gradients, which are not averaged."""
+    process_group = group_of_ranks()
+    model = DDP(Net(), process_group=process_group)
+    mine = [(n, p) for n, p in model.module.named_parameters() if not n.startswith("spare")]
+    ours = ZeroOptimizer(mine, torch.optim.SGD, process_group=process_group, **SGD)
+    ours.attach(model)
+    other = DDP(Net())
+    theirs = torch.optim.SGD([p for n, p in other.module.named_parameters() if not n.startswith("spare")], **SGD)
+    for one, optimizer in ((model, ours), (other, theirs)):
+        for step in range(3):
+            one.zero_grad()
+            loss_of(one, step, rank).backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE)
+
+
+def without_attach(rank: int, world_size: int) -> None:
+    """What both reduce is right, too: it is only sent twice."""
+    model, other = DDP(Net()), DDP(Net())
+    ours = make(model.module)
+    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    for one, optimizer in ((model, ours), (other, theirs)):
+        plain(one, optimizer, rank)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **TOLERANCE)
+
+
+def other_ranks_are_refused(rank: int, world_size: int) -> None:
+    halves = [dist.new_group([0]), dist.new_group([1])]
+    model = DDP(Net(), process_group=halves[rank])
+    ours = make(model.module)
+    with pytest.raises(ValueError, match="the model and the optimizer must be of the same ranks"):
+        ours.attach(model)
+    ours.backward(loss_of(model.module, 0, rank))  # its own hooks are still there
+    ours.step()
+    assert_alike(model)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        holds_its_own_part_only,
+        scales_the_loss,
+        leaves_out_parameters_of_others,
+        without_attach,
+        other_ranks_are_refused,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_attached(check: Any) -> None:
+    run(check, 2, timeout=LIMIT)

@@ -1,0 +1,521 @@
+"""What goes wrong on one rank leaves all usable: none waits for ever, steps alone or steps with half a gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine import run
+from tests.optim.zero.reference import (
+    Net,
+    Unsharded,
+    assert_alike,
+    batch,
+    bits,
+    every,
+    is_unchanged,
+    loss_of,
+    make,
+)
+from zckpt.optim import DynamicLossScaler, ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+PATIENCE = datetime.timedelta(seconds=30)  # of a rank that waits for another
+LIMIT = 60  # seconds for all of a check
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1, "overlap_comm": False},
+    "stage 1, overlapping": {"stage": 1, "overlap_comm": True},
+    "stage 2": {"stage": 2, "overlap_comm": True},
+    "stage 2, not overlapping": {"stage": 2, "overlap_comm": False, "reduce_scatter": False},
+}
+
+
+def patient() -> dist.ProcessGroup:
+    """Return a process group of all ranks with its own timeout."""
+    return dist.new_group(timeout=PATIENCE)
+
+
+class BrokenError(RuntimeError):
+    """What the tests break backward with."""
+
+
+class _Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise BrokenError
+
+
+class Fragile(Net):
+    """Its backward breaks on demand: at its end, when most gradients are ready; or before any is."""
+
+    def forward(self, x: torch.Tensor, *, breaks: str = "", **options: Any) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        hidden = _Break.apply(hidden) if breaks == "late" else hidden
+        out = self.last(self.spare(self.twice(hidden))) * self.scale
+        return _Break.apply(out) if breaks == "early" else out
+
+
+def train_on(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank: int, world_size: int) -> None:
+    """Go on as if nothing had happened, and compare with a training in which nothing has."""
+    for step in range(50, 53):
+        ours.zero_grad()
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+    twin.assert_is(model)
+    assert_alike(model)
+
+
+def backward_that_raises(
+    rank: int, world_size: int, options: dict[str, Any], at: int, breaks: str, by_tensor: bool, then: str
+) -> None:
+    """The rank that failed goes on to its step, forgets its gradients, or begins the next backward at once."""
+    model = Fragile()
+    twin = Unsharded(model)
+    ours = make(model, process_group=patient(), **options)
+    for step in range(at):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+    before = bits(model)
+    steps_before = len(ours.optim.state)
+    bad = rank == world_size - 1
+    loss = loss_of(model, 20, rank, breaks=breaks if bad else "")
+    if bad:
+        with pytest.raises(BrokenError):
+            loss.backward() if by_tensor else ours.backward(loss)
+    else:
+        loss.backward() if by_tensor else ours.backward(loss)
+    if not bad or then == "step":
+        with pytest.raises(RuntimeError, match=r"backward failed on .* rank: no rank has stepped"):
+            ours.step()
+    elif then == "zero_grad":
+        ours.zero_grad()
+    assert is_unchanged(model, before)
+    assert len(ours.optim.state) == steps_before
+    train_on(ours, model, twin, rank, world_size)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("at", [0, 2], ids=["first", "later"])
+def test_exception_in_backward_of_one_rank(options: str, at: int) -> None:
+    strict = {**OPTIONS[options], "ignore_unused_parameters": False}
+    variants = [
+        (OPTIONS[options], at, "late", False, "step"),
+        (OPTIONS[options], at, "late", True, "step"),
+        (OPTIONS[options], at, "early", False, "backward"),
+        (OPTIONS[options], at, "late", True, "backward"),
+        (OPTIONS[options], at, "late", False, "zero_grad"),
+        (OPTIONS[options], at, "late", True, "zero_grad"),
+        (strict, at, "late", False, "step"),
+        (strict, at, "early", False, "backward"),
+    ]
+    run(every, 2, backward_that_raises, variants, timeout=LIMIT)
+
+
+def backward_that_raises_in_a_window(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """In any of the passes of a window: the whole window is lost, and nothing else."""
+    for failing, no_sync in ((0, False), (1, False), (2, False), (0, True), (1, True)):
+        model = Fragile()
+        twin = Unsharded(model)
+        ours = make(model, process_group=patient(), gradient_accumulation_steps=3, **options)
+        before = bits(model)
+        if rank == 0:
+            for step in range(failing):
+                ours.backward(loss_of(model, step, rank))
+                ours.step()
+            with pytest.raises(BrokenError), ours.no_sync() if no_sync else contextlib.nullcontext():
+                ours.backward(loss_of(model, 7, rank, breaks="late"))
+            with pytest.raises(RuntimeError, match="failed on this rank"):
+                ours.step()
+        else:
+            for step in range(2):
+                ours.backward(loss_of(model, step, rank))
+                ours.step()
+            ours.backward(loss_of(model, 2, rank))
+            with pytest.raises(RuntimeError, match="failed on another rank"):
+                ours.step()
+        assert is_unchanged(model, before)
+        for step in range(2):
+            for part in range(3):
+                ours.backward(loss_of(model, 3 * step + part, rank))
+                ours.step()
+            parts = range(3 * step, 3 * step + 3)
+            twin.train([partial(loss_of, step=p, rank=r) for r in range(world_size) for p in parts], 3 * world_size)
+        twin.assert_is(model)
+        assert_alike(model)
+
+
+def test_exception_in_one_of_several_passes() -> None:
+    run(every, 3, backward_that_raises_in_a_window, [[one] for one in OPTIONS.values()], timeout=LIMIT)
+
+
+def forward_that_raises(rank: int, world_size: int, options: dict[str, Any], at: int) -> None:
+    """A rank without a backward steps with the others, who take its gradient for zero."""
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model, process_group=patient(), **options)
+    for step in range(4):
+        if rank == 0 and step == at:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(torch.ones(1, 99))
+        else:
+            ours.backward(loss_of(model, step, rank))
+        ours.step()
+        ranks = [r for r in range(world_size) if (r, step) != (0, at)]
+        twin.train([partial(loss_of, step=step, rank=r) for r in ranks], world_size)
+        twin.assert_is(model)
+    assert_alike(model)
+
+
+def test_exception_in_forward_of_one_rank() -> None:
+    run(every, 2, forward_that_raises, list(itertools.product(OPTIONS.values(), (0, 2))), timeout=LIMIT)
+
+
+def closure_that_raises(rank: int, world_size: int, options: dict[str, Any], where: str, everywhere: bool) -> None:
+    """Before its backward, in it, or after it; on one rank or on all. That rank's step raises what the closure did."""
+    model = Fragile()
+    twin = Unsharded(model)
+    ours = make(model, process_group=patient(), **options)
+    before = bits(model)
+    bad = everywhere or rank == 0
+
+    def closure() -> torch.Tensor:
+        ours.zero_grad()
+        if bad and where == "before":
+            raise BrokenError
+        loss = loss_of(model, 3, rank, breaks="late" if bad and where == "inside" else "")
+        ours.backward(loss)
+        if bad and where == "after":
+            raise BrokenError
+        return loss
+
+    if bad:
+        with pytest.raises(BrokenError):
+            ours.step(closure)
+    else:
+        with pytest.raises(RuntimeError, match="failed on another rank: no rank has stepped"):
+            ours.step(closure)
+    assert is_unchanged(model, before)
+    train_on(ours, model, twin, rank, world_size)
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_closure_that_raises(where: str) -> None:
+    variants = list(itertools.product(OPTIONS.values(), (where,), (False, True)))
+    run(every, 2, closure_that_raises, variants, timeout=LIMIT)
+
+
+def gradient_that_is_not_finite(
+    rank: int, world_size: int, options: dict[str, Any], value: float, norm_type: float
+) -> None:
+    """On one rank, of one element: no rank steps, and all know. State is as if the step had not been."""
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model, norm_type=norm_type, process_group=patient(), **options)
+    for step in range(2):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+    before = bits(model)
+    momentum = ours.full_state("last.bias", "momentum_buffer")
+    loss = loss_of(model, 2, rank)
+    if rank == 1:
+        loss = loss + value * model.last.bias[1]
+    ours.backward(loss)
+    ours.step()
+    assert ours.overflow
+    assert not math.isfinite(ours.last_grad_norm)
+    assert is_unchanged(model, before)
+    assert torch.equal(ours.full_state("last.bias", "momentum_buffer"), momentum)
+    train_on(ours, model, twin, rank, world_size)
+    assert not ours.overflow
+    assert math.isfinite(ours.last_grad_norm)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_overflow_on_one_rank_skips_the_step_on_all(norm_type: float) -> None:
+    variants = list(itertools.product(OPTIONS.values(), (math.inf, -math.inf, math.nan), (norm_type,)))
+    run(every, 3, gradient_that_is_not_finite, variants, timeout=LIMIT)
+
+
+def unused_that_are_refused(rank: int, world_size: int, options: dict[str, Any], at: int, by_tensor: bool) -> None:
+    """Those of one rank are told on all."""
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model, ignore_unused_parameters=False, process_group=patient(), **options)
+    for step in range(at):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train([partial(loss_of, step=step, rank=r) for r in range(world_size)], world_size)
+    before = bits(model)
+    loss = loss_of(model, 9, rank, spare=rank != 1)
+    with pytest.raises(RuntimeError, match=r"no gradient on rank 1 for spare\.(weight|bias), spare\.(bias|weight);"):
+        loss.backward() if by_tensor else ours.backward(loss)
+    ours.zero_grad()
+    assert is_unchanged(model, before)
+    train_on(ours, model, twin, rank, world_size)
+
+
+def test_unused_parameters_of_one_rank_are_refused_on_all_if_asked() -> None:
+    variants = list(itertools.product(OPTIONS.values(), (0, 1), (False, True)))
+    run(every, 3, unused_that_are_refused, variants, timeout=LIMIT)
+
+
+def unused_parameters_without_names(rank: int, world_size: int) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(7)]
+    ours = ZeroOptimizer(parameters, torch.optim.SGD, ignore_unused_parameters=False, lr=1.0)
+    with pytest.raises(RuntimeError, match=r"parameter 1 of param group 0, .* and 2 more; ignore_unused_parameters="):
+        ours.backward(parameters[0].sum())
+
+
+def test_many_unused_parameters_are_told_in_a_line() -> None:
+    run(unused_parameters_without_names, 1)
+
+
+# --- uneven inputs
+
+
+def ranks_that_join_early(rank: int, world_size: int, options: dict[str, Any], first: int) -> None:
+    """Rank `first` has no batch at all, those after it more and more: sums are divided by all ranks, as DDP may do.
+
+    The unsharded twin takes the batches that there are, divided by the number of all ranks.
+    """
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model, process_group=patient(), **options)
+    accumulation = ours.gradient_accumulation_steps
+
+    def count(its: int) -> int:
+        return (its - first) % world_size * 2
+
+    with Join([ours]):
+        for step in range(count(rank)):
+            for part in range(accumulation):
+                ours.backward(loss_of(model, accumulation * step + part, rank))
+                ours.step()
+    for step in range(2 * (world_size - 1)):
+        twin.train(
+            [
+                partial(loss_of, step=accumulation * step + part, rank=r)
+                for r in range(world_size)
+                if step < count(r)
+                for part in range(accumulation)
+            ],
+            world_size * accumulation,
+        )
+    twin.assert_is(model)
+    assert_alike(model)
+    train_on_with_all(ours, model, twin, rank, world_size)
+
+
+def train_on_with_all(ours: ZeroOptimizer, model: torch.nn.Module, twin: Unsharded, rank: int, world_size: int) -> None:
+    for _ in range(ours.gradient_accumulation_steps):
+        ours.backward(loss_of(model, 70, rank))
+        ours.step()
+    twin.train([partial(loss_of, step=70, rank=r) for r in range(world_size)], world_size)
+    twin.assert_is(model)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_that_join_early(accumulation: int) -> None:
+    variants = [
+        ({**options, "gradient_accumulation_steps": accumulation, "ignore_unused_parameters": first == 0}, first)
+        for options in OPTIONS.values()
+        for first in (0, 1)
+    ]
+    run(every, 3, ranks_that_join_early, variants, timeout=LIMIT)
+
+
+def joined_while_another_fails(rank: int, world_size: int) -> None:
+    """A rank that has joined takes part in a step that fails on another, and in the next ones."""
+    model = Fragile()
+    ours = make(model, process_group=patient())
+    before = bits(model)
+    told: list[str] = []
+    with Join([ours]):
+        for step in range(0 if rank == 1 else 4):
+            if rank == 0 and step == 1:
+                with pytest.raises(BrokenError):
+                    ours.backward(loss_of(model, step, rank, breaks="late"))
+            else:
+                ours.backward(loss_of(model, step, rank))
+            try:
+                ours.step()
+            except RuntimeError as error:
+                told.append(str(error))
+    assert len(told) == (rank != 1)
+    assert not is_unchanged(model, before)
+    assert_alike(model)
+
+
+def test_rank_that_has_joined_while_another_fails() -> None:
+    run(joined_while_another_fails, 3, timeout=LIMIT)
+
+
+# --- what is refused
+
+
+def one(*, numel: int = 4, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(numel).to(dtype))
+
+
+SGD = torch.optim.SGD
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "stage 0": (partial(ZeroOptimizer, [one()], SGD, stage=0, lr=1.0), ValueError, "^stage must be 1 or 2, not 0$"),
+    "stage 3": (partial(ZeroOptimizer, [one()], SGD, stage=3, lr=1.0), ValueError, "^stage must be 1 or 2, not 3$"),
+    "no bucket": (
+        partial(ZeroOptimizer, [one()], SGD, reduce_bucket_size=0, lr=1.0),
+        ValueError, "^reduce_bucket_size must be at least 1, not 0$",
+    ),
+    "no gather": (
+        partial(ZeroOptimizer, [one()], SGD, allgather_bucket_size=-1, lr=1.0),
+        ValueError, "^allgather_bucket_size must be at least 1, not -1$",
+    ),
+    "no accumulation": (
+        partial(ZeroOptimizer, [one()], SGD, gradient_accumulation_steps=0, lr=1.0),
+        ValueError, "^gradient_accumulation_steps must be at least 1, not 0$",
+    ),
+    "negative clipping": (
+        partial(ZeroOptimizer, [one()], SGD, clip_grad=-1.0, lr=1.0),
+        ValueError, "^clip_grad must be at least 0, not -1.0$",
+    ),
+    "clipping to nan": (
+        partial(ZeroOptimizer, [one()], SGD, clip_grad=math.nan, lr=1.0),
+        ValueError, "^clip_grad must be at least 0, not nan$",
+    ),
+    "no predivision": (
+        partial(ZeroOptimizer, [one()], SGD, gradient_predivide_factor=0.0, lr=1.0),
+        ValueError, "^gradient_predivide_factor must be above 0, not 0.0$",
+    ),
+    "strange norm": (
+        partial(ZeroOptimizer, [one()], SGD, norm_type=3.0, lr=1.0),
+        ValueError, "^norm_type must be 2.0 or infinity, not 3.0$",
+    ),
+    "no loss scale": (
+        partial(ZeroOptimizer, [one()], SGD, loss_scale=0.0, lr=1.0),
+        ValueError, "^a loss scale must be above 0, not 0.0$",
+    ),
+    "loss scale that cannot fall": (
+        partial(DynamicLossScaler, scale_factor=1.0), ValueError, "a factor above 1, a window and hysteresis of at",
+    ),
+    "several element types": (
+        partial(ZeroOptimizer, [one(), one(dtype=torch.bfloat16)], SGD, lr=1.0),
+        ValueError, r"of several element types, torch\.bfloat16, torch\.float32, which one flat buffer cannot hold",
+    ),
+    "several devices": (
+        partial(ZeroOptimizer, [one(), torch.nn.Parameter(torch.ones(2, device="meta"))], SGD, lr=1.0),
+        ValueError, "of several devices, cpu, meta, which one flat buffer cannot hold",
+    ),
+    "complex": (
+        partial(ZeroOptimizer, [one(dtype=torch.complex64)], SGD, lr=1.0),
+        ValueError, r"^parameters must be of a floating-point type, not torch\.complex64$",
+    ),
+    "nothing": (partial(ZeroOptimizer, [], SGD, lr=1.0), ValueError, "^an empty parameter list$"),
+    "a tensor": (partial(ZeroOptimizer, torch.ones(1), SGD, lr=1.0), TypeError, "not one torch.FloatTensor"),
+    "sparse": (
+        partial(ZeroOptimizer, [torch.eye(2).to_sparse()], SGD, lr=1.0), ValueError, "dense tensors",
+    ),
+    "a set": (partial(ZeroOptimizer, [{"params": {one()}}], SGD, lr=1.0), TypeError, "must have an order"),
+    "experts without a group": (
+        partial(ZeroOptimizer, [{"params": [one()], "moe": True, "name": "e"}], SGD, lr=1.0),
+        ValueError, "'e', whose process group is not among expert_data_parallel_groups",
+    ),
+    "no optimizer": (
+        partial(ZeroOptimizer, [one()], lambda params, lr: object(), lr=1.0),
+        ValueError, r"must make a torch\.optim\.Optimizer, not object",
+    ),
+    "its own argument": (partial(ZeroOptimizer, [one()], SGD, lr=-1.0), ValueError, "Invalid learning rate"),
+    "unknown argument": (partial(ZeroOptimizer, [one()], SGD, lr=1.0, betas=1), TypeError, "betas"),
+}  # fmt: skip
+
+
+def refused(rank: int, world_size: int) -> None:
+    for name, (act, error, message) in REFUSED.items():
+        with pytest.raises(error, match=message) as told:
+            act()
+        assert "\n" not in str(told.value), name
+
+
+def test_what_is_refused() -> None:
+    run(refused, 1)
+
+
+def reentrant_checkpoints_of_somebody_elses_backward(rank: int, world_size: int) -> None:
+    """A backward inside of one that `Tensor.backward` runs is told, wherever it comes, and nothing stepped."""
+    for stage in (1, 2):
+        for inside in ("first", "twice", "last"):
+            model = Net()
+            twin = Unsharded(model)
+            ours = make(model, stage=stage, process_group=patient())
+            before = bits(model)
+            hidden = batch(0, rank).requires_grad_()
+            for layer in ("first", "twice", "last"):
+                module = getattr(model, layer)
+                hidden = checkpoint(module, hidden, use_reentrant=True) if layer == inside else module(hidden)
+            with pytest.raises(RuntimeError, match=r"a backward has run inside of another"):
+                hidden.sum().backward()
+            with pytest.raises(RuntimeError, match="no rank has stepped"):
+                ours.step()
+            assert is_unchanged(model, before)
+            train_on(ours, model, twin, rank, world_size)
+
+
+def test_reentrant_checkpoints_of_a_backward_that_is_not_ours_are_told() -> None:
+    run(reentrant_checkpoints_of_somebody_elses_backward, 2, timeout=LIMIT)
+
+
+def twice_in_two_groups(rank: int, world_size: int) -> None:
+    shared = one()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ZeroOptimizer([{"params": [shared]}, {"params": [shared]}], SGD, lr=1.0)
+    ours = ZeroOptimizer([shared], SGD, lr=1.0)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        ours.add_param_group({"params": [shared]})
+    assert len(ours.param_groups) == len(ours.groups) == len(ours.optim.param_groups) == 1
+    ours.backward(shared.sum())
+    with pytest.raises(RuntimeError, match="cannot be added between backward and step"):
+        ours.add_param_group({"params": [one()]})
+    ours.step()
+    assert torch.equal(shared.detach(), torch.zeros(4))
+    ours.add_param_group({"params": [one()]})
+    assert len(ours.groups) == 2
+
+
+def test_groups_that_are_refused() -> None:
+    run(twice_in_two_groups, 2, timeout=LIMIT)
+
+
+def group_that_this_process_is_not_in(rank: int, world_size: int) -> None:
+    group = dist.new_group([0])
+    if rank == 1:
+        with pytest.raises(ValueError, match="this process is not in the process group"):
+            ZeroOptimizer([one()], SGD, process_group=group, lr=1.0)
+    else:
+        assert ZeroOptimizer([one()], SGD, process_group=group, lr=1.0).world_size == 1
+
+
+def test_process_group_of_others() -> None:
+    run(group_that_this_process_is_not_in, 2)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(ValueError, match=r"no process group: call torch\.distributed\.init_process_group first"):
+        ZeroOptimizer([one()], SGD, lr=1.0)

@@ -1,0 +1,335 @@
+"""It is a `torch.optim.Optimizer`: schedulers, hooks, param groups, state dicts and any class, as with torch's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from tests.engine import run
+from tests.optim.zero.reference import TOLERANCE, Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
+from zckpt.optim import ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+LIMIT = 60  # seconds for all of a check
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adamw_amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "adamw_foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw_fused": (torch.optim.AdamW, {"fused": True}),
+    "adamw_maximize": (torch.optim.AdamW, {"maximize": True}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.0}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "rprop": (torch.optim.Rprop, {}),
+}
+
+
+def unsharded_losses(step: int, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    return [partial(loss_of, step=step, rank=r) for r in range(world_size)]
+
+
+def every_class(rank: int, world_size: int, kind: str) -> None:
+    """On one rank bit for bit, on several within a tolerance."""
+    optimizer_class, defaults = KINDS[kind]
+    model = Net()
+    twin = Unsharded(model, optimizer_class, **defaults)
+    ours = make(model, optimizer_class, **defaults)
+    before = bits(model)
+    for step in range(5):
+        ours.zero_grad()
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train(unsharded_losses(step, world_size), world_size)
+    assert not is_unchanged(model, before)
+    twin.assert_is(model, exactly=world_size == 1)
+    assert_alike(model)
+    theirs = twin.optimizer.state_dict()["state"]
+    keys = {key for slots in theirs.values() for key in slots}
+    assert {key for slots in ours.optim.state_dict()["state"].values() for key in slots} == keys
+    assert all(
+        ("step" in slots) == ("step" in keys) and float(slots.get("step", 5)) == 5 for slots in ours.state.values()
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_optimizer_class_of_torch(world_size: int) -> None:
+    kinds = [kind for kind in KINDS if world_size == 1 or kind != "rprop"]
+    run(every, world_size, every_class, [(kind,) for kind in kinds], timeout=LIMIT)
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.2, total_steps=9),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=[lambda s: 1 / (1 + s), lambda s: 0.5**s]),
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, factor=0.3),
+    "cosine": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.7)], milestones=[3]
+    ),
+}
+
+
+def scheduled(rank: int, world_size: int, kind: str) -> None:
+    """Rates are those that torch's optimizer gets; they reach the step."""
+    model = Net()
+    twin = Unsharded(model)
+    ours = make(model)
+    schedulers = [SCHEDULERS[kind](optimizer) for optimizer in (ours, twin.optimizer)]
+    rates = set()
+    for step in range(7):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train(unsharded_losses(step, world_size), world_size)
+        for scheduler in schedulers:
+            scheduler.step(1.0) if kind == "plateau" else scheduler.step()
+        for mine, its in zip(ours.param_groups, twin.optimizer.param_groups, strict=True):
+            assert mine["lr"] == its["lr"]
+            assert mine["momentum"] == its["momentum"]  # OneCycleLR changes it
+        rates.add(ours.param_groups[0]["lr"])
+    assert len(rates) > 2
+    twin.assert_is(model)
+
+
+def test_schedulers() -> None:
+    run(every, 2, scheduled, [(kind,) for kind in SCHEDULERS], timeout=LIMIT)
+
+
+def changed_hyperparameters(rank: int, world_size: int) -> None:
+    """What a param group is told takes effect in the next step, in that group."""
+    for changes in ({"lr": 0.3}, {"weight_decay": 0.5}, {"betas": (0.5, 0.6)}, {"eps": 1.0}, {"maximize": True}):
+        model = Net()
+        unchanged = Net()
+        twin = Unsharded(model, torch.optim.AdamW)
+        ours, others = make(model, torch.optim.AdamW), make(unchanged, torch.optim.AdamW)
+        for step in range(4):
+            for net, optimizer in ((model, ours), (unchanged, others)):
+                optimizer.backward(loss_of(net, step, rank))
+                optimizer.step()
+            twin.train(unsharded_losses(step, world_size), world_size)
+            if step == 1:
+                for optimizer in (ours, twin.optimizer):
+                    optimizer.param_groups[1].update(changes)
+        twin.assert_is(model)
+        assert not torch.equal(model.last.bias, unchanged.last.bias), changes
+
+
+def hooks_of_a_step(rank: int, world_size: int) -> None:
+    model = Net()
+    ours = make(model)
+    seen: list[Any] = []
+    before = bits(model)
+    ours.register_step_pre_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
+    ours.register_step_post_hook(lambda optimizer, *_: seen.append((optimizer is ours, is_unchanged(model, before))))
+    ours.backward(loss_of(model, 0, rank))
+    ours.step()
+    assert seen == [(True, True), (True, False)]
+
+
+def hooks_of_state_dicts(rank: int, world_size: int) -> None:
+    model = Net()
+    ours = make(model)
+    ours.backward(loss_of(model, 0, rank))
+    ours.step()
+    seen: list[Any] = []
+    ours.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    ours.register_state_dict_post_hook(lambda _, state: {**state, "note": 7})
+    ours.register_load_state_dict_pre_hook(lambda _, state: seen.append(state["note"]))
+    ours.register_load_state_dict_post_hook(lambda _: seen.append("after"))
+    ours.load_state_dict(copy.deepcopy(ours.state_dict()))
+    assert seen == ["before", 7, "after"]
+
+
+def names_and_defaults(rank: int, world_size: int) -> None:
+    model = Net()
+    ours = make(model, torch.optim.AdamW)
+    theirs = Unsharded(model, torch.optim.AdamW).optimizer
+    assert isinstance(ours, torch.optim.Optimizer)
+    assert ours.defaults == theirs.defaults
+    for mine, its in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert mine.keys() == its.keys()
+        assert {k: v for k, v in mine.items() if k != "params"} == {k: v for k, v in its.items() if k != "params"}
+        names = dict(model.named_parameters())
+        assert [names[name] for name in mine["param_names"]] == mine["params"]
+    assert set(ours.names()) == {name for name, _ in model.named_parameters()}
+    assert repr(ours) == repr(theirs).replace("AdamW (", "ZeroOptimizer (")
+
+
+def zeroed_gradients(rank: int, world_size: int) -> None:
+    """Forgotten are those of parameters, those reduced, and those of frozen parameters."""
+    for set_to_none in (True, False):
+        model = Net()
+        model.spare.requires_grad_(False)
+        ours = make(model)
+        ours.backward(loss_of(model, 0, rank))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        ours.zero_grad(set_to_none=set_to_none)
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        before = bits(model)
+        ours.param_groups[0]["weight_decay"] = 0.0
+        ours.step()
+        assert is_unchanged(model, before)
+
+
+def saved_and_loaded(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+    """Training goes on bit for bit, in a new model and optimizer, from bytes; also with a scheduler's rates."""
+    optimizer_class, defaults = KINDS[kind]
+    model = Net(options.pop("dtype", torch.float32))
+    ours = make(model, optimizer_class, **options, **defaults)
+    for step in range(3):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+    ours.param_groups[1]["lr"] = 0.07
+    held = io.BytesIO()
+    torch.save(ours.state_dict(), held)
+    held.seek(0)
+    again = Net(next(model.parameters()).dtype)
+    for parameter in again.parameters():
+        parameter.data.zero_()
+    other = make(again, optimizer_class, **options, **defaults)
+    other.load_state_dict(torch.load(held, weights_only=False))
+    assert is_unchanged(again, bits(model))
+    assert other.param_groups[1]["lr"] == 0.07
+    for step in range(3, 6):
+        for net, optimizer in ((model, ours), (again, other)):
+            optimizer.backward(loss_of(net, step, rank))
+            optimizer.step()
+    assert is_unchanged(again, bits(model))
+    for mine, its in zip(ours.groups, other.groups, strict=True):
+        assert torch.equal(mine.master, its.master)
+    assert str(ours.optim.state_dict()) == str(other.optim.state_dict())
+
+
+def test_state_dict_goes_on_bit_for_bit() -> None:
+    variants = [(kind, {"stage": 1 + number % 2}) for number, kind in enumerate(KINDS)]
+    variants += [("adamw", {"offload": True}), ("momentum", {"dtype": torch.bfloat16})]
+    run(every, 2, saved_and_loaded, variants, timeout=LIMIT)
+
+
+def copies_are_refused(rank: int, world_size: int) -> None:
+    ours = make(Net())
+    for act in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"bound to its process group .* cannot be copied or pickled: make a new"):
+            act(ours)
+
+
+def scaler_of_torch_is_refused(rank: int, world_size: int) -> None:
+    """It looks for gradients in `grad`, from which they have been taken: it says so, and nothing is stepped."""
+    model = Net()
+    ours = make(model)
+    before = bits(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 0, rank)).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.step(ours)
+    assert is_unchanged(model, before)
+
+
+def rates_that_are_tensors(rank: int, world_size: int) -> None:
+    """A rate may be a tensor, which is read at each step."""
+    model = Net()
+    twin = Unsharded(model, torch.optim.AdamW)
+    ours = make(model, torch.optim.AdamW, lr=torch.tensor(0.01), foreach=False)
+    for step in range(4):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train(unsharded_losses(step, world_size), world_size)
+        if step == 1:
+            for group in ours.param_groups:
+                group["lr"] = torch.tensor(0.05)
+            for group in twin.optimizer.param_groups:
+                group["lr"] = 0.05
+        if step == 2:
+            ours.param_groups[0]["lr"].fill_(0.02)
+            twin.optimizer.param_groups[0]["lr"] = 0.02
+    twin.assert_is(model)
+
+
+def group_added_between_steps(rank: int, world_size: int) -> None:
+    """Frozen parameters, unfrozen, and a name; the others keep their state."""
+    model = Net()
+    model.spare.requires_grad_(False)
+    twin = Unsharded(model)
+    ours = make(model)
+    for step in range(5):
+        if step == 2:
+            model.spare.requires_grad_(True)
+            twin.model.spare.requires_grad_(True)
+            added = [(f"spare.{n}", p) for n, p in model.spare.named_parameters()]
+            ours.add_param_group({"params": added, "lr": 0.02, "weight_decay": 0.0})
+            assert ours.param_groups[2]["param_names"] == ["spare.weight", "spare.bias"]
+            its = [p for group in twin.optimizer.param_groups for p in group["params"]]
+            assert any(p is twin.model.spare.weight for p in its)
+            for group in twin.optimizer.param_groups:
+                keep = [i for i, n in enumerate(group["param_names"]) if not n.startswith("spare")]
+                group["params"] = [group["params"][i] for i in keep]
+                group["param_names"] = [group["param_names"][i] for i in keep]
+            theirs = [(f"spare.{n}", p) for n, p in twin.model.spare.named_parameters()]
+            twin.optimizer.add_param_group({"params": theirs, "lr": 0.02, "weight_decay": 0.0})
+            for parameter in twin.model.spare.parameters():
+                twin.optimizer.state.pop(parameter, None)
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.gradients(unsharded_losses(step, world_size), world_size)
+        if step < 2:
+            for parameter in twin.model.spare.parameters():
+                parameter.grad = None
+        twin.optimizer.step()
+        twin.assert_is(model)
+
+
+def moved_parameters(rank: int, world_size: int) -> None:
+    """Values that a model loads are stepped, once `refresh_masters` has been told."""
+    model = Net()
+    ours = make(model)
+    values = {name: torch.full_like(value, 0.25) for name, value in model.state_dict().items()}
+    model.load_state_dict(values)
+    ours.refresh_masters()
+    twin = Unsharded(model)
+    for step in range(2):
+        ours.backward(loss_of(model, step, rank))
+        ours.step()
+        twin.train(unsharded_losses(step, world_size), world_size)
+    twin.assert_is(model)
+    torch.testing.assert_close(ours.full_state("scale", "master"), model.scale.detach(), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [changed_hyperparameters, hooks_of_a_step, hooks_of_state_dicts, names_and_defaults, zeroed_gradients,
+     copies_are_refused, scaler_of_torch_is_refused, rates_that_are_tensors, group_added_between_steps,
+     moved_parameters],
+    ids=lambda check: check.__name__,
+)  # fmt: skip
+def test_face(check: Any) -> None:
+    run(check, 2, timeout=LIMIT)
+
+
+def defaults_are_optional(rank: int, world_size: int) -> None:
+    """An optimizer class may have defaults of its own, which groups get."""
+    p = torch.nn.Parameter(torch.ones(3))
+    ours = ZeroOptimizer([p], torch.optim.Adam)
+    assert ours.param_groups[0]["lr"] == ours.defaults["lr"] == 1e-3
+    ours.backward(p.sum())
+    ours.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), 1 - 1e-3), **TOLERANCE)
+
+
+def test_defaults_are_optional() -> None:
+    run(defaults_are_optional, 1)

@@ -1,0 +1,184 @@
+"""A run's directory: what is saved when, what is kept, and where a run resumes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zckpt
+from tests.engine import run
+from tests.training.trainings import BY_NAME, Training, differences
+from zckpt.errors import SourceError, UsageError
+
+pytestmark = pytest.mark.interop
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def train(
+    rank: int, world_size: int, directory: Path, steps: int, options: dict[str, Any], terminated: int | None
+) -> dict[str, Any]:
+    """Resume, train up to a step, and let the last rank be told to end before one."""
+    training = Training.of(BY_NAME["zero2-plain-float32"])
+    everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+    before = signal.getsignal(signal.SIGTERM)
+    checkpointer = zckpt.Checkpointer(directory, **options)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        restored = checkpointer.resume(**everything)
+    first = restored.step if restored and restored.step else 0
+    losses = []
+    for step in range(first, steps):
+        losses += training.train([step])
+        if step == terminated and rank == world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.step(step + 1, **everything, extra={"seen": step + 1})
+        if checkpointer.is_ending:
+            break
+    checkpointer.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    dist.barrier()
+    return {
+        "first": first, "losses": losses, "names": names(directory), "extra": restored.extra if restored else None,
+        "notes": restored.notes if restored else [], "warned": [str(one.message) for one in warned],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_run_that_is_ended_resumes_where_it_was(async_: bool, tmp_path: Path) -> None:
+    options = {"keep": 2, "every": 2, "async_": async_}
+    whole = run(train, 2, tmp_path / "whole", 9, options, None)[0]
+    assert whole["names"] == ["latest", "step-00000006", "step-00000008"]
+    began = run(train, 2, tmp_path / "run", 9, options, 4)
+    assert {told["names"][-1] for told in began} == {"step-00000005"}  # after the step in which it was told
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000005"
+    assert zckpt.open(tmp_path / "run").step == 5
+    ended = run(train, 2, tmp_path / "run", 9, options, None)[0]
+    assert ended["extra"] == {"seen": 5}
+    assert began[0]["losses"] + ended["losses"] == whole["losses"]
+    assert ended["names"] == ["latest", "step-00000006", "step-00000008"]
+
+
+def damage(checkpoint: Path, how: str) -> None:
+    ranks = sorted(checkpoint.glob("rank-*"))
+    if how == "missing":
+        ranks[1].unlink()
+    elif how == "short":
+        os.truncate(ranks[0], ranks[0].stat().st_size - 1)
+    elif how == "document":
+        (checkpoint / "checkpoint.json").unlink()
+    else:
+        data = bytearray(ranks[1].read_bytes())
+        data[-1] ^= 1
+        ranks[1].write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "document"])
+def test_what_is_not_sound_is_passed_over_and_named(how: str, tmp_path: Path) -> None:
+    run(train, 2, tmp_path, 4, {"every": 1, "keep": None}, None)
+    damage(tmp_path / "step-00000004", how)
+    damage(tmp_path / "step-00000003", how)
+    told = run(train, 2, tmp_path, 3, {}, None)
+    for one in told:
+        assert one["first"] == 2
+        assert [note.split(":")[0] for note in one["notes"]] == [f"passed over step-0000000{n}" for n in (4, 3)]
+    assert len(told[0]["warned"]) == 2
+    assert "step-00000004" in told[0]["warned"][0]
+    assert told[1]["warned"] == []
+    for name in ("step-00000001", "step-00000002"):
+        damage(tmp_path / name, how)
+    with (
+        pytest.raises(SourceError, match="none of the checkpoints is sound"),
+        pytest.warns(UserWarning, match="passed"),
+    ):
+        zckpt.Checkpointer(tmp_path, on_sigterm=False).resume()
+
+
+def flipped(rank: int, world_size: int, directory: Path) -> tuple[int | None, int | None]:
+    training = Training.of(BY_NAME["zero2-plain-float32"])
+    checkpointer = zckpt.Checkpointer(directory, on_sigterm=False)
+    both = {"model": training.model, "optimizer": training.optimizer}
+    blind, seen = checkpointer.resume(**both), checkpointer.resume(**both, verify=True)
+    return blind and blind.step, seen and seen.step
+
+
+def test_a_flipped_bit_is_found_by_verify(tmp_path: Path) -> None:
+    run(train, 2, tmp_path, 2, {"every": 1}, None)
+    damage(tmp_path / "step-00000002", "bit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run(flipped, 2, tmp_path) == [(2, 1), (2, 1)]
+
+
+def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
+    for step in (1, 2, 3):
+        checkpointer.save(step, model=model)
+        assert names(tmp_path) == ["latest", f"step-0000000{step}"]
+    shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009")
+    damage_one = tmp_path / "step-00000009" / "checkpoint.json"
+    damage_one.write_bytes(damage_one.read_bytes()[:-9])
+    checkpointer.save(4, model=model)
+    assert names(tmp_path) == ["latest", "step-00000004", "step-00000009"]
+    (tmp_path / ".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
+    checkpointer.save(5, model=model)
+    assert names(tmp_path) == ["latest", "step-00000005", "step-00000009"]
+
+
+def test_a_new_run_begins_anew_and_replaces_a_step_of_its_own(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    checkpointer = zckpt.Checkpointer(tmp_path / "new", on_sigterm=False)
+    assert checkpointer.resume(model=model) is None
+    assert not checkpointer.step(7, model=model)
+    checkpointer.save(7, model=model)
+    with torch.no_grad():
+        model.weight += 1
+    checkpointer.save(7, model=model)
+    other = torch.nn.Linear(2, 2)
+    restored = checkpointer.resume(model=other)
+    assert restored is not None
+    assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}, {"keep": -1}])
+def test_unusable_numbers_are_refused(options: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="must be at least 1"):
+        zckpt.Checkpointer(tmp_path, **options)
+
+
+def save_in_background_and_fail(rank: int, world_size: int, directory: Path) -> list[str]:
+    training = Training.of(BY_NAME["zero2-plain-float32"])
+    training.train([0])
+    before = training.state()
+    checkpointer = zckpt.Checkpointer(directory, every=1, async_=True, on_sigterm=False)
+    both = {"model": training.model, "optimizer": training.optimizer}
+    checkpointer.step(1, **both)
+    checkpointer.close()
+    dist.barrier()
+    if rank == 0:
+        (directory / ".step-00000002.zckpt-partial").write_text("in the way")
+    dist.barrier()
+    checkpointer.step(2, **both)
+    with pytest.raises(OSError, match="cannot be"):
+        checkpointer.close()
+    assert differences(training.state(), before) == []
+    dist.barrier()
+    return names(directory)
+
+
+def test_a_save_that_fails_in_the_background_does_not_become_the_latest(tmp_path: Path) -> None:
+    assert run(save_in_background_and_fail, 2, tmp_path)[0] == [
+        ".step-00000002.zckpt-partial", "latest", "step-00000001",
+    ]  # fmt: skip
+    assert (tmp_path / "latest").read_text() == "step-00000001"

@@ -1,0 +1,370 @@
+"""What `zckpt.save` and `zckpt.load` take and give beside models and optimizers."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import rpc
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import zckpt
+from tests.engine import run
+from tests.training.trainings import BY_NAME, Training, differences, whole
+from zckpt.errors import UsageError
+from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.interop
+
+
+# --- what is written, and by whom
+
+
+def bytes_of_ranks(rank: int, world_size: int, directory: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    zckpt.save(directory / "replicated", model=model, optimizer=optimizer)
+
+
+def test_what_all_ranks_have_is_written_once_and_evenly(tmp_path: Path) -> None:
+    run(bytes_of_ranks, 3, tmp_path)
+    files = sorted((tmp_path / "replicated").glob("rank-*"))
+    sizes = [path.stat().st_size for path in files]
+    elements = 64 * 1000 + 1000 + 3000 + 3
+    assert len(files) == 3
+    assert 3 * 4 * elements < sum(sizes) < 3 * 4 * elements + 3 * 4000
+    assert max(sizes) - min(sizes) < 2000
+
+
+class Counting(nn.Module):
+    """Has a buffer that each rank has its own of, as batch norms have, and state that is no tensor."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.full((64,), float(start)))
+        self.more = {"start": start}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.more
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.more = state
+
+
+def of_the_first(rank: int, world_size: int, directory: Path) -> tuple[float, float, Any]:
+    zckpt.save(directory / "c", model=Counting(rank + 5), extra={"rank": rank})
+    model = Counting(99)
+    restored = zckpt.load(directory / "c", model=model)
+    return model.seen.min().item(), model.seen.max().item(), (model.more, restored.extra)
+
+
+def test_buffers_and_extra_are_those_of_the_first_rank(tmp_path: Path) -> None:
+    assert run(of_the_first, 3, tmp_path) == [(5.0, 5.0, ({"start": 5}, {"rank": 0}))] * 3
+
+
+# --- beside
+
+
+EXTRA = {
+    "text": "naïve \u2713", "numbers": [1, 2.5, -(2**70), True, None, float("inf")], "pair": (1, (2, "x")),
+    "tensor": torch.arange(6).reshape(2, 3).T, "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+    "empty": torch.empty(0, 3), "scalar": torch.tensor(7), "array": np.arange(6.0).reshape(2, 3)[:, ::-1],
+    "number": np.float32(0.1), "dtype": torch.float16, "device": torch.device("cpu"), "size": torch.Size([2, 3]),
+    "bytes": b"\x00\xff", "set": {1, 2}, "ordered": OrderedDict(b=1, a=2), 3: "a number for a key",
+}  # fmt: skip
+
+
+def beside(rank: int, world_size: int, directory: Path) -> tuple[dict[Any, Any], dict[str, Any]]:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer.step()
+    scheduler.step()
+    given = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "grad_scaler": scaler}
+    zckpt.save(directory / "c", **given, extra=EXTRA)
+    expected = (random.random(), np.random.rand(), torch.rand(3).tolist())
+    other = nn.Linear(3, 3)
+    another = torch.optim.SGD(other.parameters(), lr=0.1)
+    fresh = torch.optim.lr_scheduler.OneCycleLR(another, 1.0, total_steps=10)
+    rescaled = torch.amp.GradScaler("cpu")
+    restored = zckpt.load(directory / "c", model=other, optimizer=another, scheduler=fresh, grad_scaler=rescaled)
+    assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == expected
+    assert fresh.state_dict().keys() == scheduler.state_dict().keys()
+    assert fresh.get_last_lr() == scheduler.get_last_lr()
+    assert rescaled.state_dict() == scaler.state_dict()
+    assert another.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    return restored.extra, {"notes": restored.notes}
+
+
+def test_what_is_beside_comes_back(tmp_path: Path) -> None:
+    for found, more in run(beside, 2, tmp_path):
+        assert list(found) == list(EXTRA)
+        assert more == {"notes": []}
+        for key, value in EXTRA.items():
+            its = found[key]
+            assert type(its) is type(value), key
+            if isinstance(value, torch.Tensor):
+                assert its.dtype == value.dtype
+                assert torch.equal(its, value) or key == "half"
+            elif isinstance(value, np.ndarray):
+                assert np.array_equal(its, value)
+            else:
+                assert its == value
+        assert found["half"].view(torch.int16).tolist() == EXTRA["half"].view(torch.int16).tolist()  # type: ignore[attr-defined]
+
+
+def random_numbers(rank: int, world_size: int, directory: Path, what: str) -> tuple[Any, list[str]]:
+    model = nn.Linear(1, 1)
+    torch.manual_seed(100 + rank)
+    if what == "save":
+        zckpt.save(directory / "c", model=model)
+        return torch.rand(2).tolist(), []
+    restored = zckpt.load(directory / "c", model=model, random_states=what == "load")
+    return torch.rand(2).tolist(), restored.notes
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(tmp_path: Path) -> None:
+    saved = run(random_numbers, 2, tmp_path, "save")
+    loaded = run(random_numbers, 3, tmp_path, "load")
+    assert [numbers for numbers, _ in loaded[:2]] == [numbers for numbers, _ in saved]
+    assert loaded[2][1] == ["no random states of rank 2: 2 ranks have saved theirs"]
+    torch.manual_seed(101)
+    assert run(random_numbers, 2, tmp_path, "leave")[1][0] == torch.rand(2).tolist()
+
+
+# --- models that differ
+
+
+def differ(rank: int, world_size: int, directory: Path) -> list[Any]:
+    torch.manual_seed(0)
+    saved = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 4), "c": nn.Linear(2, 2)})
+    optimizer = ZeroOptimizer(list(saved.named_parameters()), torch.optim.AdamW, lr=0.5)
+    optimizer.backward(sum(p.square().sum() for p in saved.parameters()))
+    optimizer.step()
+    zckpt.save(directory / "c", model=saved, optimizer=optimizer, step=1)
+    model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 5), "d": nn.Linear(1, 1)})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    other = ZeroOptimizer(list(model.named_parameters()), torch.optim.AdamW, lr=0.25)
+    for options in ({}, {"optimizer": other}):
+        with pytest.raises(UsageError, match=r"not a checkpoint of this model.*strict=False"):
+            zckpt.load(directory / "c", model=model, **options)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    restored = zckpt.load(directory / "c", model=model, optimizer=other, strict=False)
+    assert torch.equal(model["a"].weight, saved["a"].weight)
+    assert torch.equal(other.full_state("a.weight", "exp_avg"), optimizer.full_state("a.weight", "exp_avg"))
+    for name in ("b.weight", "d.bias"):
+        assert torch.equal(dict(model.named_parameters())[name], before[name])
+        assert not other.full_state(name, "exp_avg").any()
+    assert other.param_groups[0]["lr"] == 0.25
+    return [restored.missing, restored.unexpected, restored.reshaped, restored.notes]
+
+
+def test_models_that_differ_are_refused_or_loaded_as_far_as_they_go(tmp_path: Path) -> None:
+    for missing, unexpected, reshaped, notes in run(differ, 2, tmp_path):
+        assert missing == ["d.weight", "d.bias"]
+        assert unexpected == ["c.weight", "c.bias"]
+        assert reshaped == ["b.weight", "b.bias"]
+        assert "hyperparameters stay as they are" in notes[0]
+
+
+# --- sharded models, subgroups, and what is read by one
+
+
+def on_a_mesh(rank: int, world_size: int, directory: Path) -> None:
+    """Shard along one dimension of a mesh and replicate along the other; rows and columns; load into other cuts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(0)
+    full = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    expected = {name: p.detach().clone() for name, p in full.named_parameters()}
+    model = fully_shard(full, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    zckpt.save(directory / "hybrid", model=model, optimizer=optimizer, step=1)
+    opened = zckpt.open(directory / "hybrid")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(opened.read(name), whole(parameter))
+        assert torch.equal(opened.read(name, "exp_avg"), whole(optimizer.state[parameter]["exp_avg"]))
+    for placements in ([Shard(1), Shard(0)], [Replicate(), Shard(1)], [Shard(0), Replicate()]):
+        other = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        for layer in other:
+            layer.weight = nn.Parameter(distribute_tensor(torch.zeros_like(layer.weight), mesh, placements))
+        zckpt.load(directory / "hybrid", model=other, random_states=False)
+        for name, parameter in other.named_parameters():
+            assert torch.equal(whole(parameter), opened.read(name)), (name, placements)
+        zckpt.save(directory / "other", model=other, overwrite=True)
+        again = zckpt.open(directory / "other")
+        assert all(torch.equal(again.read(name), opened.read(name)) for name in expected)
+        dist.barrier()
+
+
+def test_boxes_are_saved_once_and_loaded_into_other_boxes(tmp_path: Path) -> None:
+    run(on_a_mesh, 4, tmp_path)
+
+
+def in_a_subgroup(rank: int, world_size: int, directory: Path) -> list[str]:
+    pair = dist.new_group([0, 2])
+    other = dist.new_group([1])
+    if rank == 1:
+        zckpt.save(directory / "alone", model=nn.Linear(2, 2), process_group=other)
+        return []
+    torch.manual_seed(0)
+    model = nn.Linear(30, 30)
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, process_group=pair, lr=0.1)
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    saving = zckpt.save(directory / "pair", model=model, optimizer=optimizer, async_=True)
+    assert saving is not None
+    saving.result()
+    again = nn.Linear(30, 30)
+    its = ZeroRedundancyOptimizer(again.named_parameters(), torch.optim.AdamW, process_group=pair, lr=0.1)
+    for broadcast in (False, True):
+        nn.init.zeros_(again.weight)
+        zckpt.load(directory / "pair", model=again, optimizer=its, broadcast=broadcast)
+        assert torch.equal(again.weight, model.weight)
+        assert torch.equal(again.bias, model.bias)
+    return sorted(path.name for path in (directory / "pair").iterdir())
+
+
+def test_a_part_of_the_world_saves_and_loads(tmp_path: Path) -> None:
+    first, _, third = run(in_a_subgroup, 3, tmp_path)
+    names = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
+    assert first == third == names
+
+
+def broadcast_everything(rank: int, world_size: int, directory: Path) -> None:
+    for name in ("zero2-plain-float32", "adamw-ddp-float32", "adamw-fsdp-float32"):
+        training = Training.of(BY_NAME[name])
+        training.train(range(2))
+        before = training.state()
+        zckpt.save(directory / name, model=training.model, optimizer=training.optimizer)
+        other = Training.of(BY_NAME[name], seed=3)
+        zckpt.load(directory / name, model=other.model, optimizer=other.optimizer, broadcast=True)
+        assert differences(other.state(), before) == []
+
+
+def test_weights_may_be_read_once_and_sent_around(tmp_path: Path) -> None:
+    run(broadcast_everything, 3, tmp_path)
+
+
+# --- formats of others, and workers
+
+
+def other_formats(rank: int, world_size: int, directory: Path) -> None:
+    for name, form in (("zero2-plain-float32", "deepspeed"), ("redundancy-ddp-float32", "zero-redundancy")):
+        training = Training.of(BY_NAME[name])
+        training.train(range(2))
+        given = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+        zckpt.save(directory / form, **given, step=2, extra={"epoch": 3}, format=form)
+        assert zckpt.open(directory / form).format == form
+        other = Training.of(BY_NAME[name], seed=2)
+        restored = zckpt.load(directory / form, model=other.model, optimizer=other.optimizer, scheduler=other.scheduler)
+        assert restored.step == 2
+        assert restored.extra["epoch"] == 3
+        assert differences(other.state(), training.state()) == []
+        assert other.train(range(2, 5)) == training.train(range(2, 5))
+
+
+def test_formats_of_deepspeed_and_torch_are_written(tmp_path: Path) -> None:
+    run(other_formats, 2, tmp_path)
+
+
+def make_parameter(seed: int, rows: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, 3, generator=torch.Generator().manual_seed(seed)))
+
+
+def value_of(parameter: Any) -> torch.Tensor:
+    return parameter.local_value().detach().clone()
+
+
+def square(parameter: Any) -> torch.Tensor:
+    return parameter.local_value().square().sum()
+
+
+def with_workers(rank: int, world_size: int, directory: Path) -> bool:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc", num_worker_threads=8)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    done = rank != 0 or save_with_workers(world_size, directory)
+    rpc.shutdown()
+    return done
+
+
+def save_with_workers(world_size: int, directory: Path) -> bool:
+    import torch.distributed.autograd as dist_autograd
+
+    def made(seed: int) -> tuple[list[Any], DistributedOptimizer]:
+        where = [f"worker{1 + i % (world_size - 1)}" for i in range(3)]
+        parameters = [rpc.remote(to, make_parameter, args=(seed + i, 2 + i)) for i, to in enumerate(where)]
+        named = [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+        return parameters, DistributedOptimizer(torch.optim.AdamW, named, lr=0.1)
+
+    parameters, optimizer = made(0)
+    with dist_autograd.context() as context:
+        losses = [rpc.rpc_sync(p.owner(), square, args=(p,)) for p in parameters]
+        dist_autograd.backward(context, [torch.stack(losses).sum()])
+        optimizer.step(context)
+    zckpt.save(directory / "c", optimizer=optimizer, step=1, extra={"table": torch.arange(4)})
+    opened = zckpt.open(directory / "c")
+    values = [rpc.rpc_sync(p.owner(), value_of, args=(p,)) for p in parameters]
+    state = optimizer.state_dict()["state"]
+    for i, value in enumerate(values):
+        assert torch.equal(opened.read(f"p{i}"), value)
+        assert torch.equal(opened.read(f"p{i}", "exp_avg_sq"), state[i]["exp_avg_sq"])
+    _, another = made(50)
+    restored = zckpt.load(directory / "c", optimizer=another)
+    assert restored.step == 1
+    assert torch.equal(restored.extra["table"], torch.arange(4))
+    found = another.state_dict()["state"]
+    assert all(torch.equal(found[i][key], state[i][key]) for i in state for key in state[i])
+    return True
+
+
+def test_workers_save_what_lives_with_them(tmp_path: Path) -> None:
+    assert all(run(with_workers, 3, tmp_path))
+
+
+# --- one process
+
+
+def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), nn.Linear(2, 2))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    saving = zckpt.save(tmp_path / "run" / "c", model=model, optimizer=optimizer, async_=True)
+    with torch.no_grad():
+        expected = [p.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.zero_()  # what has been staged is no longer looked at
+    assert saving is not None
+    saving.result()
+    assert saving.done()
+    restored = zckpt.load(tmp_path / "run" / "c", model=model, optimizer=optimizer)
+    assert restored.world_size == 1
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_model_alone_has_no_optimizer_to_load(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    zckpt.save(tmp_path / "c", model=model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match="param groups"):
+        zckpt.load(tmp_path / "c", model=model, optimizer=optimizer)
+    notes = zckpt.load(tmp_path / "c", model=model, optimizer=optimizer, strict=False).notes
+    assert any("param groups" in note for note in notes)
+    with pytest.warns(UserWarning, match="no state of a scheduler"):
+        zckpt.load(tmp_path / "c", model=model, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
