@@ -114,10 +114,11 @@ def fail(rank: int, world_size: int, directory: Path, failure: str, async_: bool
         saving = zckpt.save(
             directory / "second", model=training.model, optimizer=training.optimizer, extra=bulk, async_=async_
         )
-        if saving is not None and rank % 2:
-            saving.result()
-        elif saving is not None:
-            zckpt.save(directory / "third", model=training.model)  # the next save tells it
+        if saving is not None:
+            if rank % 2:  # has seen it, and the others have not
+                with pytest.raises(TargetError):
+                    saving.result()
+            zckpt.save(directory / "third", model=training.model)  # which tells all
     except TargetError as error:
         said = str(error)
     else:

@@ -49,8 +49,9 @@ class Saving:
     Its errors are raised by `result`, or else by the next save, on all ranks alike.
     """
 
-    def __init__(self, future: Future[None], path: Path) -> None:
+    def __init__(self, future: Future[None], path: Path, ranks: Ranks) -> None:
         self.path = path
+        self.ranks = ranks
         self._future = future
         self._is_told = False
 
@@ -77,6 +78,16 @@ class Saving:
         finally:
             self._is_told = self._is_told or self._future.done()
 
+    def unseen_error(self) -> Exception | None:
+        """Wait until the checkpoint is whole; return its error, if it has one that `result` has not raised yet."""
+        if self._is_told:
+            return None
+        try:
+            self.result()
+        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks are told
+            return error
+        return None
+
 
 @dataclass(slots=True)
 class _Background:
@@ -87,10 +98,10 @@ class _Background:
     staging: Staging = field(default_factory=Staging)
 
     def finish(self) -> None:
-        """Wait for the save that is going on, and raise its error unless somebody has seen it."""
+        """Wait for the save that is going on, and raise its error unless all ranks have seen it."""
         saving, self.saving = self.saving, None
-        if saving is not None and not saving._is_told:
-            saving.result()
+        if saving is not None:
+            saving.ranks.agree(saving.unseen_error())
 
 
 _BACKGROUND = _Background()
@@ -168,7 +179,8 @@ def save(
             raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
         save_workers(Path(path), optimizer, given, overwrite=overwrite)
         return None
-    ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose="save" if async_ else "")
+    group = process_group or getattr(optimizer, "process_group", None)
+    ranks = Ranks(group, purpose="save" if async_ else "")
     staging = _BACKGROUND.staging if async_ else None
     try:
         prepared: _Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
@@ -178,7 +190,7 @@ def save(
         _write(ranks, Path(path), prepared, overwrite=overwrite)
         return None
     future = _BACKGROUND.pool.submit(_write, ranks, Path(path), prepared, overwrite=overwrite)
-    _BACKGROUND.saving = Saving(future, Path(path))
+    _BACKGROUND.saving = Saving(future, Path(path), Ranks(group))
     return _BACKGROUND.saving
 
 

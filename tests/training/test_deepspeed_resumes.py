@@ -1,0 +1,53 @@
+"""What `zckpt.save` wrote in a training loop, converted, goes on in stock DeepSpeed, at other numbers of ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.engine import Spec, run
+from tests.optim.zero import test_files as zero
+from tests.truth import assert_same
+
+pytestmark = pytest.mark.interop
+
+SPECS = [Spec("bf16", stage=2, dtype="bf16", world_size=3), Spec("fp32", stage=1, dtype="fp32", world_size=2)]
+
+
+def save(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[zero.Slots, list[float]]:
+    model, optimizer = zero.build(spec)
+    zero.losses(model, optimizer, spec, range(1, zero.STEPS + 1))
+    saving = zckpt.save(path, model=model, optimizer=optimizer, step=zero.STEPS, async_=True)
+    trained = zero.losses(model, optimizer, spec, zero.after())
+    assert saving is not None
+    saving.result()
+    again, its = zero.build(spec, seed=5)
+    zckpt.load(path, model=again, optimizer=its)
+    return zero.full(its), trained
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("spec", SPECS, ids=[spec.name for spec in SPECS])
+def test_stock_deepspeed_resumes_what_was_saved_in_training(spec: Spec, world_size: int, tmp_path: Path) -> None:
+    ours = run(save, spec.world_size, spec, tmp_path / "saved")
+    stage = 3 if world_size == 4 else spec.stage
+    target = tmp_path / "run"
+    zckpt.convert(tmp_path / "saved", target, to="deepspeed", world_size=world_size, stage=stage)
+    theirs = run(zero.resume_in_deepspeed, world_size, spec.at(world_size, stage=stage), target)
+    state, trained = ours[0]
+    found, (steps, _, _), resumed = theirs[0]
+    assert steps == zero.STEPS
+    assert found.keys() == state.keys()
+    for slot, values in state.items():
+        for name, value in values.items():
+            assert_same(found[slot][name], value.float(), f"{slot}/{name}")
+    mean, expected = (sum(one[-1] for one in every) / len(every) for every in zip_losses(theirs, ours))
+    assert math.isclose(mean, expected, rel_tol=1e-5 if spec.dtype == "fp32" else 1e-2), (resumed, trained)
+
+
+def zip_losses(theirs: list, ours: list) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the losses of all ranks: each has its share of the batch."""
+    return [losses for _, _, losses in theirs], [losses for _, losses in ours]
