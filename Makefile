@@ -11,7 +11,7 @@ demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .
@@ -33,7 +33,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.development: $(VENV)/.runtime
-	$(INSTALL) --editable '.[test,interop,check]'
+	$(INSTALL) --editable '.[demo,test,interop,check]'
 	touch $@
 
 clean:
