@@ -112,7 +112,7 @@ def _flat(part: OptimizerPart, names: frozenset[str], where: str) -> OptimizerSt
     options: dict[str, dict[str | int, Node]] = {}
     for key, node in part.node.items():
         kind, _, rest = str(key).partition(".")
-        name, slot = _split(rest, names | part.names)
+        name, slot = split_key(rest, names | part.names)
         if kind == GROUPS:
             options.setdefault(name, {})[slot] = node
         else:
@@ -124,7 +124,7 @@ def _flat(part: OptimizerPart, names: frozenset[str], where: str) -> OptimizerSt
     return OptimizerState(where, state, list(groups.values()))
 
 
-def _split(joined: str, names: frozenset[str]) -> tuple[str, str]:
+def split_key(joined: str, names: frozenset[str]) -> tuple[str, str]:
     """Cut a joined key after the longest name that it begins with; after the last dot where none is known."""
     at = joined.rfind(".")
     while at > 0:

@@ -51,34 +51,60 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
     checkpoint = Checkpoint(str(path), FORMAT)
     root = _root(directory, checkpoint)
+    own = read_torchfile(directory.own) if directory.own is not None else None
+    lost = fill(checkpoint, root, names=names, own=own)
+    if own is None:
+        _read_beside(checkpoint, directory)
+    if lost:
+        checkpoint.warnings.append(
+            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
+        )
+    return checkpoint
+
+
+def fill(
+    checkpoint: Checkpoint, root: Branch, *, names: Sequence[str] | None = None, own: TorchFile | None = None
+) -> list[str]:
+    """Give a checkpoint all that a saved dict has; return the keys of tensors that it has no place for.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    root : mapping
+        The dict: a tree of items.
+    names : sequence of str, optional
+        As for `read`.
+    own : TorchFile, optional
+        What zckpt has written beside; then the rest of the dict is not looked at.
+
+    Raises
+    ------
+    SourceError
+        As `read`.
+    """
     optimizers = find_optimizers(root)
     models = find_models(root, optimizers, checkpoint.warnings)
+    path = checkpoint.source
     if not models and not optimizers:
         raise UnsupportedError("holds neither a model nor an optimizer", path=path, found=_shown(list(map(str, root))))
     _place(checkpoint, models)
-    own = read_torchfile(directory.own) if directory.own is not None else None
     if own is not None:
         complete(checkpoint, own)
-    states = [read_optimizer(part, [n for one in models for n in one.tensors], str(path)) for part in optimizers]
+    states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
     for state, prefix in zip(states, prefixes(optimizers, models), strict=True):
         state.prefix = prefix
     if own is not None and names is not None and name_unnamed(states, own, names):
         names = None
     attach(checkpoint, states, names)
     checkpoint.step = _step(checkpoint, root, [*(part.path for part in models), *(part.path for part in optimizers)])
+    lost: list[str] = []
     if own is not None:
         restore_own(checkpoint, own)
-        return checkpoint
-    lost: list[str] = []
+        return lost
     for state in states:
         checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
     _carry(checkpoint, root, {part.path for part in models}, {part.path for part in optimizers}, lost)
-    _read_beside(checkpoint, directory)
-    if lost:
-        checkpoint.warnings.append(
-            f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
-        )
-    return checkpoint
+    return lost
 
 
 def _shown(keys: Sequence[str]) -> str:
@@ -215,6 +241,8 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
 
 def _whole_number(node: Node) -> int | None:
     if isinstance(node, TensorItem) and node.shape == () and node.whole is not None and not is_floating(node.dtype):
+        if not node.path:  # in memory
+            return None
         number = read_scalars(node.path, [node.whole])[0].value
         return number if type(number) is int else None
     value = node.node if isinstance(node, ObjectItem) else None

@@ -96,7 +96,7 @@ def _listed(names: Sequence[str]) -> str:
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
     """Return the values that all parameters of a group have in common; whatever else is no tensor is refused."""
     members = [checkpoint.parameters[name] for name in group.parameters]
-    values = dict(group.state)
+    values = {**_shared(members), **group.state}
     for parameter in members:
         single = {key for key, slot in parameter.slots.items() if key == "step" or slot.shape != parameter.shape}
         single |= {key for key, value in parameter.state.items() if key not in values or not _same(value, values[key])}
@@ -108,6 +108,17 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
                 path=checkpoint.source,
             )
     return values
+
+
+def _shared(members: Sequence[Parameter]) -> dict[str, object]:
+    """Return the single values that all parameters with any have, and have alike: their step."""
+    present = [parameter.state for parameter in members if parameter.state]
+    return {
+        key: value
+        for key, value in (present[0] if present else {}).items()
+        if isinstance(value, (bool, int, float, Scalar))
+        and all(key in state and _same(state[key], value) for state in present)
+    }
 
 
 def _same(one: object, other: object) -> bool:

@@ -1,0 +1,419 @@
+"""`dcp.load` through `zckpt.dcp.Reader`, and `dcp.save` through `zckpt.dcp.Writer`, on real ranks: bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, default_planner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zckpt
+import zckpt.dcp
+from tests.cli.console import FIXTURES
+from tests.engine import SPECS, Spec, models, run
+from tests.logical import assert_same_slots
+from tests.training.trainings import BY_NAME, Training, differences, whole
+from tests.truth import Truth, assert_same, bits
+
+pytestmark = pytest.mark.interop
+
+SOURCES = {
+    "s0_bf16_dp2": "", "s1_fp32_dp3": "", "s2_bf16_dp2_elastic": "", "s1_bf16_dp3_fused": "", "s2_bf16_dp2_sgdm": "",
+    "s2_bf16_dp2_zerodim": "", "s3_bf16_dp3": "", "other/plain_adamw": "ckpt.pt", "other/zro_dp2_adamw": "ckpt",
+    "other/dcp_fsdp2_dp3": "ckpt", "universal/s2_bf16_dp4": "",
+}  # fmt: skip
+"""Checkpoints, and where in the folder of the fixture they are."""
+
+NUMBERED = ("other/plain_adamw", "other/zro_dp2_adamw")
+"""Those in which two parameters without state cannot be told apart."""
+
+FORMS = ["nested", "flat", "app", "bare"]
+
+
+class App:
+    """The program's state as one object, as torch's tutorials keep it."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, form: str, reader: dcp.StorageReader) -> None:
+    """Load with `dcp.load`, by state dicts of one form."""
+    if form == "app":
+        dcp.load({"app": App(model, optimizer)}, storage_reader=reader)
+        return
+    options = StateDictOptions(flatten_optimizer_state_dict=form != "nested")
+    state, of_optimizer = get_state_dict(model, optimizer, options=options)
+    if form == "bare":  # two loads, without a key before the names
+        dcp.load(state, storage_reader=reader)
+        dcp.load(of_optimizer, storage_reader=reader)
+    else:
+        every = {"model": state, "optimizer": of_optimizer}
+        dcp.load(every, storage_reader=reader)
+        state, of_optimizer = every["model"], every["optimizer"]
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer, options=options)
+
+
+def made(spec: Spec, kind: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
+    """Return a model of a fixture with other weights, the same as it is trained, and its optimizer."""
+    inner = models.build_model(spec, seed=99)
+    names = {parameter: name for name, parameter in inner.named_parameters()}
+    groups = [
+        {**group, "params": [names[p] for p in group["params"] if p.requires_grad]}
+        for group in models.param_groups(spec, inner)
+    ]
+    model: torch.nn.Module = inner
+    if kind == "fsdp":
+        model = fully_shard(inner, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif kind == "ddp":
+        model = DistributedDataParallel(inner)
+    named = dict(inner.named_parameters())
+    groups = [{**group, "params": [named[name] for name in group["params"]], "lr": 1.0} for group in groups]
+    if spec.optimizer == "sgdm":
+        return inner, model, torch.optim.SGD(groups, lr=1.0, momentum=0.5)
+    return inner, model, torch.optim.AdamW(groups, lr=1.0)
+
+
+def load_all(rank: int, world_size: int, kind: str, forms: list[str]) -> int:
+    checked = 0
+    for number, (source, below) in enumerate(SOURCES.items()):
+        spec = SPECS.get(source.rpartition("/")[2], Spec("other"))
+        if kind == "fsdp" and spec.zero_dim:  # of which `fully_shard` takes none
+            continue
+        inner, model, optimizer = made(spec, kind)
+        truth = Truth(FIXTURES / source.removeprefix("universal/"))
+        names = list(truth.numbers.values()) if source in NUMBERED else None
+        reader = zckpt.dcp.Reader(FIXTURES / source / below, names=names)
+        load(model, optimizer, forms[number % len(forms)], reader)
+        checked += check(inner, optimizer, truth)
+        if not spec.elastic:  # which keeps no hyperparameters
+            check_hyperparameters(inner, optimizer, truth)
+    return checked
+
+
+def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, truth: Truth) -> int:
+    """Hold a model and an optimizer against the truth; return how many slots there were."""
+    checked = 0
+    steps = (truth.facts.get("scalar_state_per_group") or [{}])[0].get("step", {"value": 5})["value"]
+    for name, parameter in model.named_parameters():
+        expected = truth.masters.get(name, truth.weights.get(name))
+        assert expected is not None
+        assert_same(whole(parameter), expected.float(), name)
+        state = optimizer.state.get(parameter, {})
+        assert bool(state) == parameter.requires_grad
+        for slot in truth.slots if state else []:
+            found = whole(state[slot])
+            never = name in truth.facts.get("no_state", [])  # no step has reached it
+            assert_same(found, torch.zeros_like(found) if never else truth.kind(slot)[name], f"{slot} of {name}")
+            checked += 1
+        if "step" in state:
+            assert isinstance(state["step"], torch.Tensor)
+            assert state["step"].item() == (0 if name in truth.facts.get("no_state", []) else steps), name
+    for name, buffer in model.named_buffers():
+        if name in truth.buffers and buffer.nbytes == truth.buffers[name].numel():  # of the type that was saved
+            assert torch.equal(bits(buffer), truth.buffers[name]), name
+    return checked
+
+
+def check_hyperparameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer, truth: Truth) -> None:
+    groups = truth.facts["param_groups"]
+    by_name = {name: group for group in groups for name in group.get("params", [])}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for name in (names[parameter] for parameter in group["params"]):
+            its = by_name[name] if name in by_name else groups[index]  # of DeepSpeed, whose groups are the model's
+            assert (group["lr"], group["weight_decay"]) == (its["lr"], its["weight_decay"]), name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "forms"),
+    [(1, "plain", FORMS), (2, "ddp", FORMS[1:] + FORMS[:1]), (3, "fsdp", FORMS[2:] + FORMS[:2])],
+)
+def test_load_of_any_checkpoint_gives_the_truth(world_size: int, kind: str, forms: list[str]) -> None:
+    told = run(load_all, world_size, kind, forms)
+    assert told[0] > 20 * len(SOURCES)
+
+
+KINDS = {"adamw-fsdp-float32": "nested", "adamw-ddp-float32": "flat", "sgd-compile-float32": "nested"}
+"""What is saved, and in which form."""
+
+SAVED, MORE = 3, 4
+
+
+def save_all(rank: int, world_size: int, directory: Path) -> dict[str, list[float]]:
+    """Train, save with `dcp.save` or `dcp.async_save`, keep the truth beside it, and train on."""
+    losses = {}
+    for number, (name, form) in enumerate(KINDS.items()):
+        training = Training.of(BY_NAME[name])
+        training.train(range(SAVED))
+        truth = training.state()
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        model, optimizer = get_state_dict(training.model, training.optimizer, options=options)
+        state = {
+            "model": model, "optimizer": optimizer, "lr_scheduler": training.scheduler, "step": SAVED,
+            "rng": torch.get_rng_state(), "count": torch.tensor(7), "rest": {"a": [1, "x", None], "t": (0.5, b"z")},
+        }  # fmt: skip
+        writer = zckpt.dcp.Writer(directory / name)
+        saving = dcp.async_save(state, storage_writer=writer) if number % 2 else dcp.save(state, storage_writer=writer)
+        if number % 2:
+            saving.result()  # which talks in the same process group as training does
+        losses[name] = training.train(range(SAVED, SAVED + MORE))
+        if rank == 0:
+            torch.save(truth, directory / f"{name}.truth")
+            torch.save(state["rng"], directory / "rng")
+    return losses
+
+
+def check_saved(rank: int, world_size: int, directories: list[Path]) -> list[dict[str, list[float]]]:
+    """Hold what was saved against the truth, resume it in each way, and train on."""
+    told = []
+    for directory in directories:
+        losses: dict[str, list[float]] = {}
+        for name, form in KINDS.items():
+            truth = torch.load(directory / f"{name}.truth", weights_only=True)
+            if rank == 0:
+                check_opened(zckpt.open(directory / name), truth)
+            by_dcp, by_load = Training.of(BY_NAME[name], seed=1), Training.of(BY_NAME[name], seed=2)
+            count, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
+            options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+            model, optimizer = get_state_dict(by_dcp.model, by_dcp.optimizer, options=options)
+            state = {
+                "model": model, "optimizer": optimizer, "lr_scheduler": by_dcp.scheduler, "step": 0,
+                "rng": rng, "count": count, "rest": {"a": [], "t": None},
+            }  # fmt: skip
+            dcp.load(state, storage_reader=zckpt.dcp.Reader(directory / name))
+            set_state_dict(
+                by_dcp.model, by_dcp.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+                options=options,
+            )  # fmt: skip
+            assert (state["step"], state["count"].item()) == (SAVED, 7)
+            assert state["rest"] == {"a": [1, "x", None], "t": (0.5, b"z")}
+            assert torch.equal(state["rng"], torch.load(directory / "rng", weights_only=True))
+            restored = zckpt.load(
+                directory / name, model=by_load.model, optimizer=by_load.optimizer, scheduler=by_load.scheduler
+            )
+            assert (restored.step, restored.world_size) == (SAVED, int(directory.name[2]))
+            for training in (by_dcp, by_load):
+                assert differences(training.state(), truth) == []
+            losses[name] = by_dcp.train(range(SAVED, SAVED + MORE))
+            assert by_load.train(range(SAVED, SAVED + MORE)) == losses[name]
+        told.append(losses)
+    return told
+
+
+def check_opened(checkpoint: zckpt.OpenedCheckpoint, truth: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Every slot is the truth, and there is nothing else."""
+    assert (checkpoint.format, checkpoint.step) == ("zckpt", SAVED)
+    tied = {name: parameter.tied_to for name, parameter in checkpoint.parameters.items() if parameter.tied_to}
+    assert tied == {"head.weight": "words.weight"}
+    assert {one.name for one in checkpoint.tensors()} - tied.keys() == truth.keys()
+    for name, slots in truth.items():
+        owner = checkpoint.owner(name)
+        assert slots.keys() == owner.slots.keys() | owner.state.keys()
+        for slot, expected in slots.items():
+            if slot in owner.slots:
+                assert_same(checkpoint.read(name, slot), expected, f"{slot} of {name}")
+            else:
+                assert owner.state[slot] == zckpt.Scalar(expected.item(), str(expected.dtype).removeprefix("torch."))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, list[float]]]]:
+    made = {}
+    for world_size in (1, 2, 3):
+        directory = tmp_path_factory.mktemp(f"at{world_size}-")
+        told = run(save_all, world_size, directory)
+        assert all(one == told[0] for one in told)
+        made[world_size] = directory, told[0]
+    return made
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_saved_is_the_truth_and_goes_on(
+    world_size: int, saved: dict[int, tuple[Path, dict[str, list[float]]]]
+) -> None:
+    told = run(check_saved, world_size, [directory for directory, _ in saved.values()])[0]
+    for (at, (_, expected)), found in zip(saved.items(), told, strict=True):
+        for name, losses in found.items():
+            if at == world_size:
+                assert losses == expected[name]
+            assert all(math.isclose(a, b, rel_tol=2e-6) for a, b in zip(losses, expected[name], strict=True)), (
+                f"{name} from {at} to {world_size} ranks: {losses}, not {expected[name]}"
+            )
+
+
+def failures(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Do what cannot be done; return what each attempt raised."""
+    training = Training.of(BY_NAME["adamw-fsdp-float32"])
+    model, optimizer = get_state_dict(training.model, training.optimizer)
+    sharded = model["words.weight"]
+    told = {}
+
+    def attempt(what: str, function: Any, *args: Any, **options: Any) -> None:
+        try:
+            function(*args, **options)
+        except (CheckpointException, zckpt.ZckptError) as error:
+            told[what] = str(error)
+
+    def load(what: str, state: dict[str, Any], source: object = FIXTURES / "s2_bf16_dp2", **options: Any) -> None:
+        attempt(what, dcp.load, state, storage_reader=zckpt.dcp.Reader(source, **options))
+
+    def save(what: str, state: dict[str, Any], name: str, **options: Any) -> None:
+        attempt(what, dcp.save, state, storage_writer=zckpt.dcp.Writer(directory / name), **options)
+
+    load("missing", {"model": {"prime": torch.zeros(7), "no.such": torch.zeros(2)}})
+    load("another key", {"ema_model": {"prime": torch.zeros(7)}})
+    load("told key", {"model": {"prime": torch.zeros(7)}}, model="net")
+    load("shape", {"model": {"prime": torch.zeros(8)}})
+    load("numbers", {"optimizer": {"state": {0: {"exp_avg": torch.zeros(7)}}}})
+    load("no file", {"model": {"prime": torch.zeros(7)}}, directory / "none")
+    load("group", {"optimizer": {"param_groups": [{"lr": 0.0, "params": ["prime", "fc1.weight"]}]}})
+    attempt("no path", dcp.load, {"a": torch.zeros(1)}, storage_reader=zckpt.dcp.Reader())
+    save("nothing", {"a": 1}, "nothing")
+    save("sharded", {"model": model, "optimizer": optimizer, "ema": {"words.weight": sharded}}, "sharded")
+    save("object", {"model": model, "args": Path("x")}, "object")
+    (directory / "there").mkdir(exist_ok=True)
+    save("exists", {"model": model}, "there")
+    one = {"model": dict(model), "odd": Path("x") if rank else 1}
+    save("on one rank", one, "one")
+    one["odd"] = 1
+    save("and then not", one, "one")
+    gc.collect()
+    dist.barrier()
+    told["left"] = " ".join(sorted(path.name for path in directory.iterdir()))
+    return told
+
+
+def test_errors_are_one_clear_line(tmp_path: Path) -> None:
+    told = run(failures, 2, tmp_path)[1]
+    for what, expected in {
+        "missing": "Missing key in checkpoint state_dict: model.no.such",
+        "another key": "Missing key in checkpoint state_dict: ema_model.prime",
+        "told key": "Missing key in checkpoint state_dict: model.prime",
+        "shape": "Size mismatch between saved torch.Size([7]) and current: torch.Size([8]) for model.prime",
+        "numbers": "optimizer.state.0.exp_avg is state of a parameter that is told by number: expected names; make",
+        "no file": "none: cannot be opened: found No such file or directory",
+        "group": "a param group has parameters that have several values of lr in the checkpoint: found 0.02, 0.01",
+        "no path": "no checkpoint to read",
+        "nothing": "holds neither a model nor an optimizer",
+        "sharded": "ema.words.weight is sharded, and belongs to neither the model nor the optimizer",
+        "object": "args is a pathlib",
+        "exists": "exists already",
+        "on one rank": "odd is a pathlib",
+    }.items():
+        assert expected in told[what], f"{what}: {told.get(what)}"
+        assert expected in told[what].splitlines()[-1], what
+    assert "and then not" not in told
+    assert told["left"] == "one there"
+
+
+def save_twice(rank: int, world_size: int, directory: Path) -> None:
+    """Save again with planners that keep their plans, over what is there, and to where `checkpoint_id` says."""
+    weight = torch.full((3, 2), 1.0)
+    state = {"model": {"w": weight, "b": torch.arange(3.0)}, "step": 0}
+    for step, name in enumerate(["first", "second", "first"]):
+        weight.fill_(step)
+        state["step"] = step
+        dcp.save(
+            state, checkpoint_id=directory / name, storage_writer=zckpt.dcp.Writer(overwrite=True),
+            planner=DefaultSavePlanner(enable_plan_caching=True),
+        )  # fmt: skip
+    for name, step in (("first", 2), ("second", 1)):
+        found = {"model": {"w": torch.zeros(3, 2), "b": torch.zeros(3), "c": torch.ones(1)}, "step": -1}
+        dcp.load(
+            found, checkpoint_id=directory / name, storage_reader=zckpt.dcp.Reader(),
+            planner=DefaultLoadPlanner(allow_partial_load=True),
+        )  # fmt: skip
+        assert found["step"] == step
+        assert torch.equal(found["model"]["w"], torch.full((3, 2), float(step)))
+        assert torch.equal(found["model"]["b"], torch.arange(3.0))
+        assert torch.equal(found["model"]["c"], torch.ones(1))  # which the checkpoint has not
+
+
+def test_kept_plans_overwriting_and_checkpoint_ids(tmp_path: Path) -> None:
+    run(save_twice, 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+ROWS, COLUMNS = 1500, 700
+
+
+def read_own_part(rank: int, world_size: int, source: Path) -> tuple[int, int]:
+    """Load a sharded tensor; return the bytes that were read by this process, and those that it needs."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = fully_shard(torch.nn.Linear(COLUMNS, ROWS, bias=False), mesh=mesh)
+    state = get_model_state_dict(model)
+    before = bytes_read()
+    dcp.load(state, storage_reader=zckpt.dcp.Reader(source))
+    read = bytes_read() - before
+    set_model_state_dict(model, state)
+    expected = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    assert torch.equal(whole(model.weight), expected)
+    return read, state["weight"].to_local().nbytes
+
+
+def bytes_read() -> int:
+    """How many bytes this process has read with system calls."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
+def test_a_rank_reads_the_bytes_of_its_own_chunks(tmp_path: Path) -> None:
+    torch.save({"weight": torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)}, tmp_path / "m.pt")
+    for read, own in run(read_own_part, 3, tmp_path / "m.pt"):
+        assert own <= read < own + (100 << 10)  # the structure, and what ranks say to each other
+
+
+def test_what_is_saved_converts_to_other_formats(saved: dict[int, tuple[Path, Any]], tmp_path: Path) -> None:
+    for name in KINDS:
+        source = saved[3][0] / name
+        for to in ("dcp", "consolidated", "deepspeed", "universal"):
+            target = tmp_path / f"{name}-{to}"
+            zckpt.convert(source, target, to=to, **({"world_size": 2, "stage": 2} if to == "deepspeed" else {}))
+            zckpt.convert(target, tmp_path / f"{name}-{to}-back", to="zckpt")
+            mine, its = zckpt.open(tmp_path / f"{name}-{to}-back"), zckpt.open(source)
+            assert {p.name for p in mine.tensors()} == {p.name for p in its.tensors()}
+            for parameter in its.parameters.values():
+                assert_same_slots(mine, its, parameter.name)
+
+
+def test_a_whole_checkpoint_becomes_a_torch_file(tmp_path: Path) -> None:
+    """As `dcp_to_torch_save` does: a state dict made of what the checkpoint has."""
+    planner = default_planner._EmptyStateDictLoadPlanner()
+    state: dict[str, Any] = {}
+    _load_state_dict(state, zckpt.dcp.Reader(FIXTURES / "s2_bf16_dp2_client"), planner=planner, no_dist=True)
+    truth = Truth(FIXTURES / "s2_bf16_dp2_client")
+    for name, expected in truth.weights.items():
+        assert_same(state["model"][name], expected, name)
+    for slot in ("exp_avg", "exp_avg_sq", "master"):
+        for name, expected in (truth.masters if slot == "master" else truth.kind(slot)).items():
+            assert_same(state["optimizer"]["state"][name][slot], expected, f"{slot} of {name}")
+    assert [group["params"] for group in state["optimizer"]["param_groups"]] == truth.facts["order"]
+    expected = [group["lr"] for group in truth.facts["param_groups"]]
+    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == expected

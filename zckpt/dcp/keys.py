@@ -1,0 +1,294 @@
+"""What a key of a program's state dict stands for in a checkpoint, whichever way the program nests and flattens it.
+
+model.NAME                          under a key that models usually have, or NAME itself
+optimizer.state.NAME.SLOT           as `get_optimizer_state_dict` nests it
+optimizer.param_groups.N.KEY        the same; N counts the program's groups, not the checkpoint's
+optimizer.param_groups.NAME.KEY     as `flatten_optimizer_state_dict` joins it
+KEY ...                             anything that the checkpoint has beside
+
+All of them may be below `app`. Nothing is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zckpt.errors import UsageError
+from zckpt.formats.dcp.names import GROUPS, PARAMS, PREFIX, STATE
+from zckpt.formats.dcp.optimizer import split_key
+from zckpt.formats.dcp.write_items import items
+from zckpt.formats.optimizer_values import parameter_values
+from zckpt.formats.torch_archive import SlotTensor
+from zckpt.formats.torch_file import MODEL_KEYS, OPTIMIZER_KEYS
+from zckpt.opened import OpenedCheckpoint
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
+from zckpt.training.model_state import plain_name
+
+APP = "app."
+"""Under which a program may keep model and optimizer together."""
+
+ZERO_AT_FIRST = frozenset({"step", "exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer"})
+"""State that is zero of a parameter that no step has reached, and of which there is none in a checkpoint then."""
+
+StorageEntry = TensorStorageMetadata | BytesStorageMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """A tensor of the checkpoint: the slots that it can be read from; the last is the most exact."""
+
+    slots: tuple[Slot, ...]
+
+    def like(self, dtype: torch.dtype) -> Slot:
+        """Return the slot of an element type, or else the most exact."""
+        return next((slot for slot in self.slots if getattr(torch, slot.dtype) == dtype), self.slots[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """State that the checkpoint has not, because no step has reached its parameter."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value that is no tensor of elements: an inert node, or a slot of a single number."""
+
+    node: object
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A hyperparameter.
+
+    Parameters
+    ----------
+    key : str
+    name : str or None
+        Of the parameter whose group's it is.
+    group : int or None
+        The number of the program's group, where that is known instead.
+    """
+
+    key: str
+    name: str | None = None
+    group: int | None = None
+
+
+Meaning = Elements | Zeros | Value | Option
+
+
+class Keys(dict[str, StorageEntry]):
+    """What DCP's planner sees of a checkpoint: it has every key that stands for something, and lists the usual ones.
+
+    Parameters
+    ----------
+    checkpoint : OpenedCheckpoint
+    model, optimizer : str or None
+        Under which key the program keeps it, dots between several; "": at the root. None: under any usual one.
+    """
+
+    def __init__(self, checkpoint: OpenedCheckpoint, model: str | None, optimizer: str | None) -> None:
+        super().__init__()
+        self.checkpoint = checkpoint
+        self._models = _prefixes(model, MODEL_KEYS)
+        self._optimizers = _prefixes(optimizer, OPTIMIZER_KEYS)
+        self._is_usual = model is None and optimizer is None
+        self._names = frozenset(checkpoint.parameters)
+        self._values: dict[str, dict[str, object]] = {}
+        self._beside: dict[str, Meaning] = {}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        self._list()
+
+    def _list(self) -> None:
+        """List all that there is, under the keys that were told, or the most usual ones."""
+        roots = {"model": self._models[0], "optimizer": self._optimizers[0]}
+        for item in items(self.checkpoint):
+            root = roots.get(str(item.path[0])) if len(item.path) > 1 else None
+            key, path = item.key, item.path
+            if root is not None:
+                key = f"{root}{'.'.join(map(str, path[1:]))}"
+                path = (*root.split(".")[:-1], *path[1:])
+            elif item.value is None:
+                continue
+            else:
+                self._beside[key] = _beside(item.value)
+            try:
+                entry = self._entry(key)
+            except UsageError:  # of parameters without names
+                continue
+            if entry is not None:
+                self[key] = entry
+                self.paths[key] = path
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, str) and self._entry(key) is not None)
+
+    def __missing__(self, key: str) -> StorageEntry:
+        entry = self._entry(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
+
+    def get(self, key: str, default: object = None) -> object:  # type: ignore[override]  # any default will do
+        """Return what there is of a key, or else the default."""
+        entry = self._entry(key)
+        return default if entry is None else entry
+
+    def _entry(self, key: str) -> StorageEntry | None:
+        """Return what DCP is to know of a key."""
+        meaning = self.find(key)
+        if meaning is None:
+            return None
+        if isinstance(meaning, Elements):
+            return _tensor_entry(meaning.slots[0].shape, meaning.slots[0].dtype)
+        if isinstance(meaning, Zeros):
+            return _tensor_entry(meaning.shape, meaning.dtype)
+        return BytesStorageMetadata()
+
+    def find(self, key: str) -> Meaning | None:
+        """Return what a key stands for; None: the checkpoint has nothing of it.
+
+        Raises
+        ------
+        UsageError
+            State of a parameter that is told by number.
+        """
+        found = self._find(key)
+        if found is None and self._is_usual and key.startswith(APP):
+            found = self._find(key.removeprefix(APP))
+        return found
+
+    def _find(self, key: str) -> Meaning | None:
+        for prefix in self._models:
+            parameter = self._tensor(key.removeprefix(prefix)) if key.startswith(prefix) else None
+            if parameter is not None:
+                slots = tuple(parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots)
+                return Elements(slots) if slots else None
+        for prefix in self._optimizers:
+            kind, _, rest = key.removeprefix(prefix).partition(".") if key.startswith(prefix) else ("", "", "")
+            if kind == STATE and rest:
+                return self._state(rest, key)
+            if kind == GROUPS and rest:
+                return self._option(rest)
+        return self._beside.get(key)
+
+    def _tensor(self, name: str) -> Parameter | None:
+        """Return a parameter or buffer by a name that may have what wrappers add to it."""
+        for one in (name, plain_name(name), plain_name(name).removeprefix(PREFIX)):
+            if one in self.checkpoint.parameters or one in self.checkpoint.buffers:
+                return self.checkpoint.owner(one)
+        return None
+
+    def _state(self, joined: str, key: str) -> Meaning | None:
+        name, slot = split_key(joined, self._names)
+        parameter = self._tensor(name)
+        if parameter is None:
+            if name.isdecimal():
+                raise UsageError(
+                    f"{key} is state of a parameter that is told by number",
+                    path=self.checkpoint.source,
+                    expected="names",
+                    advice="make the state dict with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+                )
+            return None
+        if slot in (WEIGHT, MASTER):
+            return Elements((parameter.slots[slot],)) if slot in parameter.slots else None
+        if parameter.name not in self._values:
+            self._values[parameter.name] = parameter_values(self.checkpoint, parameter)
+        values = self._values[parameter.name]
+        if slot in values:
+            value = values[slot]
+            return Elements((value,)) if isinstance(value, Slot) and value.shape else Value(value)
+        if values or parameter.group is None or slot not in ZERO_AT_FIRST:
+            return None
+        return Value(0) if slot == "step" else Zeros(parameter.shape, parameter.dtype)
+
+    def _option(self, joined: str) -> Meaning | None:
+        name, option = split_key(joined, self._names)
+        if self._tensor(name) is not None:
+            return Option(option, name=name)
+        number, _, option = joined.partition(".")
+        if not number.isdecimal() or not option or not self.checkpoint.param_groups:
+            return None
+        return Option(option, group=int(number))
+
+    def option(self, option: Option, listed: object) -> object:
+        """Return a hyperparameter; KeyError: the checkpoint has none, and the program's own is to stay.
+
+        Parameters
+        ----------
+        option : Option
+        listed : object
+            The names that the program has in its group; anything but a list of text: it has no groups of its own.
+
+        Raises
+        ------
+        UsageError
+            The parameters of the program's group have several values in the checkpoint, or are told by number.
+        """
+        groups = self.checkpoint.param_groups
+        names = [option.name] if option.name is not None else listed
+        if not isinstance(names, (list, tuple)):
+            group = groups[option.group or 0] if (option.group or 0) < len(groups) else ParamGroup({}, [])
+            return list(group.parameters) if option.key == PARAMS else group.hyperparameters[option.key]
+        if option.key == PARAMS:
+            raise KeyError(option.key)
+        if any(isinstance(name, int) for name in names):
+            raise UsageError(
+                f"{PARAMS} of param group {option.group} are numbers",
+                path=self.checkpoint.source,
+                expected="names",
+                advice="make the state dict with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+            )
+        return self._common(option.key, dict.fromkeys(self._groups_of(names)))
+
+    def _groups_of(self, names: list[object] | tuple[object, ...]) -> Iterator[int]:
+        for name in names:
+            found = self._tensor(str(name))
+            if found is not None and found.group is not None:
+                yield found.group
+
+    def _common(self, key: str, groups: dict[int, None]) -> object:
+        found = [self.checkpoint.param_groups[group].hyperparameters[key] for group in groups]
+        if not found:
+            raise KeyError(key)
+        values = [one.value if isinstance(one, Scalar) else one for one in found]
+        if any(value != values[0] for value in values):
+            raise UsageError(
+                f"a param group has parameters that have several values of {key} in the checkpoint",
+                path=self.checkpoint.source,
+                found=", ".join(map(str, values)),
+                advice="give the optimizer the param groups that were saved",
+            )
+        return found[0]
+
+
+def _beside(value: object) -> Meaning:
+    if isinstance(value, SlotTensor):
+        return Elements((value.slot,))
+    return Value(value)
+
+
+def _prefixes(told: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what may be before a name, with a dot; the first is that of keys that are listed."""
+    if told is None:
+        return (*(f"{key}." for key in usual), "")
+    return (f"{told}." if told else "",)
+
+
+def _tensor_entry(shape: tuple[int, ...], dtype: str) -> TensorStorageMetadata:
+    """Return a tensor as one chunk, whatever pieces it has: each rank reads only the box that it wants of it."""
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, dtype)), torch.Size(shape), [chunk])

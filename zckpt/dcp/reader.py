@@ -1,0 +1,221 @@
+"""`Reader`: any checkpoint that zckpt reads, for `torch.distributed.checkpoint.load`."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
+from zckpt.errors import UsageError, ZckptError
+from zckpt.formats.dcp.names import PARAMS
+from zckpt.opened import open as open_checkpoint
+from zckpt.state import Extent, Scalar, Slot
+from zckpt.tensor_reads import Wanted, read_tensors
+from zckpt.training.values import value_of
+
+PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, slice,
+    torch.Tensor, torch.dtype, torch.device, np.generic, np.ndarray,
+)  # fmt: skip
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint of any format for `dcp.load`, at any number of ranks; a rank reads its own chunks only.
+
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(state, storage_reader=zckpt.dcp.Reader("run/global_step500"))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    `get_state_dict` of `torch.distributed.checkpoint.state_dict` also makes an optimizer's state where it has none yet;
+    state that a state dict does not have is not loaded. Both of its forms will do, nested or with
+    `flatten_optimizer_state_dict`, and so will a model's own `state_dict()`. What `Optimizer.state_dict` itself returns
+    has numbers for names and is refused.
+
+    The model is found under "model" or another usual key, or at the root, and the optimizer under "optimizer", "optim"
+    and the like; both may be below "app". Parameters are found by name, without what DistributedDataParallel and
+    `torch.compile` put before it. Elements are rounded where types differ: weights are read from the slot of the
+    program's type, or else the most exact, which is the master if there is one. Hyperparameters are those of the
+    group that a parameter is in; those that the checkpoint has not stay as they are. State of a parameter that no step
+    had reached when it was saved is zero.
+
+    A key for which the checkpoint has nothing is an error of DCP's planner, or stays as it is with
+    `DefaultLoadPlanner(allow_partial_load=True)`.
+
+    Parameters
+    ----------
+    path : path-like, optional
+        What `zckpt.open` takes; by default the `checkpoint_id` that `dcp.load` is given.
+    model, optimizer : str, optional
+        The key under which the program keeps it, where that is another; dots between several; "": at the root.
+    tag : str, optional
+        Which checkpoint of a run's directory.
+    names : sequence of str, optional
+        Names of the optimizer's parameters in its order, for a checkpoint that only numbers them.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        model: str | None = None,
+        optimizer: str | None = None,
+        tag: str | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.path = None if path is None else os.fspath(path)
+        self._model, self._optimizer = model, optimizer
+        self._tag, self._names = tag, names
+        self._keys: Keys | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """What is read, as DCP calls it."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether there is a checkpoint that zckpt reads."""
+        try:
+            open_checkpoint(checkpoint_id)
+        except ZckptError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew; called on each rank."""
+        self._keys = None
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def read_metadata(self, *args: object, **options: object) -> Metadata:
+        """Read the structure of the checkpoint; called on each rank, first.
+
+        Raises
+        ------
+        UsageError
+            No path was given.
+        SourceError
+            It cannot be read.
+        """
+        del args, options
+        if self.path is None:
+            raise UsageError("no checkpoint to read", advice="give Reader a path, or dcp.load a checkpoint_id")
+        checkpoint = open_checkpoint(self.path, tag=self._tag, names=self._names)
+        self._keys = Keys(checkpoint, self._model, self._optimizer)
+        return Metadata(state_dict_metadata=self._keys, planner_data=self._keys.paths)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **options: object) -> None:
+        """Do nothing more; called on each rank, with the metadata that it has read itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's chunks, all at once, into the tensors of the state dict, and then its values.
+
+        Raises
+        ------
+        SourceError
+            The files cannot be read.
+        UsageError
+            Param groups do not fit the checkpoint's.
+        """
+        with torch.no_grad():
+            self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+            self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _opened(self) -> Keys:
+        if self._keys is None:
+            self.read_metadata()
+        assert self._keys is not None  # noqa: S101  # as it has just been read
+        return self._keys
+
+    def _read_tensors(self, planned: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        wanted: list[Wanted] = []
+        ready: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in planned:
+            tensor = planner.resolve_tensor(item)
+            meaning = self._opened().find(item.storage_index.fqn)
+            if isinstance(meaning, Elements):
+                sizes = tuple(item.lengths)
+                extent = Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
+                wanted.append(Wanted(meaning.like(tensor.dtype), extent, tensor))
+            elif isinstance(meaning, Zeros):
+                tensor.detach().zero_()
+            ready.append((item, tensor))
+        read_tensors(wanted)
+        for item, tensor in ready:
+            planner.commit_tensor(item, tensor)
+
+    def _read_values(self, planned: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        """Give the state dict what is no tensor, and single numbers where the program has tensors of them."""
+        state: Mapping[str, Any] = getattr(planner, "state_dict", {})
+        nodes: list[tuple[ReadItem, object]] = []
+        for item in planned:
+            meaning = self._opened().find(item.storage_index.fqn)
+            if isinstance(meaning, Value):
+                nodes.append((item, meaning.node))
+            elif isinstance(meaning, Option):
+                group = item.dest_index.fqn.removesuffix(meaning.key)
+                try:
+                    nodes.append((item, self._opened().option(meaning, state.get(f"{group}{PARAMS}"))))
+                except KeyError:  # the program's own stays
+                    continue
+        numbers = _numbers([node for _, node in nodes if isinstance(node, Slot)])
+        for item, node in nodes:
+            _give(planner, item, state.get(item.dest_index.fqn), numbers[id(node)] if isinstance(node, Slot) else node)
+
+
+def _numbers(slots: Sequence[Slot]) -> dict[int, Scalar]:
+    """Read slots of one element each, by their identity."""
+    tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
+    read_tensors(Wanted(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
+    return {id(slot): Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)}
+
+
+def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -> None:
+    """Give the state dict a value: in its tensor, where it has one of a single number; else of its own kind."""
+    value = value_of(node)
+    if isinstance(current, torch.Tensor) and isinstance(value, (bool, int, float)):
+        if current.numel() != 1:
+            raise UsageError(
+                f"{item.dest_index.fqn} is a single number in the checkpoint", found=f"shape {tuple(current.shape)}"
+            )
+        current.detach().fill_(value)
+        return
+    if isinstance(node, Scalar) and not isinstance(current, (bool, int, float)):
+        value = torch.tensor(node.value, dtype=getattr(torch, node.dtype))
+    if not _is_plain(value):  # of a class of which nothing is made; the program's own stays
+        return
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    planner.load_bytes(item, data)
+
+
+def _is_plain(value: object) -> bool:
+    """Tell whether a value is of kinds that anything can be made of without running code of others."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)

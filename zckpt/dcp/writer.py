@@ -1,0 +1,254 @@
+"""`Writer`: `torch.distributed.checkpoint.save` in zckpt's own format.
+
+coordinator     makes the partial directory when all plans are there
+every rank      writes its file, and tells what is in it
+coordinator     writes the first file, which has tensors beside the model and the optimizer, and the document; renames
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from zckpt import __version__
+from zckpt.dcp.contents import Contents, Held, contents, tie
+from zckpt.dcp.part import Part, Piece, part_of
+from zckpt.durable import partial_name, written_directory
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.execute import execute
+from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.plan import plan as plan_files
+from zckpt.state import Topology
+from zckpt.torchfile import Tensor
+from zckpt.training.parts import key_of
+from zckpt.training.values import Values
+from zckpt.training.whole import check_pieces, entries_of
+
+IDENTITY_NAME = "identity"
+"""A file of the partial directory: planners that keep their plans give ranks the `storage_data` of an earlier save."""
+
+_WRITING: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
+"""By target, who has a partial directory of it: DCP does not tell a coordinator that another rank has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which file a rank writes, of how many."""
+
+    file: int
+    count: int
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint in zckpt's own format from `dcp.save` or `dcp.async_save`; each rank writes its own part.
+
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+        dcp.save(state | {"step": step}, storage_writer=zckpt.dcp.Writer("run/step-500"))
+
+    The model and the optimizer are found in the state dict by their form, under whatever keys: as `get_state_dict` of
+    `torch.distributed.checkpoint.state_dict` gives them, nested or flattened, or as their own `state_dict`. All else is
+    kept beside them: plain data, numpy arrays and tensors that are not sharded, which should be small, since the
+    coordinator writes them. Replicas are written once, as DCP's planner deals them.
+
+    The checkpoint appears whole or not at all. `zckpt.open`, `load`, `convert` and the others read it, and `dcp.load`
+    does with `zckpt.dcp.Reader`.
+
+    Parameters
+    ----------
+    path : path-like, optional
+        A directory that does not exist, on a file system that all ranks share; by default the `checkpoint_id` that
+        `dcp.save` is given.
+    overwrite : bool
+        Replace the directory if it exists.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
+        self.path = None if path is None else os.fspath(path)
+        self._overwrite = overwrite
+        self._made: AbstractContextManager[Path] | None = None
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """What is written, as DCP calls it."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether it is a path on a file system."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew; called on each rank."""
+        self._abandon()
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: object, use_collectives: bool = True, **kwargs: object
+    ) -> None:
+        """Begin a save; called on each rank.
+
+        Raises
+        ------
+        UsageError
+            No path was given, or ranks are to save without telling each other.
+        """
+        del is_coordinator, args, kwargs  # torch gives what it sees that there is a place for
+        self._abandon()
+        if self.path is None:
+            raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
+        if not use_collectives:
+            raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the partial directory and tell each rank its file; called on the coordinator.
+
+        Raises
+        ------
+        TargetError
+            The directory exists or cannot be written.
+        """
+        target = self._target()
+        with suppress(OSError):  # what cannot be made is told of below
+            target.parent.mkdir(parents=True, exist_ok=True)
+        before = _WRITING.pop(target, None)
+        if before is not None:
+            before._abandon()
+        made = written_directory(target, overwrite=self._overwrite)
+        directory = made.__enter__()
+        self._made = made
+        _WRITING[target] = self
+        (directory / IDENTITY_NAME).write_text(secrets.token_hex(IDENTITY_NBYTES))
+        count = len(plans) + 1
+        return [replace(plan, storage_data=_Place(rank + 1, count)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file.
+
+        Raises
+        ------
+        UnsupportedError
+            Something that the format has no place for.
+        TargetError
+            It cannot be written.
+        """
+        place: _Place = plan.storage_data
+        directory = partial_name(self._target())
+        part, entries = part_of(plan, planner, str(self.path))
+        file = lay_out_rank(rank_name(place.file, place.count), entries, (directory / IDENTITY_NAME).read_text())
+        execute(plan_files([file]), [directory / file.name])
+        part.nbytes = file.nbytes
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(file.name), file.nbytes, part)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the document and make the checkpoint appear; called on the coordinator.
+
+        Raises
+        ------
+        ZckptError
+            It cannot be written; nothing has been.
+        """
+        made, self._made = self._made, None
+        assert made is not None  # noqa: S101  # `prepare_global_plan` has been called
+        _WRITING.pop(self._target(), None)
+        try:
+            self._complete(metadata, [one.storage_data for of_rank in results for one in of_rank])
+        except BaseException as error:
+            made.__exit__(type(error), error, error.__traceback__)
+            raise
+        made.__exit__(None, None, None)
+
+    def _target(self) -> Path:
+        return Path(str(self.path)).absolute()
+
+    def _abandon(self) -> None:
+        """Remove what a save that failed on another rank has left."""
+        made, self._made = self._made, None
+        if made is not None:
+            failure = InterruptedError("another rank has failed")
+            try:
+                made.__exit__(InterruptedError, failure, None)
+            except InterruptedError:
+                return
+
+    def _complete(self, metadata: Metadata, parts: list[Part]) -> None:
+        """Write the first file and the document."""
+        directory = partial_name(self._target())
+        identity = directory / IDENTITY_NAME
+        values = Values()
+        found = _whole(metadata, parts, values, str(self.path))
+        checkpoint = found.checkpoint
+        checkpoint.format_version = f"zckpt {__version__}"
+        checkpoint.world_size = len(parts)
+        checkpoint.topology = Topology(dp=len(parts))
+        about = describe(checkpoint)
+        name = rank_name(0, len(parts) + 1)
+        first = lay_out_rank(name, entries_of(about.storages, values), identity.read_text())
+        execute(plan_files([first]), [directory / first.name])
+        files = [(first.name, first.nbytes)]
+        files += [(rank_name(rank + 1, len(parts) + 1), part.nbytes) for rank, part in enumerate(parts)]
+        members = members_of(checkpoint, about, _placed(found, parts))
+        document = lay_out_document(members, identity.read_text(), files)
+        execute(plan_files([document]), [directory / document.name])
+        identity.unlink()
+
+
+def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Contents:
+    """Return the logical state of what all ranks have written."""
+    found: dict[str, object] = {}
+    tied: dict[str, str] = {}
+    for part in parts:
+        tied.update(part.tied)
+        found.update({key: Held(piece.dtype, piece.shape) for key, piece in part.pieces.items()})
+        found.update({key: values.node(value, key) for key, value in part.values.items()})
+        for key, tensor in part.tensors.items():
+            node = values.node(tensor, key)
+            assert isinstance(node, Tensor)  # noqa: S101  # that of a tensor
+            found[key] = Held(node.dtype, node.shape, node)
+    found.update({alias: found[owner] for alias, owner in tied.items() if owner in found})
+    paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}
+    whole = contents(source, found, paths)
+    if whole.lost:
+        raise UnsupportedError(f"nothing is known of {', '.join(whole.lost[:4])}", path=source)
+    for alias, owner in tied.items():
+        names = [whole.slots[key][1] for key in (owner, alias)]
+        if set(names) <= whole.checkpoint.parameters.keys():
+            tie(whole.checkpoint, *names)
+    return whole
+
+
+def _placed(found: Contents, parts: list[Part]) -> list[Placed]:
+    """Return where each slot is; every element is in one place."""
+    where: dict[str, list[tuple[int, Piece]]] = {}
+    for rank, part in enumerate(parts):
+        for key, piece in part.pieces.items():
+            where.setdefault(key, []).append((rank + 1, piece))
+    checkpoint = found.checkpoint
+    made = []
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        for slot in parameter.slots.values():
+            written = where.get(slot.spans[0].path, [])
+            pieces = tuple((file, piece.extent) for file, piece in written)
+            check_pieces(slot, parameter.name, pieces)
+            names = {piece.key for _, piece in written} or {key_of(slot.name, parameter.name)}
+            if len(names) > 1:
+                raise UnsupportedError(f"ranks have several names for one tensor: {', '.join(sorted(names))}")
+            made.append(Placed(slot.name, names.pop(), slot, pieces))
+    return made
