@@ -15,6 +15,7 @@ import click
 from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.convert_command import convert_command
+from zckpt.cli.demo_command import demo_command
 from zckpt.cli.inspect_command import inspect_command
 from zckpt.cli.reshard_command import reshard_command
 from zckpt.cli.strip_command import strip_command
@@ -38,6 +39,7 @@ cli.add_command(consolidate_command)
 cli.add_command(reshard_command)
 cli.add_command(convert_command)
 cli.add_command(strip_command)
+cli.add_command(demo_command)
 
 
 def main() -> None:

@@ -68,7 +68,8 @@ def reshard_command(
 
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
-    N x T ranks will load it.
+    N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
+    and the Trainer resumes from TARGET.
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.reshard import reshard

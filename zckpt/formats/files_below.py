@@ -1,4 +1,4 @@
-"""All files below a directory, for what is to be copied with a checkpoint. Follows no links to directories."""
+"""All files below a directory, and copies of them, for what goes with a checkpoint. Follows no links to directories."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from zckpt.errors import SourceError
+from zckpt.plan import Hole, TargetFile
+from zckpt.state import Extent, Slot, Span
 
 
 def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
@@ -40,6 +42,21 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
             if not path.is_file():
                 raise SourceError("is no regular file", path=path, advice="remove it")
             yield path.relative_to(root).as_posix(), path
+
+
+def copy_of(path: Path, name: str) -> TargetFile:
+    """Return a file that has the bytes of another.
+
+    Parameters
+    ----------
+    path : Path
+    name : str
+        Within the target.
+    """
+    nbytes = path.stat().st_size
+    extent = Extent.whole((nbytes,))
+    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
+    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
 
 
 def _unreadable(error: OSError) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError
+from zckpt.formats.files_below import copy_of
 from zckpt.formats.replaced_tensors import replace_tensors
 from zckpt.formats.storage_runs import Range, Runs, gaps, runs, shares
 from zckpt.formats.torch_archive import FromFile, NewStorage, SlotPart, lay_out, new_storage
-from zckpt.plan import Hole, TargetFile
+from zckpt.plan import TargetFile
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.torchfile import Storage, Tensor, TorchFile, read_torchfile, walk_tensors
 from zckpt.torchfile.walk import children, is_leaf
@@ -134,8 +135,8 @@ class Stripping:
 
 def as_it_is(path: Path, name: str) -> Rewritten:
     """Return a file that is copied, byte for byte."""
-    nbytes = path.stat().st_size
-    return Rewritten(name, nbytes, _copy(path, name, nbytes), {})
+    copy = copy_of(path, name)
+    return Rewritten(name, copy.nbytes, copy, {})
 
 
 def replaced(name: str, nbytes: int, file: TargetFile, kinds: dict[str, int]) -> Rewritten:
@@ -173,7 +174,7 @@ def rewrite(path: Path, name: str, edit: Edit, *, unreferenced: bool) -> Rewritt
     if edited.root is None:
         return Rewritten(name, file.nbytes, None, _complete(saved, file.nbytes))
     if not edited.changed and not edited.dropped and not saved:
-        return Rewritten(name, file.nbytes, _copy(path, name, file.nbytes), {})
+        return as_it_is(path, name)
     target = lay_out(name, FromFile.of(file, _replaced(edited.root, new, path)))
     return replaced(name, file.nbytes, target, saved)
 
@@ -209,12 +210,6 @@ def _complete(saved: dict[str, int], nbytes: int) -> dict[str, int]:
     """Return bytes by kind that add up to `nbytes`."""
     rest = nbytes - sum(saved.values())
     return {**saved, **({STRUCTURE: rest} if rest else {})}
-
-
-def _copy(path: Path, name: str, nbytes: int) -> TargetFile:
-    extent = Extent.whole((nbytes,))
-    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
-    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
 
 
 def _reach(tensor: Tensor) -> Range:

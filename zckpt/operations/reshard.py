@@ -13,10 +13,11 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.carried import notes
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.names import is_own
-from zckpt.formats.deepspeed.target import Options
+from zckpt.formats.deepspeed.other_files import is_trainers, is_trainers_own, trainer_files
+from zckpt.formats.deepspeed.target import Options, Target
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.proof import check_apart, prove, verify_bytes
-from zckpt.plan import plan
+from zckpt.plan import TargetFile, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def reshard(
     Parameters
     ----------
     source : path-like
-        A run directory, which comes out as a run directory, or a tag directory, which comes out as one.
+        A run directory, which comes out as a run directory, or a tag directory, which comes out as one. Of Hugging
+        Face's Trainer, `checkpoint-N`: all that it keeps there comes along.
     target : path-like
         A directory that does not exist.
     world_size : int
@@ -111,13 +113,20 @@ def reshard(
     for place in (source, *roots):
         if Path(place).resolve() in path.resolve().parents:
             raise UsageError("the target is inside the source", path=path, found=os.fspath(place))
-    check_apart(checkpoint, path, overwrite=overwrite, is_own=lambda name: is_own(Path(name).name))
     run_directory = checkpoint.files != [] and Path(source).resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size, stage, elastic, round_robin, parameter_alignment, expert_parallel_size,
                       tensor_parallel_size, padded_vocab_size)  # fmt: skip
     wanted = decide(checkpoint, options)
-    made = plan(target_files(wanted, run_directory=run_directory))
-    told = tuple(notes(wanted))
+    beside, told = _beside(source, roots, wanted) if run_directory else ([], [])
+    copied = {one.name for one in beside}
+    check_apart(
+        checkpoint,
+        path,
+        overwrite=overwrite,
+        is_own=lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)),
+    )
+    made = plan([*target_files(wanted, run_directory=run_directory), *beside])
+    told = [*notes(wanted), *told]
     compared = 0
     if weight_check:
         from zckpt.formats.deepspeed.slice_check import check_slices
@@ -143,6 +152,17 @@ def reshard(
         memory,
         compared,
         verified,
-        told,
+        tuple(told),
         tuple(checkpoint.warnings),
     )
+
+
+def _beside(
+    source: str | os.PathLike[str], roots: Sequence[str | os.PathLike[str]], target: Target
+) -> tuple[list[TargetFile], list[str]]:
+    """Return what goes with a checkpoint that lies in a directory of Hugging Face's Trainer."""
+    if not is_trainers(Path(source)):
+        return [], []
+    processes = target.world_size * len(target.ranks)
+    directory = target.origin.directory.path
+    return trainer_files(Path(source), directory, processes=processes, roots=[Path(root) for root in roots])

@@ -69,6 +69,8 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
 
 def _replicas(tensor: DTensor) -> tuple[int, ...]:
     """Return the ranks whose coordinates differ from this one's only where the tensor is replicated."""
+    if not any(placement.is_replicate() for placement in tensor.placements):
+        return (world_rank(),)
     mesh = tensor.device_mesh
     own = list(mesh.get_coordinate() or ())
     along = [

@@ -12,21 +12,19 @@ The rules are those of DeepSpeed 0.19.8, `_load_legacy_checkpoint`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from zckpt.formats.deepspeed import lean
 from zckpt.formats.deepspeed.directory import LATEST_NBYTES
-from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard, classify
+from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.files_below import files_below
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_strip import drop_slots, optimizer_edit
 from zckpt.plan import Literal, TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import TorchFile, walk_tensors
-
-LATEST = "latest"
 
 
 def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
@@ -56,7 +54,7 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     work = _Work(checkpoint, origin, request)
     files = [work.shard(shard, folder + Path(shard.path).name) for shard in directory.shards]
     done = {one.name for one in files}
-    others, left_out = _others(source, directory.path, whole=whole)
+    others, left_out = other_files(source, directory.path) if whole else (list(files_below(directory.path)), [])
     for name, path in others:
         if whole and name == LATEST:
             files.append(_latest(path, directory.tag))
@@ -161,22 +159,3 @@ def _latest(path: Path, tag: str) -> Rewritten:
     if named == data:
         return as_it_is(path, LATEST)
     return Rewritten(LATEST, len(data), TargetFile(LATEST, len(data), [Literal(0, data)]), {})
-
-
-def _others(source: Path, tag_directory: Path, *, whole: bool) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return all files by their names in the target, and the names of other checkpoints, which are left out."""
-    if not whole:
-        return list(files_below(tag_directory)), []
-    others = [
-        entry.name
-        for entry in os.scandir(source)
-        if entry.is_dir() and entry.name != tag_directory.name and _is_checkpoint(Path(entry.path))
-    ]
-    gone = (f"{LATEST}_universal",) if others else ()
-    return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory has shards of its own."""
-    with os.scandir(directory) as entries:
-        return any(entry.is_file() and classify(entry.name, entry.name) for entry in entries)

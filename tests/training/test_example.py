@@ -1,0 +1,89 @@
+"""The example: a run that is killed and resumed on fewer ranks agrees with one that was left alone, and it says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import ROOT, environment
+from zckpt.training.demo.ranks import Part
+from zckpt.training.demo.story import disagreements
+
+pytestmark = pytest.mark.interop
+
+STEPS = 8
+WHOLE = Part(4, losses={step: 1 / step for step in range(1, STEPS + 1)})
+PARTS = [
+    Part(4, losses={step: 1 / step for step in range(1, 6)}, killed=3),
+    Part(2, resumed=4, saved_by=4, losses={step: 1 / step for step in range(5, STEPS + 1)}),
+]
+
+
+def example(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / "train_and_resume.py", *map(str, arguments)],
+        capture_output=True, text=True, env=environment(), timeout=180, check=False,
+    )  # fmt: skip
+
+
+def test_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    png = tmp_path / "pictures" / "curves.png"
+    done = example("--quick", "--seed", 7, "--directory", tmp_path / "run", "--png", png)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    parts = [line.strip() for line in lines if " ranks: " in line]
+    assert [part[:8] for part in parts] == ["4 ranks:", "4 ranks:", "3 ranks:", "2 ranks:"]
+    assert [part.endswith("was killed") for part in parts] == [True, True, True, False]
+    assert [part.split("saved by ")[1][:7] for part in parts[1:]] == ["4 ranks", "4 ranks", "3 ranks"]
+    assert any(line.startswith("losses agree") for line in lines)
+    if importlib.util.find_spec("matplotlib"):
+        assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    opened = zckpt.open(tmp_path / "run" / "run")
+    assert (opened.step, opened.world_size) == (24, 2)
+
+
+@pytest.mark.parametrize("arguments", [("--steps", 3), ("--quick",)])
+def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
+    arguments: tuple[object, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint").touch()
+    done = example(*arguments, "--directory", tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "too few steps" in done.stderr or "is not empty" in done.stderr
+
+
+def test_run_that_agrees_has_no_disagreements() -> None:
+    assert list(disagreements(WHOLE, PARTS, STEPS)) == []
+
+
+@pytest.mark.parametrize(
+    ("index", "step", "factor", "wrong"),
+    [(0, 2, 1 + 1e-9, True), (1, 7, 1 + 1e-9, False), (1, 7, 1.02, True), (1, 7, float("nan"), True)],
+)
+def test_loss_of_as_many_ranks_must_be_equal_and_of_fewer_near(
+    index: int, step: int, factor: float, wrong: bool
+) -> None:
+    part = PARTS[index]
+    changed = replace(part, losses={**part.losses, step: part.losses[step] * factor})
+    parts = [changed if one is part else one for one in PARTS]
+    assert any(f"step {step}" in one for one in disagreements(WHOLE, parts, STEPS)) == wrong
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([replace(PARTS[0], killed=None), PARTS[1]], "nothing was killed"),
+        ([PARTS[0], replace(PARTS[1], resumed=0)], "did not resume"),
+        ([PARTS[0], replace(PARTS[1], saved_by=2)], "did not resume"),
+        (PARTS[:1], "no loss of step 6"),
+    ],
+)
+def test_what_did_not_happen_is_said(parts: list[Part], words: str) -> None:
+    assert any(words in one for one in disagreements(WHOLE, parts, STEPS))

@@ -1,0 +1,313 @@
+"""Hugging Face's Trainer, with and without DeepSpeed, resumes at another number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.engine import run
+from tests.truth import Truth, assert_same
+from zckpt.errors import SourceError, TargetError, TargetExistsError, UsageError
+from zckpt.hf import prepare_resume
+
+pytestmark = pytest.mark.interop
+
+FIXTURE = Path(__file__).parents[2] / "fixtures" / "other" / "trainer_ds2_gpt2"
+CHECKPOINT = FIXTURE / "checkpoint-4"
+ROWS = 12  # of a batch, for 1, 2 and 3 processes
+STEPS, SAVED = 8, 4
+WORDS, LENGTH = 17, 8
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2},
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_allow_untested_optimizer": True,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+
+
+@dataclass
+class Trained:
+    """What a Trainer did: what it resumed from, and what it logged by step."""
+
+    resumed: str | None
+    began: int
+    losses: dict[int, float]
+    rates: dict[int, float]
+
+
+def trainer_of(world_size: int, output: Path, *, deepspeed: bool) -> Any:
+    """Return a Trainer of a tiny GPT-2 with the same batches at any number of processes."""
+    from accelerate.state import AcceleratorState, PartialState
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    torch.manual_seed(3)
+    starts = torch.randint(WORDS, (ROWS * STEPS,), generator=torch.Generator().manual_seed(1))
+    ids = [(start + torch.arange(LENGTH)) % WORDS for start in starts]
+    arguments = TrainingArguments(
+        output_dir=str(output), per_device_train_batch_size=ROWS // world_size, max_steps=STEPS, save_steps=SAVED,
+        logging_steps=1, learning_rate=5e-2, warmup_steps=2, use_cpu=True, ddp_backend="gloo", report_to=[], seed=5,
+        disable_tqdm=True, dataloader_pin_memory=False, deepspeed=DEEPSPEED if deepspeed else None,
+    )  # fmt: skip
+    config = GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2,
+                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows)
+
+
+def train(rank: int, world_size: int, output: Path, resumes: bool) -> dict[str, Trained]:
+    """Train to the last step, without and with DeepSpeed."""
+    from transformers import TrainerCallback
+
+    class Beginning(TrainerCallback):
+        step = -1
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.step = state.global_step
+
+    done = {}
+    for kind in ("plain", "deepspeed"):
+        trainer = trainer_of(world_size, output / kind, deepspeed=kind == "deepspeed")
+        beginning = Beginning()
+        trainer.add_callback(beginning)
+        resumed = prepare_resume(output / kind) if resumes else None
+        trainer.train(resume_from_checkpoint=resumed)
+        logged = [one for one in trainer.state.log_history if "loss" in one]
+        done[kind] = Trained(
+            resumed, beginning.step,
+            {one["step"]: one["loss"] for one in logged}, {one["step"]: one["learning_rate"] for one in logged},
+        )  # fmt: skip
+    return done
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Trained]]:
+    """Trainings of 2 processes that nothing happened to, and what they have saved halfway."""
+    output = tmp_path_factory.mktemp("whole")
+    trained = run(train, 2, output, False)[0]
+    for kind in trained:
+        shutil.rmtree(output / kind / f"checkpoint-{STEPS}")
+    return output, trained
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_trainer_resumes_at_another_number_of_processes(
+    world_size: int, whole: tuple[Path, dict[str, Trained]], tmp_path: Path
+) -> None:
+    saved, expected = whole
+    output = tmp_path / "output"
+    shutil.copytree(saved, output)
+    told = run(train, world_size, output, True)
+    for kind in ("plain", "deepspeed"):
+        place = output / kind / "checkpoint-4"
+        if kind == "deepspeed":
+            place = output / kind / f"_resharded-{world_size}" / "checkpoint-4"
+        assert {one[kind].resumed for one in told} == {str(place)}
+        found, its = told[0][kind], expected[kind]
+        assert (found.began, its.began) == (SAVED, 0)
+        assert found.losses.keys() == its.losses.keys() == set(range(1, STEPS + 1))
+        assert found.rates == its.rates  # the scheduler goes on, too
+        assert its.losses[STEPS] < 0.95 * its.losses[SAVED] < 0.95 * its.losses[1]
+        for step, loss in its.losses.items():
+            assert found.losses[step] == pytest.approx(loss, rel=1e-4), (kind, step)
+        assert (output / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
+
+
+# --- the files
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+
+
+@pytest.mark.parametrize(
+    ("world_size", "states", "note"),
+    [
+        (1, {"rng_state.pth": "rng_state_0.pth"}, "rng_state_1.pth is left out: there is no rank 1"),
+        (2, {"rng_state_0.pth": "rng_state_0.pth", "rng_state_1.pth": "rng_state_1.pth"}, None),
+        (
+            3,
+            {"rng_state_0.pth": "rng_state_0.pth", "rng_state_1.pth": "rng_state_1.pth"},
+            "no random states for rank 2",
+        ),
+    ],
+)
+def test_reshard_keeps_all_that_the_trainer_has(
+    world_size: int, states: dict[str, str], note: str | None, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
+    (source / "zero_to_fp32.py").write_text("print()\n")
+    (source / "adapter").mkdir()
+    (source / "adapter" / "empty.txt").touch()
+    done = zckpt.reshard(source, tmp_path / "new", world_size=world_size, verify=True)
+    before, after = files(source), files(tmp_path / "new")
+    assert set(done.files) == {tmp_path / "new" / name for name in after}
+    beside = {name: data for name, data in after.items() if not name.startswith("global_step4/")}
+    expected = {n: d for n, d in before.items() if not n.startswith(("global_step4/", "rng_state"))}
+    assert beside == expected | {name: before[old] for name, old in states.items()}
+    assert beside["latest"] == b"global_step4"
+    assert sum(name.endswith("optim_states.pt") for name in after) == world_size
+    told = [one for one in done.notes if "rng" in one or "random" in one]
+    assert [one[: len(note or "")] for one in told] == ([note] if note else [])
+    truth, opened = Truth(FIXTURE), zckpt.open(tmp_path / "new")
+    assert opened.world_size == world_size
+    for slot in ("master", "exp_avg", "exp_avg_sq"):
+        for name, value in truth.kind(slot).items():
+            assert_same(opened.read(name, slot), value, f"{slot}/{name}")
+
+
+def test_random_states_of_one_process_become_those_of_the_first(tmp_path: Path) -> None:
+    zckpt.reshard(CHECKPOINT, tmp_path / "one", world_size=1)
+    zckpt.reshard(tmp_path / "one", tmp_path / "two", world_size=2)
+    states = {path.name: path.read_bytes() for path in (tmp_path / "two").glob("rng*")}
+    assert states == {"rng_state_0.pth": (CHECKPOINT / "rng_state_0.pth").read_bytes()}
+
+
+def test_random_states_of_another_node_come_along(tmp_path: Path) -> None:
+    here = Path(shutil.copytree(CHECKPOINT, tmp_path / "here"))
+    there = tmp_path / "there"
+    (there / "global_step4").mkdir(parents=True)
+    for name in ("rng_state_1.pth", "global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        (here / name).rename(there / name)
+    done = zckpt.reshard(here, tmp_path / "new", world_size=3, roots=[there])
+    assert (tmp_path / "new" / "rng_state_1.pth").read_bytes() == (CHECKPOINT / "rng_state_1.pth").read_bytes()
+    assert [one for one in done.notes if "random states" in one] == [
+        "no random states for rank 2: the Trainer goes on without"
+    ]
+
+
+def test_tag_directory_comes_out_alone(tmp_path: Path) -> None:
+    zckpt.reshard(CHECKPOINT / "global_step4", tmp_path / "new", world_size=1)
+    assert {name.rpartition("_")[2] for name in files(tmp_path / "new")} == {"states.pt"}
+
+
+def test_other_checkpoints_beside_it_are_left_out(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(CHECKPOINT, tmp_path / "checkpoint-4"))
+    shutil.copytree(source / "global_step4", source / "global_step2")
+    done = zckpt.reshard(source, tmp_path / "new", world_size=1)
+    assert not (tmp_path / "new" / "global_step2").exists()
+    assert any("global_step2" in note for note in done.notes)
+
+
+def test_copy_is_replaced_but_not_what_somebody_put_there(tmp_path: Path) -> None:
+    target = tmp_path / "new"
+    zckpt.reshard(CHECKPOINT, target, world_size=2)
+    zckpt.reshard(CHECKPOINT, target, world_size=1, overwrite=True)
+    assert sorted(path.name for path in target.glob("rng*")) == ["rng_state.pth"]
+    (target / "precious").touch()
+    with pytest.raises(TargetExistsError, match="precious"):
+        zckpt.reshard(CHECKPOINT, target, world_size=2, overwrite=True)
+    assert (target / "precious").exists()
+
+
+# --- what is prepared
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A Trainer's output directory."""
+    shutil.copytree(CHECKPOINT, tmp_path / "out" / "checkpoint-4")
+    return tmp_path / "out"
+
+
+def test_checkpoint_of_as_many_processes_is_taken_as_it_is(output: Path) -> None:
+    assert prepare_resume(output / "checkpoint-4", world_size=2) == str(output / "checkpoint-4")
+    assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
+
+
+def test_checkpoint_without_deepspeed_is_taken_as_it_is(output: Path) -> None:
+    shutil.rmtree(output / "checkpoint-4" / "global_step4")
+    (output / "checkpoint-4" / "latest").unlink()
+    assert prepare_resume(output, world_size=5) == str(output / "checkpoint-4")
+    assert [path.name for path in output.iterdir()] == ["checkpoint-4"]
+
+
+def test_copy_is_made_once(output: Path) -> None:
+    made = prepare_resume(output, world_size=3)
+    assert made == str(output / "_resharded-3" / "checkpoint-4")
+    first = {path: path.stat().st_ino for path in Path(made).rglob("*")}
+    assert zckpt.open(made).world_size == 3
+    assert prepare_resume(output, world_size=3) == made
+    assert {path: path.stat().st_ino for path in Path(made).rglob("*")} == first
+
+
+@pytest.mark.parametrize("how", ["source", "unfinished", "removed"])
+def test_copy_is_made_anew_where_it_may_not_be_of_this_checkpoint(how: str, output: Path) -> None:
+    made = Path(prepare_resume(output, world_size=3) or "")
+    (made / "scheduler.pt").write_bytes(b"of another run")
+    if how == "source":
+        os.utime(output / "checkpoint-4" / "model.safetensors", ns=(1, 1))
+    elif how == "unfinished":
+        made.with_name("checkpoint-4.json").unlink()
+    else:
+        shutil.rmtree(made)
+    assert prepare_resume(output, world_size=3) == str(made)
+    assert (made / "scheduler.pt").read_bytes() == (CHECKPOINT / "scheduler.pt").read_bytes()
+    assert json.loads(made.with_name("checkpoint-4.json").read_text())["latest"][0] == len("global_step4")
+
+
+def test_newest_checkpoint_of_an_output_directory_is_taken(output: Path) -> None:
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-10")
+    assert prepare_resume(output, world_size=2) == str(output / "checkpoint-10")
+
+
+def test_checkpoint_that_was_not_saved_to_its_end_is_passed_over(output: Path) -> None:
+    shutil.copytree(output / "checkpoint-4", output / "checkpoint-6")
+    (output / "checkpoint-6" / "trainer_state.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-6"):
+        assert prepare_resume(output, world_size=2) == str(output / "checkpoint-4")
+    with pytest.raises(SourceError, match="checkpoint-6"):
+        prepare_resume(output / "checkpoint-6", world_size=2)
+
+
+def test_output_directory_without_checkpoints_has_none(tmp_path: Path) -> None:
+    assert prepare_resume(tmp_path, world_size=2) is None
+    assert prepare_resume(tmp_path / "absent", world_size=2) is None
+
+
+def test_checkpoint_that_is_not_there_is_an_error(output: Path) -> None:
+    with pytest.raises(SourceError, match="checkpoint-5"):
+        prepare_resume(output / "checkpoint-5", world_size=2)
+
+
+def test_processes_that_are_not_joined_cannot_wait(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="TrainingArguments"):
+        prepare_resume(output)
+
+
+def prepare(rank: int, world_size: int, *outputs: Path) -> list[str | None]:
+    told: list[str | None] = []
+    for output in outputs:
+        try:
+            told.append(prepare_resume(output))
+        except (SourceError, TargetError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_all_processes_are_told_the_same(output: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(output, damaged)
+    (shard,) = (damaged / "checkpoint-4" / "global_step4").glob("*rank_1_mp*")
+    shard.unlink()
+    occupied = tmp_path / "occupied"
+    shutil.copytree(output, occupied)
+    (occupied / "_resharded-3").touch()
+    told = run(prepare, 3, output, damaged, occupied)
+    assert {one[0] for one in told} == {str(output / "_resharded-3" / "checkpoint-4")}
+    assert all("ShardError" in one[1] for one in told), told
+    assert all("TargetError" in one[2] for one in told), told

@@ -1,0 +1,110 @@
+"""What is in a run directory beside one of its checkpoints, and what Hugging Face's Trainer keeps there.
+
+OUTPUT/checkpoint-N/
+    global_stepN/         DeepSpeed's checkpoint, and `latest`, which names it
+    trainer_state.json    where the training is; by it such a directory is known
+    rng_state_R.pth       random states of rank R; of one process `rng_state.pth`
+    scheduler.pt, model.safetensors, config.json, training_args.bin, tokenizer files, zero_to_fp32.py, ...
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from zckpt.formats.deepspeed.names import classify
+from zckpt.formats.files_below import copy_of, files_below
+from zckpt.plan import TargetFile
+
+LATEST = "latest"
+TRAINER_STATE = "trainer_state.json"
+
+_RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
+
+
+def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]], list[str]]:
+    """Return what is in a run directory, by name and path, and the names of other checkpoints, which are left out.
+
+    Parameters
+    ----------
+    source : Path
+        The run directory.
+    tag_directory : Path
+        The checkpoint; its files are returned, too.
+
+    Raises
+    ------
+    SourceError
+        As `files_below`.
+    """
+    others = [
+        entry.name
+        for entry in os.scandir(source)
+        if entry.is_dir() and entry.name != tag_directory.name and _is_checkpoint(Path(entry.path))
+    ]
+    gone = (f"{LATEST}_universal",) if others else ()
+    return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    """Tell whether a directory has shards of its own."""
+    with os.scandir(directory) as entries:
+        return any(entry.is_file() and classify(entry.name, entry.name) for entry in entries)
+
+
+def is_trainers(source: Path) -> bool:
+    """Tell whether Hugging Face's Trainer has made a directory."""
+    return (source / TRAINER_STATE).is_file()
+
+
+def is_trainers_own(name: str) -> bool:
+    """Tell a file that the Trainer may have for another number of ranks."""
+    return _RANDOM.fullmatch(name) is not None
+
+
+def trainer_files(
+    source: Path, tag_directory: Path, *, processes: int, roots: Sequence[Path] = ()
+) -> tuple[list[TargetFile], list[str]]:
+    """Return copies of what the Trainer keeps beside a checkpoint, for another number of processes.
+
+    Parameters
+    ----------
+    source : Path
+        The Trainer's directory, `checkpoint-N`.
+    tag_directory : Path
+        DeepSpeed's checkpoint in it, which is left out, and so is `latest`.
+    processes : int
+        That will load it.
+    roots : sequence of Path
+        The same directory on other nodes, for the random states of their ranks.
+
+    Returns
+    -------
+    (list of TargetFile, list of str)
+        And what became of random states.
+
+    Raises
+    ------
+    SourceError
+        Something cannot be read.
+    """
+    found, left_out = other_files(source, tag_directory)
+    notes = [f"other checkpoints beside it are left out: {', '.join(left_out)}"] if left_out else []
+    beside = [(name, path) for name, path in found if name != LATEST and not name.startswith(f"{tag_directory.name}/")]
+    states: dict[int, Path] = {}
+    for place in (*roots, source):
+        named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(place.iterdir()) if path.is_file())
+        states |= {int(match[1] or 0): path for match, path in named if match is not None}
+    files = [copy_of(path, name) for name, path in beside if not is_trainers_own(name)]
+    for rank, path in sorted(states.items()):
+        if rank < processes:
+            files.append(copy_of(path, "rng_state.pth" if processes == 1 else f"rng_state_{rank}.pth"))
+        else:
+            notes.append(f"{path.name} is left out: there is no rank {rank}")
+    missing = [rank for rank in range(processes) if rank not in states] if states else []
+    if missing:
+        which = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} ranks from {missing[0]} on"
+        notes.append(f"no random states for {which}: the Trainer goes on without")
+    return files, notes

@@ -1,0 +1,146 @@
+"""Resume Hugging Face's Trainer at another number of processes.
+
+    trainer = Trainer(...)
+    trainer.train(resume_from_checkpoint=zckpt.hf.prepare_resume("out"))
+
+The Trainer asks DeepSpeed to load `checkpoint-N`, which DeepSpeed does at the number of ranks that saved it only; a
+copy is made for the present number. It must be there before `train` begins: when callbacks are first called, the
+Trainer has loaded. What a Trainer without DeepSpeed saves, any number of processes loads.
+
+OUTPUT/checkpoint-N/                 as the Trainer saved it
+OUTPUT/_resharded-P/checkpoint-N/    for P processes; `_`, so that it is not uploaded with the model
+OUTPUT/_resharded-P/checkpoint-N.json    what it was made of
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+
+from zckpt.durable import written_files
+from zckpt.errors import SourceError, TargetError, UsageError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.deepspeed.directory import find
+from zckpt.formats.deepspeed.other_files import TRAINER_STATE, is_trainers
+from zckpt.formats.files_below import files_below
+from zckpt.operations.reshard import reshard
+from zckpt.optim.ranks import Ranks
+from zckpt.state import Topology
+
+__all__ = ["prepare_resume"]
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None = None) -> str | None:
+    """Return a Trainer's checkpoint that the present processes can resume from; all of them call it together.
+
+    If DeepSpeed saved it at another number of ranks, the first process makes a copy for the present number, and the
+    others wait. A copy that was made before is used again if the original is still the same. Copies stay until they
+    are removed by hand. Let batch size per process x processes x accumulation be what it was, and the Trainer goes on
+    with the batch that is next.
+
+    Parameters
+    ----------
+    checkpoint : path-like
+        `checkpoint-N`, or a Trainer's output directory, of which the newest finished one is taken; on a file system
+        that all processes share.
+    world_size : int, optional
+        Processes that will resume; by default the present ones.
+
+    Returns
+    -------
+    str or None
+        For `Trainer.train(resume_from_checkpoint=...)`. None: the output directory has no checkpoint.
+
+    Raises
+    ------
+    UsageError
+        There are several processes, and they are not joined yet: make the Trainer or its arguments first.
+    SourceError
+        There is no such checkpoint, or it cannot be cut for this number: on all processes, if on one.
+    TargetError
+        The copy cannot be written: on all processes, if on one.
+    """
+    joined = dist.is_available() and dist.is_initialized()
+    if not joined and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "the processes are not joined yet", advice="make the Trainer, or its TrainingArguments, before this call"
+        )
+    ranks = Ranks()
+    processes = ranks.world_size if world_size is None else world_size
+    prepared, error = None, None
+    if ranks.rank == 0:
+        try:
+            prepared = _prepared(Path(checkpoint), processes)
+        except Exception as failure:  # noqa: BLE001  # told to all ranks
+            error = failure
+    ranks.agree(error)
+    return ranks.told(prepared)
+
+
+def _prepared(path: Path, processes: int) -> str | None:
+    """Return the path of a checkpoint for some processes, which may have to be made."""
+    source = path if is_trainers(path) or _CHECKPOINT.fullmatch(path.name) else _newest(path)
+    if source is None:
+        return None
+    if not is_trainers(source):
+        raise SourceError("no checkpoint of a Trainer", path=source, expected=f"a directory with {TRAINER_STATE}")
+    if find(source) is None:
+        return str(source)
+    topology = open_checkpoint(source).topology
+    if topology.dp * topology.tp * topology.pp == processes:
+        return str(source)
+    return str(_copy(source, topology, processes))
+
+
+def _newest(output: Path) -> Path | None:
+    """Return the newest checkpoint of an output directory that the Trainer has finished; others are warned of."""
+    if not output.is_dir():
+        return None
+    found = [path for path in output.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True):
+        if is_trainers(path):
+            return path
+        warnings.warn(f"passed over {path}, which has no {TRAINER_STATE}: it was not saved to its end", stacklevel=4)
+    return None
+
+
+def _copy(source: Path, topology: Topology, processes: int) -> Path:
+    """Return a copy for another number of processes, which is made unless it is there."""
+    if processes < 1 or processes % topology.tp:
+        raise UsageError(
+            "processes must be a multiple of the tensor-parallel ranks", expected=topology.tp, found=processes
+        )
+    folder = source.resolve().parent / f"_resharded-{processes}"
+    target, made_of = folder / source.name, folder / f"{source.name}.json"
+    identity = json.dumps(_identity(source), indent=1)
+    if target.is_dir() and _text(made_of) == identity:
+        return target
+    try:
+        folder.mkdir(exist_ok=True)
+        made_of.unlink(missing_ok=True)
+    except OSError as error:
+        raise TargetError("cannot be written", path=folder, found=error.strerror) from error
+    reshard(source, target, world_size=processes // topology.tp, overwrite=True)
+    with written_files([made_of], overwrite=True) as [file]:
+        file.write_text(identity)
+    return target
+
+
+def _identity(source: Path) -> dict[str, list[int]]:
+    """Return what tells a checkpoint from another of the same name: sizes and times of its files."""
+    found = {name: path.stat() for name, path in files_below(source)}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return None
