@@ -23,6 +23,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/reshard.py
 	$(BIN)/python bench/zero_redundancy.py
 	$(BIN)/python bench/zero_optimizer.py
+	$(BIN)/python bench/training.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated
