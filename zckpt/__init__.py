@@ -22,6 +22,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zckpt.version import __version__
+
 if TYPE_CHECKING:
     from zckpt.errors import (
         DamagedFileError,
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
     from zckpt.training import Checkpointer, Restored, Saving, load, save
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "zckpt.opened": ("OpenedCheckpoint", "open"),

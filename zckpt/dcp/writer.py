@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zckpt import __version__
 from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
 from zckpt.durable import partial_name, written_directory
@@ -34,6 +33,7 @@ from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
 from zckpt.training.whole import check_pieces, entries_of
+from zckpt.version import __version__
 
 IDENTITY_NAME = "identity"
 """A file of the partial directory: planners that keep their plans give ranks the `storage_data` of an earlier save."""

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from zckpt import __version__
 from zckpt.durable import written_directory
 from zckpt.errors import UsageError
 from zckpt.formats.optimizer_values import parameter_values
@@ -39,6 +38,7 @@ from zckpt.optim.zero import ZeroOptimizer
 from zckpt.optim.zero import files as zero_files
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import Scalar, Slot
+from zckpt.version import __version__
 
 
 def save(

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zckpt import __version__
 from zckpt.execute import execute
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry, storage_key
@@ -24,6 +23,7 @@ from zckpt.training.model_state import ModelState
 from zckpt.training.optimizer_state import OptimizerState, order_of
 from zckpt.training.parts import Part, Piece, key_of
 from zckpt.training.values import Values
+from zckpt.version import __version__
 
 SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
     "lr_scheduler",
