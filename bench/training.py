@@ -29,7 +29,6 @@ ranks that load are as many as those that saved, or not. Exit 1 if a target is m
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import multiprocessing
@@ -45,9 +44,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from contest import ROOT, Target, touch_memory, verdict
-from zero_optimizer import first_to_fail
-from zero_redundancy import Figures, reset_peak, status, table
+from contest import Target, touch_memory, verdict
+from ranks import Figures, first_to_fail, join, reset_peak, status, table
 
 LAYERS, WIDTH, WORDS = 24, 1024, 4000  # 300M parameters
 HEADS = 8
@@ -462,18 +460,10 @@ class Rank:
 
 def play(rank: int, match: Match) -> None:
     """Run one rank's part of a heat; rank 0 writes the figures down."""
-    log = os.open(f"{match.work}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.path.insert(0, str(ROOT))
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{match.work}/meeting", rank=rank, world_size=match.world_size, timeout=patience
-    )
+    join(rank, match.world_size, match.work)
     contest = Rank(rank, match)
     with torch.no_grad() if match.kind not in ("zero", "bytes") else torch.enable_grad():
         contest.play()

@@ -20,7 +20,6 @@ if a target is missed.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import importlib.util
 import itertools
@@ -33,15 +32,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from contest import ROOT, Target, touch_memory, verdict
-from zero_redundancy import Figures, reset_peak, status, table
+from contest import Target, touch_memory, verdict
+from ranks import Figures, first_to_fail, join, reset_peak, status, table
 
 LAYERS, WIDTH, WORDS, TOKENS = 12, 768, 9600, 16
 HEAD_WIDTH = 64
@@ -403,18 +399,9 @@ class Rank:
 
 def play(rank: int, match: Match, names: list[str]) -> None:
     """Run one rank's part of a heat, or measure the memory of one that is alone; rank 0 writes the figures down."""
-    log = os.open(f"{match.work}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    sys.path.insert(0, str(ROOT))
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    patience = datetime.timedelta(minutes=5)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{match.work}/meeting", rank=rank, world_size=match.world_size, timeout=patience
-    )
+    join(rank, match.world_size, match.work)
     if any("DeepSpeed" in name for name in names):
         join_deepspeed(rank, match.world_size)
     contest = Rank(rank, match)
@@ -451,21 +438,6 @@ def hold(match: Match, names: list[str]) -> Figures:
         return json.loads(Path(folder, "figures.json").read_text())
     finally:
         shutil.rmtree(folder)
-
-
-def first_to_fail(ranks: Sequence[BaseProcess]) -> int | None:
-    """Wait for all ranks, or end the others when one has failed; return which."""
-    left = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    failed = None
-    while left:
-        for sentinel in wait(left):
-            rank = left.pop(sentinel)
-            ranks[rank].join()  # its exit code is known a little later
-            if failed is None and ranks[rank].exitcode != 0:
-                failed = rank
-                for other in left.values():
-                    ranks[other].kill()
-    return failed
 
 
 def judge(figures: Figures, world_size: int) -> list[Target]:

@@ -10,7 +10,6 @@ compared, minima shown. Memory is what a rank grew by at its peak. Exit 1 if a t
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -23,7 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contest import ROOT, Target, touch_memory, verdict
+from contest import Target, touch_memory, verdict
+from ranks import Figures, first_to_fail, join, reset_peak, status, table
 
 LAYERS, WIDTH, WORDS = 24, 576, 8000  # 24 x 6 + 6 tensors
 STEPS_OF_A_TURN = 3
@@ -33,7 +33,6 @@ STEP_RATIO = 1.0  # ours / torch's, at most, with and without bucket views
 CONSOLIDATION_RATIO = 0.1
 EXTRA_MB = 20.0  # at most, where the consolidated state is not wanted; the largest tensor has 5 MB
 
-Figures = dict[str, list[float]]
 """What each contest took, seconds or MB: the slowest rank, in each turn."""
 
 
@@ -129,27 +128,11 @@ class Rank:
         self.dist.barrier()
 
 
-def reset_peak() -> None:
-    """Begin to measure the peak of memory anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def status(key: str) -> float:
-    """Return a figure of this process in MB (10^6 bytes)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(key))
-
-
 def play(rank: int, world_size: int, repeat: int, scale: float, work: str) -> None:
     """Run one rank's part of the contest; rank 0 writes the figures down."""
-    sys.path.insert(0, str(ROOT))
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    meeting = f"file://{work}/meeting"
-    patience = datetime.timedelta(minutes=20)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size, timeout=patience)
+    join(rank, world_size, work)
     contest = Rank(rank, world_size, repeat, scale, Path(work))
     contest.steps(view=True)
     contest.states(contest.steps(view=False))
@@ -169,21 +152,12 @@ def hold(world_size: int, repeat: int, scale: float, work: Path) -> Figures:
         ]
         for process in ranks:
             process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            sys.exit("a rank failed")
+        failed = first_to_fail(ranks)
+        if failed is not None:
+            sys.exit(f"rank {failed} failed\n{Path(folder, f'log{failed}').read_text()[-4000:]}")
         return json.loads(Path(folder, "figures.json").read_text())
     finally:
         shutil.rmtree(folder)
-
-
-def table(figures: Figures) -> str:
-    """Return a markdown table of what was measured."""
-    lines = ["| | runs | median | min |", "|---|---:|---:|---:|"]
-    for key, values in sorted(figures.items()):
-        lines.append(f"| {key} | {len(values)} | {statistics.median(values):.3f} | {min(values):.3f} |")
-    return "\n".join(lines)
 
 
 def judge(figures: Figures, world_size: int) -> list[Target]:
