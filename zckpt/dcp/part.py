@@ -87,8 +87,7 @@ def _add(part: Part, entries: list[Entry], item: WriteItem, planner: SavePlanner
     about, key = item.tensor_data, item.index.fqn
     if about is None or key in part.tied:
         return
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)  # noqa: S101  # so says the item
+    tensor = _resolved(item, planner)
     sizes, shape = tuple(about.chunk.sizes), tuple(about.size)
     extent = Extent(tuple(about.chunk.offsets), sizes, 0, tensor.numel())
     if not extent.numel and Extent.whole(shape).numel:  # of a tensor of which this rank has nothing
@@ -107,9 +106,17 @@ def _beside(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
             f"{item.index.fqn} is sharded, and belongs to neither the model nor the optimizer",
             advice="save it as a checkpoint of its own",
         )
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)  # noqa: S101  # so says the item
-    return tensor.detach().cpu()
+    return _resolved(item, planner).detach().cpu()
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return the tensor of an item. Raises UnsupportedError if the planner gives something else."""
+    found = planner.resolve_data(item)
+    if not isinstance(found, torch.Tensor):
+        raise UnsupportedError(
+            f"the planner gives no tensor for {item.index.fqn}", expected="a tensor", found=type(found).__name__
+        )
+    return found
 
 
 class _Local:

@@ -109,11 +109,9 @@ class Reader(StorageReader):
             It cannot be read.
         """
         del args, options
-        if self.path is None:
-            raise UsageError("no checkpoint to read", advice="give Reader a path, or dcp.load a checkpoint_id")
-        checkpoint = open_checkpoint(self.path, tag=self._tag, names=self._names)
-        self._keys = Keys(checkpoint, self._model, self._optimizer)
-        return Metadata(state_dict_metadata=self._keys, planner_data=self._keys.paths)
+        self._keys = None
+        keys = self._opened()
+        return Metadata(state_dict_metadata=keys, planner_data=keys.paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **options: object) -> None:
         """Do nothing more; called on each rank, with the metadata that it has read itself."""
@@ -145,8 +143,10 @@ class Reader(StorageReader):
 
     def _opened(self) -> Keys:
         if self._keys is None:
-            self.read_metadata()
-        assert self._keys is not None  # noqa: S101  # as it has just been read
+            if self.path is None:
+                raise UsageError("no checkpoint to read", advice="give Reader a path, or dcp.load a checkpoint_id")
+            checkpoint = open_checkpoint(self.path, tag=self._tag, names=self._names)
+            self._keys = Keys(checkpoint, self._model, self._optimizer)
         return self._keys
 
     def _read_tensors(self, planned: Iterable[ReadItem], planner: LoadPlanner) -> None:

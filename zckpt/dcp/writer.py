@@ -162,11 +162,14 @@ class Writer(StorageWriter):
 
         Raises
         ------
+        UsageError
+            No save has been planned with this writer.
         ZckptError
             It cannot be written; nothing has been.
         """
         made, self._made = self._made, None
-        assert made is not None  # noqa: S101  # `prepare_global_plan` has been called
+        if made is None:
+            raise UsageError("no save has been planned with this writer", advice="let dcp.save call it")
         _WRITING.pop(self._target(), None)
         try:
             self._complete(metadata, [one.storage_data for of_rank in results for one in of_rank])
