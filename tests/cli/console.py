@@ -1,7 +1,13 @@
-"""The command line as a user meets it: a process, its exit status and what it prints."""
+"""The command line as a user meets it: its exit status and what it prints.
+
+Most tests call it in their own process: starting one and importing takes longer than what is tested. Those that are
+about processes (signals, pipes, terminals, full disks) start one with `command`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -24,15 +30,27 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "zckpt", *map(str, arguments)]
 
 
-def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run `zckpt ARGUMENTS` to its end."""
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, env=environment(), timeout=120, check=False, **options
-    )
+    from zckpt.cli import main
+
+    out, errors = io.StringIO(), io.StringIO()
+    given = sys.argv
+    sys.argv = ["zckpt", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 0
+    else:
+        status = 0
+    finally:
+        sys.argv = given
+    return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), errors.getvalue())
 
 
-def succeeded(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    done = run(*arguments, **options)
+def succeeded(*arguments: object) -> subprocess.CompletedProcess[str]:
+    done = run(*arguments)
     assert done.returncode == 0, done.stderr
     return done
 
