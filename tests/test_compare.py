@@ -12,7 +12,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.strategies import cuts, shapes, tilings
+from zckpt.blocks import BATCH_NBYTES, BLOCK_NBYTES
 from zckpt.cast import numpy_dtype
-from zckpt.compare import BATCH_NBYTES, BLOCK_NBYTES, Difference, Pair, differences
+from zckpt.compare import Pair, differences
 from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.state import Checkpoint, Extent, Slot, Span
@@ -60,8 +61,22 @@ def noise(numel: int, dtype: str = "float32") -> np.ndarray:
     return np.random.default_rng(numel).standard_normal(numel).astype(numpy_dtype(dtype))
 
 
-def compared(expected: Slot, found: Slot, **options: Any) -> list[Difference]:
-    return differences([Pair("w", expected, found)], **options)
+class Found(NamedTuple):
+    """What of a Difference tells which elements differ."""
+
+    label: str
+    num_different: int
+    numel: int
+    first: int | None
+
+
+def found_in(pairs: list[Pair], **options: Any) -> list[Found]:
+    found = differences(pairs, **options)
+    return [Found(one.label, one.figures.num_different, one.figures.numel, one.figures.first) for one in found]
+
+
+def compared(a: Slot, b: Slot, **options: Any) -> list[Found]:
+    return found_in([Pair("w", a, b, b.dtype)], **options)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -96,7 +111,7 @@ def test_checkpoints_cut_for_other_ranks_are_equal(name, options, memory, tmp_pa
     zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
     both = pairs(zckpt.open(FIXTURES / name), zckpt.open(tmp_path / "cut"))
     assert len(both) > 10
-    assert differences(both, memory=memory) == []
+    assert found_in(both, memory=memory) == []
 
 
 def place_of(slot: Slot, element: int) -> tuple[str, int]:
@@ -127,24 +142,24 @@ def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(key, memory, tmp_pat
         for element, bit in ((0, 0), (slot.numel // 3, 5), (slot.numel - 1, 7)):
             path, offset = place_of(slot, element)
             flip(path, offset, bit)
-            assert differences(both, memory=memory) == [Difference(f"{key}/{name}", 1, slot.numel, element)]
+            assert found_in(both, memory=memory) == [Found(f"{key}/{name}", 1, slot.numel, element)]
             flip(path, offset, bit)
-    assert differences(both) == []
+    assert found_in(both) == []
 
 
 def test_model_of_another_type_is_equal_to_its_rounded_masters(tmp_path):
     zckpt.consolidate(FIXTURES / "s2_bf16_dp4", tmp_path / "m.safetensors", dtype="bfloat16")
     source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "m.safetensors")
     both = [
-        Pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"])
+        Pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"], "bfloat16")
         for name in source.parameters
         if "master" in source.parameters[name].slots
     ]
-    assert {(pair.expected.dtype, pair.found.dtype) for pair in both} == {("float32", "bfloat16")}
-    assert differences(both) == []
-    path, offset = place_of(both[-1].found, 1)
+    assert {(pair.a.dtype, pair.b.dtype) for pair in both} == {("float32", "bfloat16")}
+    assert found_in(both) == []
+    path, offset = place_of(both[-1].b, 1)
     flip(path, offset, 0)
-    assert differences(both) == [Difference(both[-1].label, 1, both[-1].found.numel, 1)]
+    assert found_in(both) == [Found(both[-1].label, 1, both[-1].b.numel, 1)]
 
 
 # --- any layout -------------------------------------------------------------------------------------------------
@@ -168,7 +183,7 @@ def test_elements_that_differ_are_counted_whatever_the_layout(data, shape):
         a, b = (
             tiled(Path(directory, name), one, data.draw(tilings(shape))) for name, one in (("a", array), ("b", other))
         )
-        assert compared(a, b) == [Difference("w", len(changed), array.size, min(changed))]
+        assert compared(a, b) == [Found("w", len(changed), array.size, min(changed))]
 
 
 @given(st.data(), st.integers(1, 40_000))
@@ -181,7 +196,7 @@ def test_ranges_of_more_than_one_block(data, numel):
         a, b = (tiled(Path(directory, name), array, one) for name, one in zip("ab", tiles, strict=True))
         assert compared(a, b, memory=1) == []
         flip(*place_of(b, at), 3)
-        assert compared(a, b, memory=1) == [Difference("w", 1, numel, at)]
+        assert compared(a, b, memory=1) == [Found("w", 1, numel, at)]
 
 
 @pytest.mark.parametrize("first", [1, 1023, 1024, 1025, 2047, 2048, 2049])
@@ -190,7 +205,7 @@ def test_span_that_begins_where_a_block_ends(first, tmp_path):
     a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, ranges((3000,), [first, 3000 - first]))
     assert compared(a, b, memory=1) == []
     flip(str(tmp_path / "b"), 4 * first, 0)
-    assert compared(a, b, memory=1) == [Difference("w", 1, 3000, first)]
+    assert compared(a, b, memory=1) == [Found("w", 1, 3000, first)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -200,7 +215,7 @@ def test_columns_of_several_ranks(memory, tmp_path):
     a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, columns)
     assert compared(a, b, memory=memory) == []
     flip(str(tmp_path / "b"), 4 * (2 * 300 * 80 + 7 * 80 + 11), 0)
-    assert compared(a, b, memory=memory) == [Difference("w", 1, array.size, 7 * 400 + 2 * 80 + 11)]
+    assert compared(a, b, memory=memory) == [Found("w", 1, array.size, 7 * 400 + 2 * 80 + 11)]
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK_NBYTES, BLOCK_NBYTES + 1, BATCH_NBYTES + 1])
@@ -209,17 +224,17 @@ def test_last_element_counts(numel, tmp_path):
     a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array, before=3)
     assert compared(a, b) == []
     flip(str(tmp_path / "b"), 3 + numel - 1, 0)
-    assert compared(a, b) == [Difference("w", 1, numel, numel - 1)]
+    assert compared(a, b) == [Found("w", 1, numel, numel - 1)]
 
 
 def test_scalar_and_empty_slots(tmp_path):
     one, none = np.float32(5).reshape(()), np.zeros((3, 0), np.float32)
     whole = [stored(tmp_path / str(i), array) for i, array in enumerate([one, one, none, none])]
-    assert differences([Pair("one", *whole[:2]), Pair("none", *whole[2:])]) == []
+    assert found_in([Pair("one", *whole[:2]), Pair("none", *whole[2:])]) == []
     (tmp_path / "1").write_bytes(np.float32(6).tobytes())
-    assert differences([Pair("none", *whole[2:]), Pair("one", *whole[:2])]) == [Difference("one", 1, 1, 0)]
+    assert found_in([Pair("none", *whole[2:]), Pair("one", *whole[:2])]) == [Found("one", 1, 1, 0)]
     assert compared(Slot("w", "float32", (0,), ()), Slot("w", "float32", (0,), ())) == []
-    assert differences([]) == []
+    assert found_in([]) == []
 
 
 # --- what equal means -------------------------------------------------------------------------------------------
@@ -229,7 +244,7 @@ def test_bits_count_not_values(tmp_path):
     a = np.array([0x7FC00000, 0x7FC00001, 0x00000000, 0x3F800000], np.uint32).view(np.float32)
     b = np.array([0x7FC00000, 0x7FC00002, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
     assert compared(stored(tmp_path / "a", a), stored(tmp_path / "same", a)) == []
-    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "b", b)) == [Difference("w", 2, 4, 1)]
+    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "b", b)) == [Found("w", 2, 4, 1)]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64", "complex64", "complex128", "bool"])
@@ -238,7 +253,7 @@ def test_element_is_counted_once_however_many_of_its_bytes_differ(dtype, tmp_pat
     other = zeros.copy()
     other.view(np.uint8).reshape(1000, -1)[[5, 70, 999]] = 1
     found = compared(stored(tmp_path / "a", zeros), stored(tmp_path / "b", other))
-    assert found == [Difference("w", 3, 1000, 5)]
+    assert found == [Found("w", 3, 1000, 5)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -248,7 +263,7 @@ def test_expected_is_cast_to_the_type_of_found(dtype, memory, tmp_path):
     a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array.astype(numpy_dtype(dtype)))
     assert compared(a, b, memory=memory) == []
     flip(str(tmp_path / "b"), 20_000 * itemsize(dtype), 0)
-    assert compared(a, b, memory=memory) == [Difference("w", 1, 30_001, 20_000)]
+    assert compared(a, b, memory=memory) == [Found("w", 1, 30_001, 20_000)]
 
 
 @pytest.mark.parametrize("memory", BUDGETS)
@@ -263,7 +278,7 @@ def test_replicas_are_averaged(memory, tmp_path):
 
 def test_slots_of_one_label_are_told_apart(tmp_path):
     a, b = stored(tmp_path / "a", noise(10)), stored(tmp_path / "b", noise(10) + 1)
-    assert differences([Pair("w", a, b), Pair("w", a, a), Pair("w", b, a)]) == [Difference("w", 10, 10, 0)] * 2
+    assert found_in([Pair("w", a, b), Pair("w", a, a), Pair("w", b, a)]) == [Found("w", 10, 10, 0)] * 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
@@ -321,7 +336,7 @@ def test_processes_find_what_threads_find(processes, tmp_path):
     other = array.copy()
     other[[7, 5_000_000, -1]] += 1
     a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", other)
-    assert compared(a, b) == compared(a, b, executor=processes) == [Difference("w", 3, array.size, 7)]
+    assert compared(a, b) == compared(a, b, executor=processes) == [Found("w", 3, array.size, 7)]
 
 
 def test_threads_of_the_caller_are_left_running(tmp_path):
@@ -350,7 +365,7 @@ class Counter:
 def test_progress_adds_up_to_what_was_announced(tmp_path):
     large, small = (stored(tmp_path / str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
     counter = Counter()
-    differences([Pair("large", large, large), Pair("small", small, small)], reporter=counter)
+    found_in([Pair("large", large, large), Pair("small", small, small)], reporter=counter)
     assert counter.told[0] == ("begin", 2 * BATCH_NBYTES + 105)
     assert counter.told[-1] == ("end", 0)
     assert [nbytes for _, nbytes in counter.told[1:-1]] == [BATCH_NBYTES, BATCH_NBYTES, 105]

@@ -1,0 +1,248 @@
+"""Slots of one shape read side by side, block by block: in parallel, in bounded memory, at the speed of the disk.
+
+A row of slots is cut into blocks of as many elements each. The elements of a block are read from every slot of the row,
+as the copier would write them, into buffers that a worker uses over and over; what is found out about them there is the
+caller's. What blocks have in common with others - differences, digests, counts - is put together by the caller too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from zckpt.cast import Array, numpy_dtype
+from zckpt.dtypes import itemsize
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, THREADS, Reporter, SilentReporter
+from zckpt.pieces import elements, pieces
+from zckpt.plan import Fill, Hole, fill
+from zckpt.span_index import SpanIndex
+from zckpt.state import Extent, Slot
+from zckpt.storage import Sources, read_into
+
+BLOCK_NBYTES = 1 << 20
+"""Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""
+
+BATCH_NBYTES = 16 << 20
+"""Read by one task, of the widest slot of each row."""
+
+BATCH_BLOCKS = 1 << 10
+"""Most blocks in a task: a batch of tiny tensors ends here."""
+
+QUEUED_BATCHES = 64
+"""Enough to keep every worker busy."""
+
+BUFFERS_PER_WORKER = 8
+"""What a block may need at once: the slots of its row, and what a gather, a cast and the visit take beside them."""
+
+Result = TypeVar("Result")
+
+Visit = Callable[[int, int, Sequence[Array]], Result | None]
+"""Called with the index of a row, the first element of a block, and the elements of each slot; in any thread.
+
+What it returns, if anything, is yielded with the index. The arrays are used again afterwards.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Slots that are read side by side.
+
+    Parameters
+    ----------
+    label : str
+        `exp_avg/wte.weight`, for messages.
+    slots : tuple of Slot
+        Of one shape.
+    dtypes : tuple of str
+        Element type that each is read as.
+    """
+
+    label: str
+    slots: tuple[Slot, ...]
+    dtypes: tuple[str, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each slot."""
+        return self.slots[0].shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of each slot."""
+        return self.slots[0].numel
+
+    @property
+    def widest(self) -> int:
+        """Bytes that an element takes at most, as it is stored or as it is read."""
+        return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements [start, start + numel) of a row, whose slots have only the spans that reach into them."""
+
+    index: int
+    row: Row
+    start: int
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the widest type in it."""
+        return self.numel * self.row.widest
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[Result]):
+    """Blocks that one task visits."""
+
+    blocks: tuple[Block, ...]
+    visit: Visit[Result]
+
+
+def visit_rows(
+    rows: Sequence[Row],
+    visit: Visit[Result],
+    *,
+    numel: int | None = None,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    executor: Executor | None = None,
+    wanted: Callable[[int], bool] | None = None,
+) -> Generator[tuple[int, Result]]:
+    """Read rows of slots block by block, and yield what the visits return with the index of the row, in order.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    visit : callable
+        See `Visit`. For an executor of processes it must be picklable.
+    numel : int, elements, optional
+        Of each block but a row's last; by default as many as have `BLOCK_NBYTES` bytes, or as `memory` allows.
+    memory : int, bytes
+        Upper bound of what buffers take together, where `numel` is not given.
+    reporter : Reporter, optional
+        Told of progress, in bytes of the first slot of each row as it is read.
+    executor : concurrent.futures.Executor, optional
+        Runs the visits; by default threads of this process.
+    wanted : callable, optional
+        Asked with the index of a row whether more of it is to be visited.
+
+    Raises
+    ------
+    LayoutError
+        A slot does not cover every element once.
+    UnsupportedError
+        A slot is not cast to the type it is to be read as.
+    SourceError
+        A file cannot be read.
+    """
+    threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
+    most = max(min(memory // threads // BUFFERS_PER_WORKER, BLOCK_NBYTES), MINIMUM_PIECE_NBYTES)
+    pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-blocks")
+    told = reporter or SilentReporter()
+    told.begin(sum(row.numel * itemsize(row.dtypes[0]) for row in rows))
+    try:
+        blocks = (block for index, row in enumerate(rows) for block in _blocks(index, row, numel, most, wanted))
+        with closing(_run(pool, _batches(blocks, visit))) as results:
+            for nbytes, found in results:
+                told.advance(nbytes)
+                yield from found
+    finally:
+        told.end()
+        if executor is None:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _blocks(
+    index: int, row: Row, numel: int | None, most: int, wanted: Callable[[int], bool] | None
+) -> Iterator[Block]:
+    step = numel or max(most // row.widest, 1)
+    if row.numel <= step:  # most rows are one block, which needs no index
+        if row.numel and (wanted is None or wanted(index)):
+            yield Block(index, row, 0, row.numel)
+        return
+    indexes = [SpanIndex(slot) for slot in row.slots]
+    for start in range(0, row.numel, step):
+        if wanted is not None and not wanted(index):
+            return
+        extent = Extent.flat(row.shape, start, min(step, row.numel - start))
+        slots = tuple(one.reaching(extent) for one in indexes)
+        yield Block(index, Row(row.label, slots, row.dtypes), start, extent.numel)
+
+
+def _batches(blocks: Iterator[Block], visit: Visit[Result]) -> Iterator[Batch[Result]]:
+    batch: list[Block] = []
+    nbytes = 0
+    for block in blocks:
+        batch.append(block)
+        nbytes += block.nbytes
+        if nbytes >= BATCH_NBYTES or len(batch) >= BATCH_BLOCKS:
+            yield Batch(tuple(batch), visit)
+            batch, nbytes = [], 0
+    if batch:
+        yield Batch(tuple(batch), visit)
+
+
+def _run(pool: Executor, batches: Iterator[Batch[Result]]) -> Generator[tuple[int, list[tuple[int, Result]]]]:
+    """Yield the bytes and the results of every batch, in order; a bounded number waits."""
+    waiting: deque[tuple[int, Future[list[tuple[int, Result]]]]] = deque()
+    try:
+        while True:
+            for batch in islice(batches, QUEUED_BATCHES - len(waiting)):
+                nbytes = sum(block.numel * itemsize(block.row.dtypes[0]) for block in batch.blocks)
+                waiting.append((nbytes, pool.submit(visit_batch, batch)))
+            if not waiting:
+                break
+            nbytes, future = waiting.popleft()
+            yield nbytes, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def visit_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
+    """Visit the blocks of a batch; return what the visits return, by index of the row. May run in another process."""
+    buffers: list[Array] = []
+    results = []
+    with Sources() as sources:
+        for block in batch.blocks:
+            arrays = [_read(block, number, buffers, sources) for number in range(len(block.row.slots))]
+            found = batch.visit(block.index, block.start, arrays)
+            if found is not None:
+                results.append((block.index, found))
+    return results
+
+
+def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:
+    """Read a block of one slot of its row into the buffer that such slots have."""
+    row = block.row
+    dtype = row.dtypes[number]
+    nbytes = block.numel * itemsize(dtype)
+    while len(buffers) <= number:
+        buffers.append(np.empty(0, np.uint8))
+    if len(buffers[number]) < nbytes:
+        buffers[number] = np.empty(nbytes, np.uint8)
+    view = buffers[number][:nbytes]
+    extent = Extent.flat(row.shape, block.start, block.numel)
+    _fill(Hole(0, row.label, row.slots[number], extent, dtype), view.data, sources)
+    return view.view(numpy_dtype(dtype))
+
+
+def _fill(hole: Hole, buffer: memoryview, sources: Sources) -> None:
+    """Fill a buffer with the bytes of a hole; what is stored as it is wanted is read into its place."""
+    for piece in pieces(Fill(hole, tuple(fill(hole))), len(buffer), len(buffer)):
+        place = buffer[piece.offset : piece.offset + piece.nbytes]
+        if piece.is_bytewise:
+            source = piece.copies[0].sources[0]
+            read_into(sources.descriptor(source.path), source.offset, place, path=source.path)
+        else:
+            place[:] = elements(piece, sources.descriptor)
