@@ -21,6 +21,7 @@ check: $(VENV)/.development
 bench: $(VENV)/.development
 	$(BIN)/python bench/consolidate.py
 	$(BIN)/python bench/reshard.py
+	$(BIN)/python bench/diff.py
 	$(BIN)/python bench/zero_redundancy.py
 	$(BIN)/python bench/zero_optimizer.py
 	$(BIN)/python bench/training.py

@@ -202,7 +202,7 @@ def touch_memory() -> None:
 
 def table(timings: dict[str, Timing], base: str) -> str:
     """Return the table of the runs, each beside the one called `base`."""
-    lines = [f"{'command':<18}{'runs':>5}{'median s':>10}{'min s':>9}{'max s':>9}{'peak MB':>10}{'x cp':>8}"]
+    lines = [f"{'command':<18}{'runs':>5}{'median s':>10}{'min s':>9}{'max s':>9}{'peak MB':>10}{'ratio':>8}"]
     for name, t in timings.items():
         spread = f"{t.median:>10.3f}{min(t.seconds):>9.3f}{max(t.seconds):>9.3f}"
         lines.append(f"{name:<18}{len(t.seconds):>5}{spread}{t.peak:>10.1f}{t.median / timings[base].median:>8.2f}")

@@ -22,8 +22,8 @@ import numpy as np
 from zckpt.cast import Array, cast
 from zckpt.dtypes import is_floating
 
-DECADES = range(-9, 3)
-"""Relative differences are counted by power of ten; the first and the last count what is beyond, too."""
+DECADES = range(-9, 1)
+"""Relative differences, of at most 2, are counted by power of ten; the first counts what is smaller, too."""
 
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 

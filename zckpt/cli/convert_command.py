@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import names_option, read_names, show, source_options, verify_option, write_options
+from zckpt.cli.options import (
+    fingerprint_option,
+    names_option,
+    read_names,
+    show,
+    source_options,
+    verify_option,
+    write_options,
+)
 
 FORMATS = ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")
 
@@ -43,6 +51,7 @@ zero-redundancy  PyTorch's ZeroRedundancyOptimizer; with --world-size each rank'
     help="Element type of trained parameters in the model (consolidated, dcp, zero-redundancy). Default: keep.",
 )
 @verify_option
+@fingerprint_option
 @write_options
 @names_option
 @source_options
@@ -57,6 +66,7 @@ def convert_command(
     parameter_alignment: bool | None,
     dtype: str | None,
     verify: bool,
+    fingerprint: bool | None,
     no_weight_check: bool,
     memory: int,
     overwrite: bool,
@@ -84,6 +94,7 @@ def convert_command(
         dtype=dtype,
         weight_check=not no_weight_check,
         verify=verify,
+        fingerprint=fingerprint,
         memory=memory,
         overwrite=overwrite,
         dry_run=dry_run,

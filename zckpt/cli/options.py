@@ -107,6 +107,13 @@ def verify_option(command: Command) -> Command:
     return click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE.")(command)
 
 
+def fingerprint_option(command: Command) -> Command:
+    """Add the option that has the fingerprint of a target recorded with it."""
+    return click.option(
+        "--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."
+    )(command)
+
+
 def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
     if as_json:

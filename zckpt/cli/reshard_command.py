@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from zckpt.cli.options import show, source_options, verify_option, write_options
+from zckpt.cli.options import fingerprint_option, show, source_options, verify_option, write_options
 
 
 @click.command("reshard")
@@ -40,6 +40,7 @@ from zckpt.cli.options import show, source_options, verify_option, write_options
     help="Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
 )
 @verify_option
+@fingerprint_option
 @write_options
 @source_options
 def reshard_command(
@@ -55,6 +56,7 @@ def reshard_command(
     tp_rules: Path | None,
     padded_vocab_size: int | None,
     verify: bool,
+    fingerprint: bool | None,
     no_weight_check: bool,
     memory: int,
     overwrite: bool,
@@ -89,6 +91,7 @@ def reshard_command(
         padded_vocab_size=padded_vocab_size,
         weight_check=not no_weight_check,
         verify=verify,
+        fingerprint=bool(fingerprint),
         memory=memory,
         overwrite=overwrite,
         dry_run=dry_run,

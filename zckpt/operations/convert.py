@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint
 from zckpt.formats.writers import Made, Wanted, lay_out
-from zckpt.operations.proof import check_apart, prove, verify_bytes
+from zckpt.operations.proof import Proof, check_apart
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -56,6 +56,7 @@ def convert(
     dtype: str | None = None,
     weight_check: bool = True,
     verify: bool = False,
+    fingerprint: bool | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
@@ -85,6 +86,8 @@ def convert(
         Of trained parameters in the model of `consolidated`, `dcp` and `zero-redundancy`; by default "keep".
     verify : bool
         Compare all that was written with the source, before it gets its name.
+    fingerprint : bool, optional
+        Record the fingerprint of what was written with it; by default for `zckpt` only.
     weight_check, overwrite, dry_run, memory, reporter, roots, tag, names
         As for `consolidate`.
 
@@ -100,6 +103,8 @@ def convert(
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    if to != "deepspeed":  # whose own writer keeps what each rank has
+        _round_means(checkpoint)
     path = Path(target)
     wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
     made = lay_out(checkpoint, Path(source), path, to, wanted)
@@ -108,7 +113,8 @@ def convert(
     compared = _compared(checkpoint) if weight_check else 0
     verified = 0
     if not dry_run:
-        verified = _write(checkpoint, made, planned, path, overwrite, memory, reporter, verify)
+        proof = Proof(checkpoint, path, verify, to == "zckpt" if fingerprint is None else fingerprint, memory, reporter)
+        verified = _write(proof, made, planned, overwrite)
     inside = [path if made.is_file else path / one.name for one in made.files]
     return Converted(
         tuple(inside + [path.parent / one.name for one in made.beside]),
@@ -122,6 +128,14 @@ def convert(
     )
 
 
+def _round_means(checkpoint: Checkpoint) -> None:
+    """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
+    for parameter in checkpoint.parameters.values():
+        weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+        if weight is not None and weight.replicas and master is not None:
+            parameter.slots[WEIGHT] = replace(master, name=WEIGHT, dtype=weight.dtype)
+
+
 def _compared(checkpoint: Checkpoint) -> int:
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return 0
@@ -130,30 +144,13 @@ def _compared(checkpoint: Checkpoint) -> int:
     return check_weights(checkpoint)
 
 
-def _write(
-    checkpoint: Checkpoint,
-    made: Made,
-    planned: Plan,
-    path: Path,
-    overwrite: bool,
-    memory: int,
-    reporter: Reporter | None,
-    verify: bool,
-) -> int:
+def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool) -> int:
     """Write the target, prove it before it gets its name, then write what points to it; return the bytes compared."""
-    verified = 0
-
-    def check(written: Path) -> None:
-        nonlocal verified
-        found = open_checkpoint(written)
-        prove(checkpoint, found, path)
-        if verify:
-            verified = verify_bytes(checkpoint, found, path, memory=memory, reporter=reporter)
-
+    path, memory, reporter = proof.target, proof.memory, proof.reporter
     if made.is_file:
-        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: check(w[0]))
+        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: proof.of(w[0]))
     else:
-        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
+        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
     if made.beside:
         execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
-    return verified
+    return proof.verified

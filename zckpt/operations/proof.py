@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
+from zckpt.formats import open_checkpoint
+from zckpt.operations.digests import FILE_NAME, digests_path, write_digests
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 
@@ -50,7 +52,7 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, is_own
     others = sorted(
         name
         for path in target.rglob("*")
-        if not path.is_dir() and not is_own(name := path.relative_to(target).as_posix())
+        if not path.is_dir() and path.name != FILE_NAME and not is_own(name := path.relative_to(target).as_posix())
     )
     if others:
         raise TargetExistsError(
@@ -59,6 +61,49 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, is_own
             found=", ".join(others[:SHOWN_NAMES]),
             advice="choose a new directory",
         )
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is done with a target before it gets its name.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The source.
+    target : Path
+        What it will be called, for messages.
+    verify : bool
+        Compare every byte with the source.
+    fingerprint : bool
+        Record the fingerprint with it; of one file, beside it.
+    memory : int, bytes
+    reporter : Reporter or None
+    verified : int, bytes
+        What was compared.
+    """
+
+    checkpoint: Checkpoint
+    target: Path
+    verify: bool
+    fingerprint: bool
+    memory: int
+    reporter: Reporter | None
+    verified: int = 0
+
+    def of(self, written: Path) -> None:
+        """Open what was written under a temporary name; raise LayoutError unless all is there."""
+        found = open_checkpoint(written)
+        prove(self.checkpoint, found, self.target)
+        if self.verify:
+            self.verified = verify_bytes(
+                self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
+            )
+        if self.fingerprint:
+            from zckpt.operations.fingerprint import fingerprint
+
+            place = digests_path(found if written.is_dir() else replace(found, source=str(self.target)))
+            write_digests(fingerprint(found, memory=self.memory, reporter=self.reporter), place, overwrite=True)
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
@@ -131,12 +176,12 @@ def verify_bytes(
     if different:
         first = different[0]
         raise LayoutError(
-            f"{len(different)} tensors differ from the source: {first.label} in {first.num_different} of "
-            f"{first.numel} elements, first at {first.first}",
+            f"{len(different)} tensors differ from the source: {first.label} in {first.figures.num_different} of "
+            f"{first.figures.numel} elements, first at {first.figures.first}",
             path=target,
             advice="please report this",
         )
-    return sum(pair.found.nbytes for pair in pairs)
+    return sum(pair.b.nbytes for pair in pairs)
 
 
 def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[Pair]:
@@ -153,7 +198,7 @@ def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterat
     ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
     if len(ours) == len(theirs):
         for mine, its in zip(ours, theirs, strict=True):
-            yield Pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()))
+            yield Pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()), copy.dtype)
     else:
         for its in theirs:
-            yield Pair(label, slot, replace(copy, spans=its, replicas=()))
+            yield Pair(label, slot, replace(copy, spans=its, replicas=()), copy.dtype)

@@ -16,7 +16,7 @@ from zckpt.formats.deepspeed.names import is_own
 from zckpt.formats.deepspeed.other_files import is_trainers, is_trainers_own, trainer_files
 from zckpt.formats.deepspeed.target import Options, Target
 from zckpt.formats.deepspeed.writer import target_files
-from zckpt.operations.proof import check_apart, prove, verify_bytes
+from zckpt.operations.proof import Proof, check_apart
 from zckpt.plan import TargetFile, plan
 
 
@@ -64,6 +64,7 @@ def reshard(
     padded_vocab_size: int | None = None,
     weight_check: bool = True,
     verify: bool = False,
+    fingerprint: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
@@ -96,6 +97,8 @@ def reshard(
         Rows of the target model's vocabulary; by default the source's, or the next multiple of the slices.
     verify : bool
         Compare all that was written with the source, before it gets its name.
+    fingerprint : bool
+        Record the fingerprint of what was written with it.
     weight_check, overwrite, dry_run, memory, reporter, roots, tag
         As for `consolidate`.
 
@@ -133,17 +136,9 @@ def reshard(
         from zckpt.weight_check import check_weights
 
         compared = check_weights(checkpoint) + check_slices(wanted)
-    verified = 0
-
-    def check(written: Path) -> None:
-        nonlocal verified
-        found = open_checkpoint(written)
-        prove(checkpoint, found, path)
-        if verify:
-            verified = verify_bytes(checkpoint, found, path, memory=memory, reporter=reporter)
-
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter)
     if not dry_run:
-        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
+        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
     files = tuple(path / one.file.name for one in made.files)
     return Resharded(
         files,
@@ -151,7 +146,7 @@ def reshard(
         made.write_nbytes,
         memory,
         compared,
-        verified,
+        proof.verified,
         tuple(told),
         tuple(checkpoint.warnings),
     )

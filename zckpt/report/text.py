@@ -20,6 +20,17 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def fitted(line: str, width: int) -> str:
+    """Return a line cut to a width."""
+    return line if len(line) <= width else line[: max(width - 3, 1)] + "..."
+
+
+def shortened(name: str, width: int) -> str:
+    """Return a name cut in its middle to a width: its beginning and its end tell most."""
+    half = max(width - 3, 2) // 2
+    return name if len(name) <= width else f"{name[:half]}...{name[-(max(width - 3, 2) - half) :]}"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
     """Return the lines of a table; columns in `right` are aligned to the right."""
     text = [list(header), *([_cell(value) for value in row] for row in rows)]

@@ -50,6 +50,9 @@ MODEL_KEYS = frozenset(
 )
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
+BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}
+"""Those that are about the run's files and counters, which another program has no need of."""
+
 
 @dataclass(slots=True)
 class ModelShard:

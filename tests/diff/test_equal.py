@@ -1,0 +1,118 @@
+"""The same logical state is equal and has one fingerprint, whatever format, stage and number of ranks it is kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES
+
+FORMATS: list[tuple[str, dict[str, Any]]] = [
+    ("deepspeed", {"world_size": 3, "stage": 1}),
+    ("deepspeed", {"world_size": 1, "stage": 2}),
+    ("deepspeed", {"world_size": 5, "stage": 3}),
+    ("universal", {}),
+    ("consolidated", {}),
+    ("zckpt", {"world_size": 4}),
+    ("dcp", {"world_size": 2}),
+    ("zero-redundancy", {"world_size": 2}),
+]
+
+SOURCES = [
+    "s1_fp32_dp4_sgdm",
+    "s2_bf16_dp2_adagrad1g",
+    "s2_bf16_dp2_client",
+    "s2_bf16_dp2_frozengroup",
+    "s2_bf16_dp2_rr",
+    "s2_bf16_dp2_zerodim",
+    "s2_bf16_dp4",
+    "s2_fp16_dp2",
+    "s3_bf16_dp3",
+    "s1_bf16_dp2_empty",
+    "hf_gpt2_s1_fp32_dp2",
+]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_format_and_world_size(name: str, tmp_path: Path) -> None:
+    source = FIXTURES / name
+    expected = zckpt.fingerprint(source).text
+    for number, (to, options) in enumerate(FORMATS):
+        target = tmp_path / str(number) / "target"
+        target.parent.mkdir()
+        zckpt.convert(source, target, to=to, **options)
+        for a, b in ((source, target), (target, source)):
+            found = zckpt.diff(a, b)
+            assert (found.changed, found.only_in_a, found.only_in_b, found.settings, found.warnings) == (
+                [],
+                [],
+                [],
+                [],
+                [],
+            )
+            assert found.equal
+            assert found.num_parameters == len(list(zckpt.open(source).tensors()))
+        assert zckpt.fingerprint(target).text == expected, to
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tp2_s1_bf16_dp2", {"world_size": 3, "tensor_parallel_size": 1}),
+        ("tp2_s2_fp32_dp2", {"world_size": 1}),
+        ("moe_ep2_s2_fp32_dp4", {"world_size": 2}),
+        ("moe_ep1_s2_bf16_dp2", {"world_size": 4, "expert_parallel_size": 4}),
+        ("s2_bf16_dp2_palign", {"world_size": 7, "stage": 1, "parameter_alignment": False}),
+        ("s2_bf16_dp2_elastic_fused", {"world_size": 11}),
+        ("s1_bf16_dp2_bf16opt", {"world_size": 40}),
+    ],
+)
+def test_slices_experts_and_forms_cut_anew(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
+    assert zckpt.diff(FIXTURES / name, tmp_path / "cut").equal
+    assert zckpt.fingerprint(tmp_path / "cut") == zckpt.fingerprint(FIXTURES / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["dcp_fsdp2_dp2", "dcp_fsdp2_dp2_2dtp", "zro_dp2_adamw", "zro_dp3_sgdm_1g", "plain_adamw"]
+)
+@pytest.mark.parametrize("to", ["consolidated", "zckpt", "dcp"])
+def test_what_other_programs_wrote(name: str, to: str, tmp_path: Path) -> None:
+    folder = FIXTURES / "other" / name
+    source = folder / "ckpt" if (folder / "ckpt").exists() else folder / "ckpt.pt"
+    zckpt.convert(source, tmp_path / "target", to=to)
+    assert zckpt.diff(source, tmp_path / "target").equal
+    assert zckpt.fingerprint(tmp_path / "target") == zckpt.fingerprint(source)
+
+
+def test_runs_of_other_ranks_are_one_training_within_a_tolerance_only() -> None:
+    """DeepSpeed at 2 and at 4 ranks sums in another order."""
+    a, b = FIXTURES / "s1_fp32_dp2", FIXTURES / "s1_fp32_dp1"
+    exact = zckpt.diff(a, b)
+    assert exact.changed
+    assert not exact.equal
+    assert exact.settings == []
+    assert zckpt.diff(a, b, rtol=1e-2, atol=1e-3).equal
+    assert zckpt.fingerprint(a) != zckpt.fingerprint(b)
+
+
+def test_a_model_alone_lacks_the_optimizer(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    zckpt.consolidate(source, tmp_path / "model.safetensors")
+    found = zckpt.diff(source, tmp_path / "model.safetensors", ignore_metadata=True)
+    assert found.changed == []
+    assert {slot for _, slot in found.only_in_a} == {"exp_avg", "exp_avg_sq"}
+    assert found.only_in_b == []
+    assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight", "master"], ignore_metadata=True).equal
+
+
+def test_a_rounded_model_has_no_masters(tmp_path: Path) -> None:
+    source = FIXTURES / "s3_bf16_dp2"
+    zckpt.consolidate(source, tmp_path / "model.safetensors", dtype="bfloat16")
+    found = zckpt.diff(tmp_path / "model.safetensors", source, slots=["weight", "master"], ignore_metadata=True)
+    assert found.changed == []
+    assert {slot for _, slot in found.only_in_b} == {"master"}
+    assert zckpt.diff(source, tmp_path / "model.safetensors", slots=["weight"], ignore_metadata=True).equal

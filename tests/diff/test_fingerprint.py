@@ -1,0 +1,140 @@
+"""The fingerprint is what docs/diff.md says, computed here from that page alone and the truth beside a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.diff.checkpoints import copied, rewrite
+from zckpt.canonical import canonical, canonical_names
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.operations.digests import changes, read_digests, write_digests
+
+LEAF = 262_144
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    step = LEAF * tensor.element_size()
+    leaves = [xxhash.xxh3_128_digest(data[at : at + step]) for at in range(0, len(data), step)]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {json.dumps(list(tensor.shape))} {xxhash.xxh3_128_hexdigest(b''.join(leaves))}"
+
+
+def entries_of(name: str) -> dict[str, dict[str, str]]:
+    """What the truth of a bfloat16 training with AdamW says."""
+    truth = load_file(FIXTURES / name / "truth.safetensors")
+    about = json.loads((FIXTURES / name / "truth.json").read_text())
+    persistent = set(zckpt.open(FIXTURES / name).buffers)
+    found: dict[str, dict[str, str]] = {}
+    for key, tensor in truth.items():
+        kind, _, parameter = key.partition("/")
+        if parameter in about["tied"] or (kind == "buffer" and parameter not in persistent):
+            continue
+        entry = found.setdefault(parameter, {})
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if kind == "fp32":
+            entry["value"] = digest(tensor)
+        elif kind in ("module", "buffer"):
+            entry["dtype"] = dtype
+            entry.setdefault("value", digest(tensor))
+        else:
+            entry |= {kind: digest(tensor), "step": "5"}
+    return found
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp3_fused"])
+def test_it_is_what_its_specification_says_of_the_truth(name: str) -> None:
+    found = zckpt.fingerprint(FIXTURES / name)
+    expected = entries_of(name)
+    assert found.entries == expected
+    lines = sorted(json.dumps([n, key, value]) for n, one in expected.items() for key, value in one.items())
+    assert found.text == "zckpt1:" + xxhash.xxh3_128_hexdigest("\n".join(lines).encode())
+
+
+@pytest.mark.parametrize("numel", [LEAF - 1, LEAF, LEAF + 1, 3 * LEAF + 5])
+def test_tensors_of_several_leaves(numel: int, tmp_path: Path) -> None:
+    weight = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    torch.save({"weight": weight}, tmp_path / "model.pt")
+    assert zckpt.fingerprint(tmp_path / "model.pt", memory=1).entries == {
+        "weight": {"dtype": "bfloat16", "value": digest(weight)}
+    }
+
+
+def test_a_weight_that_is_not_its_rounded_master_counts(tmp_path: Path) -> None:
+    copy = copied("s2_bf16_dp2", tmp_path)
+    before = zckpt.fingerprint(copy)
+    assert "weight" not in before.entries["fc1.weight"]
+    rewrite(copy, "fc1.weight", "weight", 3, lambda x: x + 1)
+    after = zckpt.fingerprint(copy)
+    (change,) = changes(before, after)
+    assert (change.name, change.entry, change.expected) == ("fc1.weight", "weight", None)
+    assert after.text != before.text
+
+
+def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
+    a, b = ({"x": torch.ones(3), name: torch.ones(2)} for name in ("old", "new"))
+    b["x"][0] = 2
+    for file, one in (("a.pt", a), ("b.pt", b)):
+        torch.save(one, tmp_path / file)
+    found = changes(zckpt.fingerprint(tmp_path / "a.pt"), zckpt.fingerprint(tmp_path / "b.pt"))
+    assert [(one.name, one.entry) for one in found] == [("old", None), ("x", "value"), ("new", None)]
+
+
+def test_stored_digests_are_checked(tmp_path: Path) -> None:
+    found = zckpt.fingerprint(FIXTURES / "s2_bf16_dp2")
+    file = tmp_path / "digests.json"
+    write_digests(found, file)
+    assert read_digests(file) == found
+    document = json.loads(file.read_text())
+    bad: list[tuple[type[Exception], str, Any]] = [
+        (DamagedFileError, "not as it was written", {**document, "entries": {**document["entries"], "x": {"a": "b"}}}),
+        (UnsupportedError, "another version", {**document, "fingerprint": "zckpt2:00"}),
+        (DamagedFileError, "holds no digests", {"fingerprint": "zckpt1:00"}),
+        (DamagedFileError, "holds no digests", {**document, "entries": {"x": {"a": 1}}}),
+        (DamagedFileError, "holds no digests", [1]),
+    ]
+    for error, words, content in bad:
+        file.write_text(json.dumps(content))
+        with pytest.raises(error, match=words):
+            read_digests(file)
+    file.write_text("{")
+    with pytest.raises(DamagedFileError, match="unreadable"):
+        read_digests(file)
+    with pytest.raises(SourceError, match="cannot be read"):
+        read_digests(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("module.fc.weight", "fc.weight"),
+        ("module.module.fc.weight", "fc.weight"),
+        ("_orig_mod.module.fc.weight", "fc.weight"),
+        ("base_model.model.model.fc.weight", "model.fc.weight"),
+        ("_forward_module._orig_mod.fc.weight", "fc.weight"),
+        ("layers.0._orig_mod.fc._orig_mod.weight", "layers.0.fc.weight"),
+        ("my_module.fc.weight", "my_module.fc.weight"),
+        ("submodule.module.weight", "submodule.module.weight"),
+        ("module.", "module."),
+    ],
+)
+def test_wrappers_are_left_out_of_names(name: str, expected: str) -> None:
+    assert canonical(name) == expected
+
+
+def test_names_that_would_become_one_stay_apart() -> None:
+    assert canonical_names(["fc", "module.fc", "module.gate"]) == {
+        "fc": "fc",
+        "module.fc": "module.fc",
+        "module.gate": "gate",
+    }
+    assert canonical_names(["module.a", "_orig_mod.a"]) == {"module.a": "module.a", "_orig_mod.a": "_orig_mod.a"}

@@ -1,0 +1,54 @@
+"""`zckpt fingerprint`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import ByteSize, names_option, read_names, source_options
+
+
+@click.command("fingerprint")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--write", is_flag=True, help="Also store it beside the checkpoint, with the digest of each slot.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with the digest of each slot.")
+@click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@names_option
+@source_options
+def fingerprint_command(
+    source: Path,
+    write: bool,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    memory: int,
+    quiet: bool,
+    roots: tuple[Path, ...],
+    tag: str | None,
+    names_file: Path | None,
+) -> None:
+    """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
+
+    Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
+    as it was.
+    """
+    import json
+
+    from zckpt.cli.progress import reporter
+    from zckpt.durable import check_target
+    from zckpt.formats import open_checkpoint
+    from zckpt.operations.digests import digests_path, document, write_digests
+    from zckpt.operations.fingerprint import fingerprint
+
+    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
+    target = output or (digests_path(checkpoint) if write else None)
+    if target is not None:
+        check_target(target, overwrite=overwrite)
+    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet))
+    if target is not None:
+        write_digests(found, target, overwrite=overwrite)
+    click.echo(json.dumps(document(found), indent=1, ensure_ascii=False) if as_json else found.text)

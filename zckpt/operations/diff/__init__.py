@@ -1,0 +1,145 @@
+"""Compare the logical state of two checkpoints, whatever wrote them: by parameter name and slot, never by file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zckpt.compare import Difference, differences
+from zckpt.errors import UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.figures import Tolerance
+from zckpt.formats import open_checkpoint
+from zckpt.operations.diff.match import Filter, match
+from zckpt.operations.diff.settings import Setting, compare_settings
+from zckpt.operations.diff.values import Match
+from zckpt.state import Checkpoint
+
+__all__ = ["Changed", "Compared", "Setting", "diff"]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A slot that differs; without a difference in numbers where the shapes do."""
+
+    match: Match
+    difference: Difference | None
+
+
+@dataclass(slots=True)
+class Compared:
+    """What `diff` found.
+
+    Parameters
+    ----------
+    a, b : Checkpoint
+    changed : list of Changed
+        Those that changed most come first.
+    equal_slots : list of Match
+    only_in_a, only_in_b : list of (name, slot or None)
+        None: the whole parameter.
+    settings : list of Setting
+    warnings : list of str
+        What could not be compared.
+    num_parameters, num_elements, nbytes : int
+        What was compared, of one side.
+    """
+
+    a: Checkpoint
+    b: Checkpoint
+    changed: list[Changed] = field(default_factory=list)
+    equal_slots: list[Match] = field(default_factory=list)
+    only_in_a: list[tuple[str, str | None]] = field(default_factory=list)
+    only_in_b: list[tuple[str, str | None]] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    num_parameters: int = 0
+    num_elements: int = 0
+    nbytes: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.changed or self.only_in_a or self.only_in_b or self.settings)
+
+
+def diff(
+    a: str | os.PathLike[str] | Checkpoint,
+    b: str | os.PathLike[str] | Checkpoint,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    slots: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    rename: Sequence[tuple[str, str]] = (),
+    ignore_metadata: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+) -> Compared:
+    """Compare two checkpoints of any formats, stages and world sizes.
+
+    Bytes are compared first, and what differs is read again for its figures, in parallel and in bounded memory.
+
+    Parameters
+    ----------
+    a, b : path-like or Checkpoint
+    rtol, atol : float
+        Elements with |a - b| <= atol + rtol * |b| are equal; then element types may differ. By default bits count.
+    slots : sequence of str
+        Compare these only: `weight`, `master`, `exp_avg`, ...
+    parameters : sequence of str
+        Compare parameters whose names match one of these shell patterns only.
+    rename : sequence of (str, str)
+        Regular expressions and what they become in the names of `a`. What wrappers put before names is left out anyway.
+    ignore_metadata : bool
+        Compare tensors only, not hyperparameters, steps, and what was carried along.
+    memory : int, bytes
+        Upper bound of what buffers take together.
+    reporter : Reporter, optional
+        Told of progress.
+
+    Raises
+    ------
+    UsageError
+        A tolerance is negative, nothing is chosen, or a rename cannot be used.
+    SourceError
+        A checkpoint cannot be read.
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not value >= 0:
+            raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
+    ours, theirs = (one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (a, b))
+    matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters), tuple(rename)))
+    found = Compared(ours, theirs, only_in_a=matches.only_in_a, only_in_b=matches.only_in_b, warnings=matches.warnings)
+    if not (matches.slots or found.only_in_a or found.only_in_b or matches.singles) and (slots or parameters):
+        raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
+    _compare_slots(found, matches.slots, Tolerance(rtol, atol), memory, reporter)
+    found.num_parameters = len(matches.names)
+    if not ignore_metadata:
+        found.settings = compare_settings(ours, theirs, matches, memory=memory)
+    return found
+
+
+def _compare_slots(
+    found: Compared, slots: Sequence[Match], tolerance: Tolerance, memory: int, reporter: Reporter | None
+) -> None:
+    alike = [one for one in slots if one.a.shape == one.b.shape]
+    different = {
+        one.index: one
+        for one in differences([one.pair for one in alike], tolerance=tolerance, memory=memory, reporter=reporter)
+    }
+    changed = [Changed(alike[index], one) for index, one in different.items()]
+    changed += [Changed(one, None) for one in slots if one.a.shape != one.b.shape]
+    found.changed = sorted(changed, key=_how_much)
+    found.equal_slots = [one for index, one in enumerate(alike) if index not in different]
+    found.num_elements = sum(one.a.numel for one in slots)
+    found.nbytes = sum(one.a.nbytes for one in slots)
+
+
+def _how_much(one: Changed) -> tuple[float, float]:
+    """Return what sorts slots that changed most first."""
+    if one.difference is None:
+        return (float("-inf"), 0.0)
+    figures = one.difference.figures
+    return (-(figures.rel_l2 or 0.0), -figures.num_different / max(figures.numel, 1))

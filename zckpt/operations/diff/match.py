@@ -1,0 +1,187 @@
+"""Which parameter and slot of one checkpoint is which of the other: by name, without what wrappers add to names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from zckpt.canonical import canonical_names
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.optimizer_values import parameter_values
+from zckpt.operations.diff.values import Match, Only, match_values
+from zckpt.read import read_extent
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.storage import Sources
+from zckpt.torchfile import Tensor, plain
+
+State = dict[str, object]
+"""What an optimizer has of a parameter, by key: slots and single values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """What is compared; empty means everything.
+
+    Parameters
+    ----------
+    slots : tuple of str
+    parameters : tuple of str
+        Shell patterns of names.
+    rename : tuple of (str, str)
+        Regular expressions and what they become, applied to the names of A.
+    """
+
+    slots: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+
+    def takes(self, name: str) -> bool:
+        """Tell whether a parameter is compared."""
+        return not self.parameters or any(fnmatchcase(name, pattern) for pattern in self.parameters)
+
+    def takes_slot(self, slot: str) -> bool:
+        """Tell whether a slot is compared."""
+        return not self.slots or slot in self.slots
+
+
+@dataclass(slots=True)
+class Matches:
+    """All that is to be compared of two checkpoints.
+
+    Parameters
+    ----------
+    ours, theirs : dict of str to Parameter
+        All parameters and buffers of A and B by canonical name.
+    names : list of str
+        Those that both have and that are chosen.
+    slots : list of Match
+    singles : list of (name, key, a, b)
+        Single values of parameters that differ; None where there is none.
+    only_in_a, only_in_b : list of (name, slot or None)
+        None: the whole parameter.
+    warnings : list of str
+    """
+
+    ours: dict[str, Parameter]
+    theirs: dict[str, Parameter]
+    names: list[str] = field(default_factory=list)
+    slots: list[Match] = field(default_factory=list)
+    singles: list[tuple[str, str, object, object]] = field(default_factory=list)
+    only_in_a: list[tuple[str, str | None]] = field(default_factory=list)
+    only_in_b: list[tuple[str, str | None]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
+    """Match the parameters, buffers and slots of two checkpoints.
+
+    Raises
+    ------
+    UsageError
+        A rename is no regular expression, or makes two parameters one.
+    """
+    ours, theirs = named(a, chosen.rename), named(b)
+    found = Matches(ours, theirs)
+    for name in ours:
+        if not chosen.takes(name):
+            continue
+        if name not in theirs:
+            found.only_in_a.append((name, None))
+            continue
+        found.names.append(name)
+        _match_parameter(found, name, (a, ours[name]), (b, theirs[name]), chosen)
+    found.only_in_b += [(name, None) for name in theirs if name not in ours and chosen.takes(name)]
+    return found
+
+
+Side = tuple[Checkpoint, Parameter]
+
+
+def named(checkpoint: Checkpoint, rename: Sequence[tuple[str, str]] = ()) -> dict[str, Parameter]:
+    """Return all parameters and buffers by canonical name; those without a name by `#` and their number."""
+    every = {parameter.name: parameter for parameter in checkpoint.tensors()}
+    names = {name: _renamed(short, rename) for name, short in canonical_names(every).items()}
+    found: dict[str, Parameter] = {}
+    for name, parameter in every.items():
+        if names[name] in found:
+            raise UsageError(
+                f"--rename makes {found[names[name]].name} and {name} one", found=names[name], advice="narrow it"
+            )
+        found[names[name]] = parameter
+    found.update({f"#{number}": parameter for number, parameter in checkpoint.unnamed.items()})
+    return found
+
+
+def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
+    for old, new in rename:
+        try:
+            name = re.sub(old, new, name)
+        except re.error as error:
+            raise UsageError("--rename is no regular expression", expected="OLD=NEW", found=f"{old}: {error}") from None
+    return name
+
+
+def _match_parameter(found: Matches, name: str, a: Side, b: Side, chosen: Filter) -> None:
+    ours, theirs = (_owner(*side) for side in (a, b))
+    alias = a[1].tied_to is not None or b[1].tied_to is not None
+    if a[1].tied_to is not None and b[1].tied_to is not None:
+        return  # its owner has all there is, and is compared
+    values = match_values(name, ours, theirs)
+    if alias:
+        values = [one for one in values if isinstance(one, Match)]
+    else:
+        values += _match_state(found, name, (a[0], ours), (b[0], theirs))
+    for one in values:
+        if isinstance(one, Match):
+            if chosen.takes_slot(one.slot):
+                found.slots.append(one)
+        elif chosen.takes_slot(one[1]):
+            (found.only_in_a if one[0] == "a" else found.only_in_b).append((name, one[1]))
+
+
+def _owner(checkpoint: Checkpoint, parameter: Parameter) -> Parameter:
+    return parameter if parameter.tied_to is None else checkpoint.parameters[parameter.tied_to]
+
+
+def _match_state(found: Matches, name: str, a: Side, b: Side) -> list[Match | Only]:
+    """Match what the optimizers have; single values are compared at once."""
+    ours, theirs = (_state(found, *side) for side in (a, b))
+    values: list[Match | Only] = []
+    for key in dict.fromkeys([*ours, *theirs]):
+        mine, its = ours.get(key), theirs.get(key)
+        if isinstance(mine, Slot) and isinstance(its, Slot) and (mine.shape or its.shape or mine.dtype == its.dtype):
+            values.append(Match(name, key, mine, its))
+        elif key not in theirs or key not in ours:
+            one = mine if key in ours else its
+            if isinstance(one, Slot) and one.shape:
+                values.append(("a" if key in ours else "b", key))
+            else:
+                found.singles.append((name, key, single(mine), single(its)))
+        elif single(mine) != single(its):
+            found.singles.append((name, key, single(mine), single(its)))
+    return values
+
+
+def _state(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> State:
+    try:
+        return parameter_values(checkpoint, parameter)
+    except UnsupportedError as error:
+        warning = f"{checkpoint.source}: {error.message}; it is not compared"
+        if warning not in found.warnings:
+            found.warnings.append(warning)
+        group = checkpoint.param_groups[parameter.group or 0].state
+        own = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+        return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
+
+
+def single(value: object) -> object:
+    """Return a single value as JSON-able data, however it is stored: a tensor of no dimension, a number, a node."""
+    if isinstance(value, Slot):
+        if value.shape:
+            return f"tensor of {value.dtype} {list(value.shape)}"
+        with Sources() as sources:
+            number: object = read_extent(value, Extent.whole(()), sources)[0].item()
+            return number
+    return plain(value.value if isinstance(value, Scalar) else value)

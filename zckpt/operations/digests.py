@@ -1,0 +1,133 @@
+"""A fingerprint and the digests it is made of, as they are stored and compared; see `fingerprint`. Reads no tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from zckpt.durable import written_files
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.state import Checkpoint
+
+VERSION = "zckpt1"
+"""What a fingerprint begins with; another rule would have another."""
+
+LEAF_NUMEL = 1 << 18
+"""Elements of a leaf: of 32 bits, a mebibyte, which a cache holds."""
+
+FILE_NAME = "fingerprint.json"
+
+MAXIMUM_NBYTES = 1 << 30
+"""A larger file of digests is none."""
+
+Entries = dict[str, dict[str, str]]
+"""For each name its entries: digests with type and shape, and single values as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A fingerprint and what it is of.
+
+    Parameters
+    ----------
+    text : str
+        `zckpt1:` and 32 hexadecimal digits.
+    entries : dict
+        For each name its entries; two checkpoints with one fingerprint have the same.
+    """
+
+    text: str
+    entries: Entries
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An entry that two fingerprints have differently; None where one has none. Entry None: the whole name."""
+
+    name: str
+    entry: str | None
+    expected: str | None
+    found: str | None
+
+
+def root(entries: Entries) -> str:
+    """Return the text of the fingerprint of entries."""
+    lines = sorted(json.dumps([name, entry, text]) for name, found in entries.items() for entry, text in found.items())
+    return f"{VERSION}:{xxhash.xxh3_128_hexdigest(chr(10).join(lines).encode())}"
+
+
+def document(found: Fingerprint) -> dict[str, object]:
+    """Return a fingerprint as JSON-able data, which is also what a file of digests holds."""
+    return {"fingerprint": found.text, "leaf_numel": LEAF_NUMEL, "entries": found.entries}
+
+
+def digests_path(checkpoint: Checkpoint) -> Path:
+    """Return where the digests of a checkpoint are stored: in its directory, or beside its file."""
+    source = Path(checkpoint.source)
+    return source / FILE_NAME if source.is_dir() else source.with_name(f"{source.name}.{FILE_NAME}")
+
+
+def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) -> None:
+    """Write a file of digests, whole or not at all.
+
+    Raises
+    ------
+    TargetError
+        The file exists, or cannot be written.
+    """
+    with written_files([target], overwrite=overwrite) as (partial,):
+        partial.write_text(json.dumps(document(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
+    """Return the fingerprint that a file holds.
+
+    Raises
+    ------
+    SourceError
+        The file cannot be read, or holds none.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAXIMUM_NBYTES:
+            raise DamagedFileError("too large", path=file, expected="digests that zckpt wrote")
+        stored = json.loads(file.read_bytes())
+    except OSError as error:
+        raise SourceError("cannot be read", path=file, found=error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
+    text = stored.get("fingerprint") if isinstance(stored, dict) else None
+    entries = stored.get("entries") if isinstance(stored, dict) else None
+    if not isinstance(text, str) or not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
+        raise DamagedFileError("holds no digests", path=file, expected="what `zckpt fingerprint --write` writes")
+    if not text.startswith(f"{VERSION}:"):
+        raise UnsupportedError(
+            "of another version", path=file, expected=VERSION, found=text[:20], advice="use a newer zckpt"
+        )
+    if text != root(entries):
+        raise DamagedFileError("not as it was written", path=file, expected=text, found=root(entries))
+    return Fingerprint(text, entries)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+
+
+def changes(expected: Fingerprint, found: Fingerprint) -> list[Change]:
+    """Return what differs between two fingerprints, by name and entry."""
+    if expected.text == found.text:
+        return []
+    different = []
+    for name in dict.fromkeys([*expected.entries, *found.entries]):
+        ours, theirs = expected.entries.get(name), found.entries.get(name)
+        if ours is None or theirs is None:
+            different.append(Change(name, None, None if ours is None else "there", None if theirs is None else "there"))
+            continue
+        for entry in dict.fromkeys([*ours, *theirs]):
+            if ours.get(entry) != theirs.get(entry):
+                different.append(Change(name, entry, ours.get(entry), theirs.get(entry)))
+    return different

@@ -1,0 +1,120 @@
+"""How each slot moved from one checkpoint of a run to the next."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zckpt.blocks import Row
+from zckpt.canonical import canonical_names
+from zckpt.compare import measure
+from zckpt.errors import UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.figures import Figures, Tolerance
+from zckpt.formats import open_checkpoint
+from zckpt.operations.diff.match import Filter
+from zckpt.state import Checkpoint, Slot
+
+Key = tuple[str, str]
+"""Name of a parameter and of a slot."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
+
+    Parameters
+    ----------
+    norm : list of float or None
+        L2 norm of the finite elements in each checkpoint.
+    change : list of float or None
+        L2 norm of the change since the checkpoint before, relative to the norm there; the first is None.
+    """
+
+    name: str
+    slot: str
+    norm: list[float | None] = field(default_factory=list)
+    change: list[float | None] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Series:
+    """Several checkpoints of one run, and how their slots moved, in the order of the first."""
+
+    checkpoints: list[Checkpoint]
+    moved: list[Moved]
+
+
+def series(
+    sources: Sequence[str | os.PathLike[str] | Checkpoint],
+    *,
+    slots: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+) -> Series:
+    """Measure how each slot moved over several checkpoints of one run, in the order given.
+
+    Parameters
+    ----------
+    sources : sequence of path-like or Checkpoint
+        At least two.
+    slots, parameters : sequence of str
+        As for `diff`.
+    memory : int, bytes
+    reporter : Reporter, optional
+        Told of progress, in bytes of the checkpoints that are compared with the one before.
+
+    Raises
+    ------
+    UsageError
+        Fewer than two checkpoints, or nothing to compare.
+    SourceError
+        A checkpoint cannot be read.
+    """
+    if len(sources) < 2:
+        raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
+    checkpoints = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in sources]
+    chosen = Filter(tuple(slots), tuple(parameters))
+    held = [_slots(one, chosen) for one in checkpoints]
+    keys = list(dict.fromkeys(key for one in held for key in one))
+    if not keys:
+        raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
+    found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
+    told = reporter or SilentReporter()
+    told.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
+    for index in range(1, len(held)):
+        for key, figures in _measured(held[index - 1], held[index], memory).items():
+            found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
+            found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
+        told.advance(sum(slot.nbytes for slot in held[index].values()))
+    told.end()
+    return Series(checkpoints, list(found.values()))
+
+
+def _slots(checkpoint: Checkpoint, chosen: Filter) -> dict[Key, Slot]:
+    names = canonical_names(parameter.name for parameter in checkpoint.tensors())
+    every = [(names[parameter.name], parameter) for parameter in checkpoint.tensors()]
+    every += [(f"#{number}", parameter) for number, parameter in checkpoint.unnamed.items()]
+    return {
+        (name, key): slot
+        for name, parameter in every
+        if chosen.takes(name)
+        for key, slot in parameter.slots.items()
+        if chosen.takes_slot(key)
+    }
+
+
+def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int) -> dict[Key, Figures]:
+    """Return the figures of slots that both have."""
+    keys = [key for key in after if key in before and before[key].shape == after[key].shape]
+    rows = [
+        Row(
+            f"{slot}/{name}",
+            (before[name, slot], after[name, slot]),
+            (before[name, slot].dtype, after[name, slot].dtype),
+        )
+        for name, slot in keys
+    ]
+    return dict(zip(keys, measure(rows, Tolerance(), memory=memory), strict=True))

@@ -1,0 +1,187 @@
+"""What `zckpt diff` found, as a JSON document and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from zckpt.report.text import count, fitted, shortened, size, table
+
+if TYPE_CHECKING:
+    from zckpt.figures import Figures
+    from zckpt.operations.diff import Changed, Compared
+    from zckpt.state import Checkpoint
+
+SHOWN_ROWS = 40
+"""Rows of a table of the text; `--json` has all."""
+
+NAME_WIDTH = 20
+"""A name is not made shorter than this, however narrow the terminal is."""
+
+Paint = Callable[[str, str], str]
+"""Return a text in the colour of what it means: `good`, `error`."""
+
+Rows = list[dict[str, Any]]
+
+
+def about(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a document says of one checkpoint."""
+    keys = ("source", "format", "step", "world_size", "zero_stage")
+    return {key: getattr(checkpoint, key) for key in keys}
+
+
+def number(value: float | None) -> float | str | None:
+    """Return a float as JSON can say it."""
+    return str(value) if value is not None and not math.isfinite(value) else value
+
+
+def document(done: Compared) -> dict[str, Any]:
+    """Return the JSON document."""
+    return {
+        "a": about(done.a),
+        "b": about(done.b),
+        "equal": done.equal,
+        "compared": {
+            "parameters": done.num_parameters,
+            "slots": len(done.changed) + len(done.equal_slots),
+            "elements": done.num_elements,
+            "nbytes": done.nbytes,
+        },
+        "only_in_a": [{"name": name, "slot": slot} for name, slot in done.only_in_a],
+        "only_in_b": [{"name": name, "slot": slot} for name, slot in done.only_in_b],
+        "different": [_changed(one) for one in done.changed],
+        "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in done.equal_slots],
+        "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in done.settings],
+        "warnings": list(done.warnings),
+    }
+
+
+def _changed(one: Changed) -> dict[str, Any]:
+    match = one.match
+    figures = one.difference.figures if one.difference is not None else None
+    return {
+        "name": match.name,
+        "slot": match.slot,
+        "numel": match.a.numel,
+        **_figures(figures),
+        "dtype_a": match.a.dtype,
+        "dtype_b": match.b.dtype,
+        "shape_a": list(match.a.shape),
+        "shape_b": list(match.b.shape),
+    }
+
+
+def _figures(figures: Figures | None) -> dict[str, Any]:
+    from zckpt.figures import DECADES
+
+    plain = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
+    floats = ("max_abs", "max_rel", "rel_l2", "cosine")
+    return {
+        **{key: getattr(figures, key) if figures else None for key in plain},
+        **{key: number(getattr(figures, key)) if figures else None for key in floats},
+        "histogram": {"decades": list(DECADES), "counts": list(figures.decades)} if figures else None,
+    }
+
+
+def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) -> str:
+    """Return a document as text that fits `width` columns; `paint` colours what it comes to."""
+    lines = [f"{side}  {_about(document[side])}" for side in ("a", "b")]
+    compared = document["compared"]
+    what = f"{count(compared['parameters'], 'parameter')}, {count(compared['slots'], 'slot')}, "
+    lines.append(f"compared: {what}{count(compared['elements'], 'element')}, {size(compared['nbytes'])} of each")
+    for side in ("a", "b"):
+        lines += _only(document[f"only_in_{side}"], side)
+    lines += _different(document["different"], width)
+    lines += _metadata(document["metadata"], width)
+    lines += [f"warning: {text}" for text in document["warnings"]]
+    verdict = _verdict(document)
+    lines += ["", verdict if paint is None else paint(verdict, "good" if document["equal"] else "error")]
+    return "\n".join(lines)
+
+
+def _about(one: dict[str, Any]) -> str:
+    stage = "" if one["zero_stage"] is None else f", ZeRO stage {one['zero_stage']}"
+    step = "" if one["step"] is None else f", step {one['step']}"
+    return f"{one['source']}: {one['format']}{stage}, {count(one['world_size'], 'rank')}{step}"
+
+
+def _only(entries: Rows, side: str) -> list[str]:
+    if not entries:
+        return []
+    lines = ["", f"only in {side}: {len(entries):,}"]
+    lines += [f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in entries[:SHOWN_ROWS]]
+    return lines + _more(len(entries))
+
+
+def _different(entries: Rows, width: int) -> list[str]:
+    if not entries:
+        return []
+    header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
+    rows = [_row(one) for one in entries[:SHOWN_ROWS]]
+    figures = table(header, rows, right=tuple(range(1, len(header) - 1)))
+    names = ["parameter", *(one["name"] for one in entries[:SHOWN_ROWS])]
+    room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
+    lines = [f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, figures, strict=True)]
+    return [
+        "",
+        f"different: {count(len(entries), 'slot')}",
+        *(fitted(line, width) for line in lines),
+        *_more(len(entries)),
+    ]
+
+
+def _row(one: dict[str, Any]) -> tuple[object, ...]:
+    note = ""
+    if one["shape_a"] != one["shape_b"]:
+        note = f"shape {one['shape_a']} and {one['shape_b']}"
+    elif one["dtype_a"] != one["dtype_b"]:
+        note = f"{one['dtype_a']} and {one['dtype_b']}"
+    for key, word in (("nan", "NaN"), ("inf", "Inf")):
+        if one[f"{key}_a"] or one[f"{key}_b"]:
+            note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
+    share = None if one["num_different"] is None else _share(one["num_different"], one["numel"])
+    figures = (_short(one[key]) for key in ("rel_l2", "max_abs", "max_rel"))
+    cosine = one["cosine"]
+    cosine = f"{cosine:.6f}" if isinstance(cosine, float) else cosine
+    return (one["slot"], one["num_different"], share, *figures, cosine, one["max_ulp"], note.strip())
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.2%}"
+
+
+def _short(value: object) -> object:
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+def _metadata(entries: Rows, width: int) -> list[str]:
+    if not entries:
+        return []
+    rows = [(one["key"], _value(one["a"]), _value(one["b"])) for one in entries[:SHOWN_ROWS]]
+    lines = [fitted(line, width) for line in table(("setting", "a", "b"), rows)]
+    return ["", *lines, *_more(len(entries))]
+
+
+def _value(value: object) -> object:
+    return value if value is None or isinstance(value, str) else repr(value)
+
+
+def _more(total: int) -> list[str]:
+    return [f"  and {total - SHOWN_ROWS:,} more; --json lists all"] if total > SHOWN_ROWS else []
+
+
+def _verdict(document: dict[str, Any]) -> str:
+    if document["equal"]:
+        return "equal"
+    parts = [
+        f"{len(document[key]):,} {text}"
+        for key, text in (
+            ("different", "slots"),
+            ("only_in_a", "only in a"),
+            ("only_in_b", "only in b"),
+            ("metadata", "settings"),
+        )
+        if document[key]
+    ]
+    return "different: " + ", ".join(parts)
