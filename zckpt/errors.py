@@ -20,6 +20,7 @@ as one line: file, what was expected, what was found, what to do.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 
 class ZckptError(Exception):
@@ -35,6 +36,12 @@ class ZckptError(Exception):
         What should have been there, and what was.
     advice : str, optional
         What the user can do about it.
+    code : str, optional
+        What `zckpt verify` calls it, where that is more than the class says; see `codes`.
+    ranks : sequence of int
+        Ranks concerned.
+    parameters : sequence of str
+        Parameters concerned.
     """
 
     exit_status = 1
@@ -47,6 +54,9 @@ class ZckptError(Exception):
         expected: object = None,
         found: object = None,
         advice: str | None = None,
+        code: str | None = None,
+        ranks: Sequence[int] = (),
+        parameters: Sequence[str] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -54,6 +64,9 @@ class ZckptError(Exception):
         self.expected = expected
         self.found = found
         self.advice = advice
+        self.code = code
+        self.ranks = tuple(ranks)
+        self.parameters = tuple(parameters)
 
     def __str__(self) -> str:
         text = self.message if self.path is None else f"{self.path}: {self.message}"

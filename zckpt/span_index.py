@@ -18,14 +18,14 @@ class SpanIndex:
     """
 
     def __init__(self, slot: Slot) -> None:
-        self._slot = slot
+        self.slot = slot
         self._sets = [_SpanSet(slot.shape, spans) for spans in (slot.spans, *slot.replicas)]
 
     def reaching(self, extent: Extent) -> Slot:
         """Return the slot with only those spans that may reach into an extent."""
-        low, high = bounds(extent, self._slot.shape)
+        low, high = bounds(extent, self.slot.shape)
         spans, *replicas = (one.between(low, high) for one in self._sets)
-        return replace(self._slot, spans=spans, replicas=tuple(replicas))
+        return replace(self.slot, spans=spans, replicas=tuple(replicas))
 
 
 class _SpanSet:

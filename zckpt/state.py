@@ -190,13 +190,61 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
+class PaddingRun:
+    """Contiguous bytes of a file that are padding of one slot."""
+
+    slot: str
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Padding:
-    """Elements of one rank's partition of one param group that belong to no parameter."""
+    """Elements of one rank's partition of one param group that belong to no parameter.
+
+    Parameters
+    ----------
+    rank, group : int
+    numel : int, elements
+    nbytes : int, bytes
+    zeros : tuple of PaddingRun
+        Where it is, as far as the program that writes it makes it zero and keeps it so.
+    """
 
     rank: int
     group: int
     numel: int
     nbytes: int
+    zeros: tuple[PaddingRun, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A further copy of a slot, which nothing is read from: it should be equal, bit for bit.
+
+    Parameters
+    ----------
+    kind : {"tied", "parameter", "buffer"}
+        Another name of a tied parameter; a parameter that several ranks have whole; a buffer that every rank keeps.
+    name : str
+        Of the parameter or buffer; of a tied one, the name whose copy it is.
+    of : str
+        Of the parameter that `slot` is held against.
+    slot : Slot
+        The copy.
+    original : Slot
+        What it should equal, of the same shape.
+    rank : int or None
+        Which rank's copy it is.
+    """
+
+    kind: str
+    name: str
+    of: str
+    slot: Slot
+    original: Slot
+    rank: int | None = None
 
 
 @dataclass(slots=True)
@@ -218,6 +266,8 @@ class SourceFile:
         Bytes of storages that no tensor uses.
     globals : dict of str to tuple of str
         For each pickle in the file, the globals it mentions.
+    archives : tuple of (int, int), bytes
+        Offset and length of the torch files within the file, where it is not one itself.
     """
 
     path: str
@@ -228,6 +278,7 @@ class SourceFile:
     tensor_nbytes: int = 0
     unreferenced_nbytes: int = 0
     globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    archives: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -264,6 +315,10 @@ class Checkpoint:
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
     files : list of SourceFile
+    duplicates : list of Duplicate
+        Copies that the files hold beside what is read.
+    leftovers : dict of str to str
+        Files among the checkpoint's that are not part of it, by path, and what is said of them in `warnings`.
     warnings : list of str
     """
 
@@ -285,6 +340,8 @@ class Checkpoint:
     origin: object = None
     padding: list[Padding] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
+    duplicates: list[Duplicate] = field(default_factory=list)
+    leftovers: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def owner(self, name: str) -> Parameter:

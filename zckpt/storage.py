@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
 
 OPEN_SOURCES = 32
@@ -108,4 +109,5 @@ def _too_short(path: str, expected: int, found: int) -> DamagedFileError:
         expected=f"at least {expected} bytes",
         found=found,
         advice="copy it again from where it came from",
+        code=TRUNCATED,
     )

@@ -7,6 +7,7 @@ either way a master no longer rounds to the weight that the model file has.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -33,18 +34,40 @@ def check_weights(checkpoint: Checkpoint) -> int:
         A master does not round to its weight.
     """
     compared = 0
+    for sample in samples(checkpoint):
+        compared += sample.numel
+        if sample.error is not None:
+            raise sample.error
+    return compared
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Elements of one span of a master that were compared, and what is wrong with the first that differs."""
+
+    parameter: str
+    path: str
+    numel: int
+    num_different: int
+    error: WeightMismatchError | None
+
+
+def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
+    """Compare a sample of every master with the weight beside it, and go on where one differs."""
     sampled: set[str] = set()
     with Sources() as sources:
         for parameter in checkpoint.parameters.values():
-            if not _comparable(parameter):
+            if not comparable(parameter):
                 continue
             master, weight = parameter.slots[MASTER], parameter.slots[WEIGHT]
             for span in _chosen(master.spans, sampled):
                 sampled.add(span.path)
+                numel, different, error = 0, 0, None
                 for extent in _ends(span.extent):
-                    compared += extent.numel
-                    _compare(parameter.name, master, weight, span, extent, sources)
-    return compared
+                    numel += extent.numel
+                    wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
+                    different, error = different + wrong, error or at
+                yield Sample(parameter.name, span.path, numel, different, error)
 
 
 def rounds_to(master: Slot, weight: Slot) -> bool:
@@ -53,12 +76,13 @@ def rounds_to(master: Slot, weight: Slot) -> bool:
         for span in _chosen(master.spans, set()):
             for extent in _ends(span.extent):
                 found = cast(read_extent(master, extent, sources), weight.dtype)
-                if _differs(found, read_extent(weight, extent, sources)) is not None:
+                if len(_differing(found, read_extent(weight, extent, sources))):
                     return False
     return True
 
 
-def _comparable(parameter: Parameter) -> bool:
+def comparable(parameter: Parameter) -> bool:
+    """Tell whether a parameter's weight is its master, rounded, and not a mean or of a wider type."""
     master, weight = parameter.slots.get(MASTER), parameter.slots.get(WEIGHT)
     return (
         master is not None
@@ -87,24 +111,28 @@ def _ends(extent: Extent) -> Iterator[Extent]:
         yield Extent(extent.offsets, extent.sizes, extent.start + extent.numel - rest, rest)
 
 
-def _compare(name: str, master: Slot, weight: Slot, span: Span, extent: Extent, sources: Sources) -> None:
+def _compare(
+    name: str, master: Slot, weight: Slot, span: Span, extent: Extent, sources: Sources
+) -> tuple[int, WeightMismatchError | None]:
     own = Slot(master.name, master.dtype, master.shape, (span,))
     found = cast(read_extent(own, extent, sources), weight.dtype)
     stored = read_extent(weight, extent, sources)
-    index = _differs(found, stored)
-    if index is not None:
-        raise WeightMismatchError(
-            f"master of {name} does not round to its weight at element {extent.start + index}",
-            path=span.path,
-            expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
-            found=repr(float(found[index])),
-            advice="the file may be from another step or run; --no-weight-check takes the masters as they are",
-        )
+    wrong = _differing(found, stored)
+    if not len(wrong):
+        return 0, None
+    index = int(wrong[0])
+    return len(wrong), WeightMismatchError(
+        f"master of {name} does not round to its weight at element {extent.start + index}",
+        path=span.path,
+        expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
+        found=repr(float(found[index])),
+        advice="the file may be from another step or run; --no-weight-check takes the masters as they are",
+        parameters=[name],
+    )
 
 
-def _differs(a: Array, b: Array) -> int | None:
-    """Return the first index at which two arrays have different bits, any two NaNs being alike."""
+def _differing(a: Array, b: Array) -> Array:
+    """Return the indices at which two arrays have different bits, any two NaNs being alike."""
     bits = f"u{a.dtype.itemsize}"
     unequal = (a.view(bits) != b.view(bits)) & ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
-    where = np.flatnonzero(unequal)
-    return int(where[0]) if len(where) else None
+    return np.flatnonzero(unequal)

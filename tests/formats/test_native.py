@@ -123,7 +123,17 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
         assert as_torch_file(mine, directory / "mine.pt") == as_torch_file(its, directory / "its.pt")
     compared = {"parameters", "buffers", "unnamed", "param_groups", "step", "loss_scale", "zero_stage", "topology",
                 "world_size", "details", "metadata", "optimizer_metadata"}  # fmt: skip
-    of_the_files = {"source", "format", "format_version", "origin", "padding", "files", "warnings"}
+    of_the_files = {
+        "source",
+        "format",
+        "format_version",
+        "origin",
+        "padding",
+        "files",
+        "duplicates",
+        "leftovers",
+        "warnings",
+    }
     assert {field.name for field in fields(Checkpoint)} == compared | of_the_files
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.formats.jsonable import jsonable
 from zckpt.formats.tensors import carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.torchfile import TorchFile
 
 KEY = "zckpt"
@@ -101,6 +101,9 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> N
         parameter, other = _parameter(checkpoint, alias, path), _parameter(checkpoint, owner, path)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
             raise DamagedFileError(f"{alias} cannot be {owner} under another name", path=path)
+        copy, own = parameter.slots.get(WEIGHT), other.slots.get(WEIGHT)
+        if copy is not None and own is not None and copy.spans != own.spans:
+            checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
         parameter.tied_to, parameter.slots = other.name, {}
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zckpt.codes import TRUNCATED
 from zckpt.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.plan import Hole, Literal, TargetFile
@@ -208,7 +209,10 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         length = int.from_bytes(read_at(descriptor, 0, 8, path=str(path)), "little")
         most = min(size - 8, MAXIMUM_HEADER_NBYTES)
         if length > most:
-            raise DamagedFileError("unreadable header", path=path, expected=f"at most {most} bytes", found=length)
+            code = TRUNCATED if most < length <= MAXIMUM_HEADER_NBYTES else None
+            raise DamagedFileError(
+                "unreadable header", path=path, expected=f"at most {most} bytes", found=length, code=code
+            )
         text = read_at(descriptor, 8, length, path=str(path))
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -225,7 +229,11 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         raise DamagedFileError("unreadable header", path=path, found=f"{type(error).__name__}: {error}") from error
     if 8 + length + at != size:
         raise DamagedFileError(
-            "the tensors do not fill the file", path=path, expected=f"{8 + length + at} bytes", found=size
+            "the tensors do not fill the file",
+            path=path,
+            expected=f"{8 + length + at} bytes",
+            found=size,
+            code=TRUNCATED if size < 8 + length + at else None,
         )
     return {name: slots[name] for name in header}, metadata, size
 

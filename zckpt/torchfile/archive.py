@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from struct import Struct
 
+from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.torchfile.source import ByteSource
 
@@ -152,7 +153,7 @@ def find_directory(source: ByteSource) -> tuple[int, int, int]:
                 break
         at = tail.rfind(b"PK\5\6", 0, at)
     else:
-        raise damaged(source, "is a zip archive cut off before its end", found=f"{source.nbytes} bytes")
+        raise damaged(source, "is a zip archive cut off before its end", found=f"{source.nbytes} bytes", code=TRUNCATED)
     if disk != first or here != count:
         raise UnsupportedError("is one part of a split archive", path=source.path)
     end = tail_start + at

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 
+from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError
 from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noqa: F401  # they register their opcodes
 from zckpt.torchfile.archive import Record, read_archive
@@ -121,7 +122,7 @@ def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownForm
     """Return the error for a file that is neither kind, naming what it seems to be."""
     expected = "a file that torch.save wrote"
     if not head:
-        return DamagedFileError("is empty", path=source.path, expected=expected)
+        return DamagedFileError("is empty", path=source.path, expected=expected, code=TRUNCATED)
     if not head.strip(b"\0"):
         return DamagedFileError("begins with zeros", path=source.path, expected=expected)
     if head[257:262] == b"ustar" or head[:9].rstrip(b"\0") in (

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.boxes import row_major
+from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
+from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage import opened
@@ -80,6 +82,8 @@ class ItemFile:
     globals : set of str
         That the pickles in it mention.
     is_safetensors : bool
+    archives : list of (int, int)
+        Offset and length of the items that are torch files.
     """
 
     path: str
@@ -88,6 +92,7 @@ class ItemFile:
     unreferenced_nbytes: int = 0
     globals: set[str] = field(default_factory=set)
     is_safetensors: bool = False
+    archives: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,29 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
     return Items(tensors, objects, files)
 
 
+def faults(directory: Path, metadata: Metadata) -> Iterator[SourceError]:
+    """Yield the first thing that is wrong with each file, where `read_items` stops at the first file.
+
+    Raises
+    ------
+    SourceError
+        `.metadata` contradicts itself.
+    """
+    for name, (chunks, here) in _by_file(metadata).items():
+        try:
+            with _open(directory, name, metadata) as (descriptor, file):
+                for key, place in here.items():
+                    _torch_file(descriptor, file, key, place)
+                if _has_blob(descriptor, file, chunks):
+                    read_blob(descriptor, next(iter(chunks.values()))[0].offset, file.nbytes, file.path)
+                else:
+                    list(_torch_chunks(descriptor, file, chunks, Alike()))
+        except SourceError as error:
+            rank = rank_of(name)
+            error.ranks = () if rank is None else (rank,)
+            yield error
+
+
 Wanted = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
 """Chunks by key and first index, with what `.metadata` says of them."""
 
@@ -162,6 +190,8 @@ def _by_file(metadata: Metadata) -> dict[str, tuple[Wanted, dict[str, Place]]]:
                 expected=f"{math.prod(entry.shape)} elements",
                 found=covered,
                 advice="a rank's part was not saved",
+                code=COVERAGE,
+                parameters=[key],
             )
     for key, place in metadata.objects.items():
         files.setdefault(place.file, ({}, {}))[1][key] = place
@@ -177,6 +207,7 @@ def _open(directory: Path, name: str, metadata: Metadata) -> Iterator[tuple[int,
             path=directory,
             expected=f"every file that {Path(metadata.path).name} names",
             advice="copy it from where the rank that wrote it has left it",
+            code=MISSING_FILE,
         )
     with opened(str(path)) as descriptor:
         yield descriptor, ItemFile(str(path), os.fstat(descriptor).st_size)
@@ -190,6 +221,7 @@ def _range(descriptor: int, file: ItemFile, key: str, place: Place) -> FileRange
             expected=f"at least {place.offset + place.nbytes} bytes",
             found=file.nbytes,
             advice="copy it again from where it came from",
+            code=TRUNCATED,
         )
     return FileRange(descriptor, file.path, place.offset, place.nbytes)
 
@@ -204,6 +236,7 @@ def _torch_file(descriptor: int, file: ItemFile, key: str, place: Place) -> Torc
         raise
     for names in found.globals.values():
         file.globals.update(names)
+    file.archives.append((place.offset, place.nbytes))
     return found
 
 
@@ -225,6 +258,7 @@ def _node(descriptor: int, file: ItemFile, key: str, place: Place, alike: Alike)
     source = _range(descriptor, file, key, place)
     known = alike.known(source)
     if known is not None:
+        file.archives.append((place.offset, place.nbytes))
         file.globals.update(known[1])
         return known[0]
     found = _torch_file(descriptor, file, key, place)

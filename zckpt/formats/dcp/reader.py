@@ -143,12 +143,14 @@ def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: S
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned)
+                       file.unreferenced_nbytes, mentioned, tuple(file.archives))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)
     if stray:
-        checkpoint.warnings.append(f"not part of the checkpoint, which does not name them: {_shown(stray)}")
+        said = f"not part of the checkpoint, which does not name them: {_shown(stray)}"
+        checkpoint.warnings.append(said)
+        checkpoint.leftovers |= {str(folder / name): said for name in stray}
 
 
 def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from zckpt.formats.deepspeed.directory import TagDirectory, find, latest_name
 from zckpt.formats.deepspeed.reader import read
+from zckpt.formats.deepspeed.shards import BOOKKEEPING
+from zckpt.formats.deepspeed.survey import survey
 
-__all__ = ["TagDirectory", "find", "latest_name", "read"]
+__all__ = ["BOOKKEEPING", "TagDirectory", "find", "latest_name", "read", "survey"]

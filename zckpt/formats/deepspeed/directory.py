@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard, classify
 
@@ -74,6 +75,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                     expected="one file for each rank",
                     found=known.path,
                     advice="remove the one that does not belong to this run",
+                    code=TWICE,
+                    ranks=[] if shard.dp_rank is None else [shard.dp_rank],
                 )
     return TagDirectory(directory, directory.name, tuple(sorted(shards.values(), key=lambda s: s.order)))
 
@@ -117,6 +120,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             expected="the name of a directory beside it",
             found=repr(name[:80]),
             advice=f"give --tag: {_listed(source)}",
+            code=LATEST,
         )
     tags = _tags(source)
     if len(tags) > 1:
@@ -160,4 +164,6 @@ def _root_directory(root: Path, directory: Path, source: Path) -> Path:
         return candidate
     if _shards(root):
         return root
-    raise ShardError("holds no file of the checkpoint", path=root, expected=f"files of {directory.name}")
+    raise ShardError(
+        "holds no file of the checkpoint", path=root, expected=f"files of {directory.name}", code=MISSING_FILE
+    )

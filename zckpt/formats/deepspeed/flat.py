@@ -9,17 +9,24 @@ reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
 from zckpt.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
-from zckpt.state import MASTER, Extent, Padding, Slot, Span
+from zckpt.state import MASTER, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.torchfile import Tensor
 
 Slots = dict[str, dict[str, Slot]]
 """Slots by parameter name, then by slot name."""
+
+ZERO_WITHOUT_GRADIENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+)
+"""State that begins at zero and stays there under zero gradients, which padding has; Adagrad's `sum` may begin at
+another value, and Adamax's `exp_inf` grows by eps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +127,11 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
     spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
     present = {key for m in members for key in m.tensors[group.index]} & keys
     paddings = []
+    dealt = [list(flat_fragments(group.numels, starts, partition, position)) for position in range(len(members))]
     for position, member in enumerate(members):
-        fragments = list(flat_fragments(group.numels, starts, partition, position))
+        fragments = dealt[position]
+        _check_mappings(group, member, names, dealt, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
-        _check_mappings(group, member, names, fragments)
         for key in (MASTER, *sorted(present)):
             tensor = _tensor(member, group.index, key, needed=bool(fragments))
             for fragment in fragments:
@@ -131,7 +139,9 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
                 name, shape = names[fragment.index], shapes[fragment.index]
                 spans[name, key].append(_span(tensor, shape, fragment, member.path))
         numel = flat_padding(starts[-1], partition, position)
-        paddings.append(Padding(member.rank, group.index, numel, _padding_nbytes(member, group.index, numel, keys)))
+        nbytes = _padding_nbytes(member, group.index, numel, keys)
+        zeros = tuple(_zeros(member, group.index, partition, fragments))
+        paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
     for name, shape in group.shapes.items():
         for key in (MASTER, *sorted(present)):
             slots[name][key] = Slot(key, _dtype(members, group.index, key), shape, tuple(spans[name, key]))
@@ -150,6 +160,9 @@ def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total:
         if all(need <= have <= partition for need, have in zip(needed, found, strict=True)):
             return partition
     first = flat_partition_numel(total, world)
+    starts = flat_starts(group.numels, group.pads)
+    dealt = [list(flat_fragments(group.numels, starts, first, position)) for position in range(world)]
+    _check_ranks(group, members, range(world), list(group.shapes), dealt)
     wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
     raise LayoutError(
         f"group {group.index}: partitions do not fit the parameters",
@@ -157,6 +170,7 @@ def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total:
         expected=f"{first} elements on each of {world} ranks for {total} in all, padding aside",
         found=f"{found[:16]} on ranks {[m.rank for m in members][:16]}",
         advice="a file belongs to another run or world size",
+        ranks=wrong,
     )
 
 
@@ -175,15 +189,22 @@ def _check_paddings(
             expected=f"{spread} elements",
             found=found,
             advice="the file belongs to another run or world size",
+            ranks=[member.rank],
         )
 
 
-def _check_mappings(group: FlatGroup, member: OptimizerShard, names: list[str], fragments: list[Fragment]) -> None:
+def _check_mappings(
+    group: FlatGroup, member: OptimizerShard, names: list[str], dealt: Sequence[list[Fragment]], position: int
+) -> None:
+    """Hold what a rank's file records of its fragments against those that it is dealt."""
     if member.mappings is None or not group.mappings_hold:
         return
     recorded = member.mappings[group.index] if group.index < len(member.mappings) else {}
     recorded = {name: address for name, address in recorded.items() if address[1]}
-    computed = {names[f.index]: (f.position, f.numel) for f in fragments}
+    computed = _addresses(names, dealt[position])
+    if recorded == computed:
+        return
+    _check_ranks(group, [member], [position], names, dealt)
     for name in [*computed, *recorded]:
         if computed.get(name) != recorded.get(name):
             raise LayoutError(
@@ -192,7 +213,39 @@ def _check_mappings(group: FlatGroup, member: OptimizerShard, names: list[str], 
                 expected=f"(start, numel) {computed.get(name)}",
                 found=recorded.get(name),
                 advice="the file belongs to another run, or its layout is one that zckpt does not know",
+                ranks=[member.rank],
+                parameters=[name],
             )
+
+
+def _check_ranks(
+    group: FlatGroup,
+    members: Sequence[OptimizerShard],
+    positions: Sequence[int],
+    names: Sequence[str],
+    dealt: Sequence[list[Fragment]],
+) -> None:
+    """Raise if a file records the fragments of another rank than its name says."""
+    for position, member in zip(positions, members, strict=True):
+        if member.mappings is None or not group.mappings_hold or group.index >= len(member.mappings):
+            continue
+        recorded = {name: address for name, address in member.mappings[group.index].items() if address[1]}
+        computed = _addresses(names, dealt[position])
+        others = [rank for rank, one in enumerate(dealt) if recorded and recorded == _addresses(names, one)]
+        if others and position not in others:
+            raise LayoutError(
+                f"is named as the file of rank {member.rank} and holds the part of another",
+                path=member.path,
+                expected=f"fragments of {', '.join(list(computed)[:4]) or 'nothing'}",
+                found=f"those of rank {others[0]}: {', '.join(list(recorded)[:4])}",
+                advice="give the files of these ranks their own names back",
+                code=WRONG_RANK,
+                ranks=sorted({member.rank, *others}),
+            )
+
+
+def _addresses(names: Sequence[str], fragments: Iterable[Fragment]) -> dict[str, tuple[int, int]]:
+    return {names[f.index]: (f.position, f.numel) for f in fragments}
 
 
 def _tensor(member: OptimizerShard, group: int, key: str, *, needed: bool) -> Tensor:
@@ -200,7 +253,12 @@ def _tensor(member: OptimizerShard, group: int, key: str, *, needed: bool) -> Te
     if tensor is not None:
         return tensor
     if needed:
-        raise LayoutError(f"rank {member.rank} has no {key} for group {group}, other ranks have", path=member.path)
+        raise LayoutError(
+            f"rank {member.rank} has no {key} for group {group}, other ranks have",
+            path=member.path,
+            code=SLOT_MISSING,
+            ranks=[member.rank],
+        )
     return member.masters[group]
 
 
@@ -211,6 +269,7 @@ def _check_inside(member: OptimizerShard, tensor: Tensor, key: str, fragment: Fr
             path=member.path,
             expected=f"at least {fragment.position + fragment.numel} elements",
             found=tensor.numel,
+            ranks=[member.rank],
         )
 
 
@@ -232,8 +291,30 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
             f"group {group}: {key} has several element types over the ranks",
             path=list(dtypes.values())[-1].path,
             found=", ".join(sorted(dtypes)),
+            code=DTYPES_DIFFER,
+            ranks=sorted(member.rank for member in dtypes.values()),
         )
     return next(iter(dtypes))
+
+
+def _zeros(member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment]) -> Iterator[PaddingRun]:
+    """Yield where the padding of a rank's partition is zero: at its end and between aligned parameters.
+
+    A stripped tensor may still have it behind its end, in its storage.
+    Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
+    """
+    ends = [0, *(f.position + f.numel for f in fragments)]
+    gaps = [gap for gap in zip(ends, [*(f.position for f in fragments), partition], strict=True) if gap[0] < gap[1]]
+    tensors = {MASTER: member.masters[group], **member.tensors[group]}
+    for key, tensor in tensors.items():
+        if key != MASTER and (key not in ZERO_WITHOUT_GRADIENTS or len(tensor.shape) != 1):
+            continue
+        limit = tensor.storage.offset + tensor.storage.nbytes
+        for start, end in gaps:
+            low = tensor.offset + start * tensor.itemsize
+            high = min(tensor.offset + end * tensor.itemsize, limit)
+            if low < high:
+                yield PaddingRun(key, member.path, low, high - low)
 
 
 def _padding_nbytes(member: OptimizerShard, group: int, numel: int, keys: set[str]) -> int:

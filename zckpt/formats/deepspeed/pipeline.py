@@ -9,13 +9,13 @@ A tied layer's weights lie in the file of its first use only; every stage that u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.state import ParamGroup
+from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Tensor, TorchFile
 
 TIED = "tied_modules."
@@ -115,6 +115,14 @@ def _within(name: str) -> str:
     return name[len(TIED) :].partition(".")[2]
 
 
+def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int) -> Iterator[Duplicate]:
+    """Yield the copies that a later stage keeps of a tied layer."""
+    for key, slot in parameter.slots.items():
+        first = used.slots.get(key)
+        if first is not None and first.shape == slot.shape and first.spans != slot.spans:
+            yield Duplicate("parameter", name, name, slot, first, mp_rank)
+
+
 def join(stages: Sequence[RankState], path: str) -> RankState:
     """Return one state for all stages; of a tied layer, the first stage's.
 
@@ -132,6 +140,9 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
             raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
         joined.buffers.update(stage.buffers)
         joined.padding += stage.padding
+        joined.duplicates += stage.duplicates
+        for name in [name for name in stage.parameters if name in joined.parameters]:
+            joined.duplicates += _kept_by(name, stage.parameters[name], joined.parameters[name], stage.mp_rank)
         joined.warnings += stage.warnings
         for index, group in enumerate(stage.groups):
             if index == len(joined.groups):

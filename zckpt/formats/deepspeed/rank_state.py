@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
 from zckpt.formats.deepspeed.experts import (
     expert_number,
@@ -24,7 +25,7 @@ from zckpt.formats.deepspeed.per_parameter import cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.tensors import slot_of
-from zckpt.state import WEIGHT, Padding, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
@@ -40,6 +41,7 @@ class RankState:
     buffers: dict[str, Parameter] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
     padding: list[Padding] = field(default_factory=list)
+    duplicates: list[Duplicate] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expert_parallel: int = 1
 
@@ -206,6 +208,7 @@ def _place_parameters(
             state.parameters[name] = _trained_outside(name, trained, tensor, where)
     _place_without_weight(state, trained, model)
     _complete_aliases(state, path)
+    _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         state.warnings.append(f"{path}: no file holds the values of {shown}; left out")
@@ -222,6 +225,8 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
                 f"no file holds the weights of expert {number} ({name})",
                 path=model.shard.path,
                 expected=f"a file layer_*_expert_{number}_mp_rank_*_model_states.pt beside it",
+                code=MISSING_FILE,
+                parameters=[name],
             )
         state.parameters[name] = Parameter(name, shape, _model_dtype(model), slots, group)
 
@@ -234,6 +239,25 @@ def _complete_aliases(state: RankState, path: str) -> None:
         if owner is None or owner.tied_to is not None:
             raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
         parameter.shape, parameter.dtype = owner.shape, owner.dtype
+
+
+def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, parameterwise: bool) -> None:
+    """Note the copies that the model files hold beside what is read: of tied weights, and each rank's buffers."""
+    path = models[0].shard.path
+    for name, parameter in state.parameters.items():
+        tensor = models[0].module.get(name)
+        if parameter.tied_to is None or parameterwise or tensor is None:
+            continue
+        owner = state.parameters[parameter.tied_to].slots.get(WEIGHT)
+        copy = slot_of(WEIGHT, tensor, path)
+        if owner is not None and owner.spans != copy.spans and owner.shape == copy.shape:
+            state.duplicates.append(Duplicate("tied", name, parameter.tied_to, copy, owner))
+    for model in models[1:]:
+        for name in state.buffers:
+            tensor, first = model.module.get(name), state.buffers[name].slots[WEIGHT]
+            if tensor is not None and tensor.shape == first.shape:
+                copy = slot_of(WEIGHT, tensor, model.shard.path)
+                state.duplicates.append(Duplicate("buffer", name, name, copy, first, model.shard.dp_rank))
 
 
 def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, parameterwise: bool) -> Parameter:

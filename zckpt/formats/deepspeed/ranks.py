@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.jsonable import jsonable
 from zckpt.state import Scalar
 from zckpt.torchfile import plain
+
+STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
+PARAM_GROUPS = "param groups"
+"""Names of what all ranks' files have in common."""
+
+SHOWN_CHARACTERS = 60
 
 SHOWN_RANKS = 16
 """More ranks than this are counted, not listed."""
@@ -53,8 +60,8 @@ def ranks_text(ranks: str) -> str:
 
 def select(
     directory: Path, models: Sequence[ModelShard], shards: Sequence[OptimizerShard], mp_rank: int
-) -> tuple[list[OptimizerShard], list[str]]:
-    """Return one optimizer file for each data-parallel rank, in order, and warnings.
+) -> tuple[list[OptimizerShard], dict[str, str]]:
+    """Return one optimizer file for each data-parallel rank, in order, and which files are left aside and why.
 
     Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside with a warning.
     Those that tell of the same one are replicas (MiCS cuts over a part of the ranks); one set is enough.
@@ -66,38 +73,70 @@ def select(
     DamagedFileError
         The files speak of a number of ranks that cannot be.
     """
+    for problem in problems(directory, models, shards, mp_rank):
+        raise problem
+    size = data_parallel_size(models, shards)
+    by_rank = {shard.rank: shard for shard in shards}
+    larger = [rank for rank, shard in by_rank.items() if max(shard.partition_count, default=1) != size]
+    extra = sorted(rank for rank in larger if rank >= size)
+    said = f"{directory}: files of ranks {listed(extra)} are left over from a larger run; not used"
+    return [by_rank[rank] for rank in range(size)], {by_rank[rank].path: said for rank in extra}
+
+
+def problems(
+    directory: Path,
+    models: Sequence[ModelShard],
+    shards: Sequence[OptimizerShard],
+    mp_rank: int,
+    present: Collection[int] = (),
+) -> Iterator[ShardError | DamagedFileError]:
+    """Yield what is wrong with the optimizer files of one model-parallel rank, taken together.
+
+    Parameters
+    ----------
+    directory : Path
+    models : sequence of ModelShard
+        At least one.
+    shards : sequence of OptimizerShard
+        Those that can be read.
+    mp_rank : int
+    present : collection of int
+        Ranks of which a file is there that cannot be read.
+    """
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
     if size < 1:
-        raise DamagedFileError("unreadable world size", path=directory, expected="at least 1 rank", found=size)
-    missing = missing_ranks(size, by_rank)
+        yield DamagedFileError("unreadable world size", path=directory, expected="at least 1 rank", found=size)
+        return
+    there = {*by_rank, *present}
+    missing = missing_ranks(size, there)
     if missing:
         where = f" of mp_rank {mp_rank}" if mp_rank else ""
-        raise ShardError(
+        yield ShardError(
             f"optimizer files{where} are missing for {ranks_text(missing)}",
             path=directory,
             expected=f"{size} ranks",
             found=f"{len(by_rank)} files",
             advice="give each directory that holds some of them with --root",
+            code=MISSING_FILE,
+            ranks=list(islice((rank for rank in range(size) if rank not in there), SHOWN_RANKS)),
         )
-    members = [by_rank[rank] for rank in range(size)]
+    members = [by_rank[rank] for rank in sorted(by_rank) if rank < size]
     stale = [m.rank for m in members if max(m.partition_count, default=1) != size]
     if stale:
         found = sorted({max(by_rank[r].partition_count, default=1) for r in stale})
-        raise ShardError(
+        yield ShardError(
             f"rank {listed(stale)} is from a run of another world size",
             path=by_rank[stale[0]].path,
             expected=f"{size} ranks",
             found=listed(found),
             advice="remove or replace it",
+            code=OTHER_WORLD_SIZE,
+            ranks=stale,
         )
-    _check_alike(members, _steps(models[0]))
-    warnings = []
-    larger = [rank for rank, shard in by_rank.items() if max(shard.partition_count, default=1) != size]
-    extra = sorted(rank for rank in larger if rank >= size)
-    if extra:
-        warnings.append(f"{directory}: files of ranks {listed(extra)} are left over from a larger run; not used")
-    return members, warnings
+    alike = [member for member in members if member.rank not in stale]
+    if alike:
+        yield from _differences(alike, _steps(models[0]))
 
 
 def _steps(model: ModelShard) -> set[str]:
@@ -120,6 +159,8 @@ def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]
             expected=f"step {usual}",
             found=steps[odd[0]],
             advice="replace it by the file of this step",
+            code=STEPS_DIFFER,
+            ranks=[models[i].shard.dp_rank or 0 for i in odd],
         )
 
 
@@ -132,18 +173,49 @@ def _odd_ones(values: Sequence[str | None], preferred: Collection[str]) -> tuple
     return usual, [index for index, value in enumerate(values) if value not in (None, usual)]
 
 
-def _check_alike(members: Sequence[OptimizerShard], steps: Collection[str]) -> None:
-    """Raise ShardError if some ranks' files differ from the rest in what all ranks have in common."""
+def _differences(members: Sequence[OptimizerShard], steps: Collection[str]) -> Iterator[ShardError]:
+    """Yield in what some ranks' files differ from the rest that all ranks have in common; of each rank the first."""
+    seen: set[int] = set()
     for what, facts in _common_facts(members).items():
         usual, odd = _odd_ones(facts, steps)
-        if odd:
-            raise ShardError(
-                f"rank {listed([members[i].rank for i in odd])} is from another step or run: its {what} differs",
-                path=members[odd[0]].path,
-                expected=_short(usual),
-                found=_short(facts[odd[0]] or ""),
-                advice="replace it by the file of this step",
-            )
+        ranks = [members[i].rank for i in odd if members[i].rank not in seen]
+        if not ranks:
+            continue
+        first = next(i for i in odd if members[i].rank == ranks[0])
+        seen.update(ranks)
+        expected, found = _shown(usual, facts[first] or "")
+        tie = facts.count(usual) == facts.count(facts[first]) and usual not in steps
+        if tie:  # nobody can tell which are right
+            ranks = [m.rank for m, fact in zip(members, facts, strict=True) if fact is not None]
+        their = "differ" if what == PARAM_GROUPS else "differs"
+        yield ShardError(
+            f"ranks {listed(ranks)} are from different steps or runs: their {what} {their}"
+            if tie
+            else f"rank {listed(ranks)} is from another step or run: its {what} {their}",
+            path=members[first].path,
+            expected=expected,
+            found=found,
+            advice="replace it by the file of this step",
+            code=_code(what),
+            ranks=ranks,
+        )
+
+
+def _code(what: str) -> str:
+    if what == PARAM_GROUPS:
+        return HYPERPARAMETERS_DIFFER
+    if what in STRUCTURE:
+        return OTHER_RUN
+    return STEPS_DIFFER if what.startswith("step of") else VALUES_DIFFER
+
+
+def _shown(usual: str, odd: str) -> tuple[str, str]:
+    """Return the first place in which two long texts differ, from the word before it on."""
+    if max(len(usual), len(odd)) <= SHOWN_CHARACTERS:
+        return usual, odd
+    at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), min(len(usual), len(odd)))
+    begin = max(usual.rfind(", '", 0, at), usual.rfind("{", 0, at), 0) + 1
+    return _short(usual[begin:].strip()), _short(odd[begin:].strip())
 
 
 def _number(value: object) -> str:
@@ -154,22 +226,23 @@ def _number(value: object) -> str:
 
 def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | None]]:
     """Return facts that must be alike on all ranks, as comparable text; None where a rank does not have one."""
+    stage, form, count = STRUCTURE
     facts: dict[str, list[str | None]] = {
-        "ZeRO stage": [str(m.stage) for m in members],
-        "form of the optimizer state": ["elastic" if m.elastic else "rigid" for m in members],
-        "number of groups": [str(len(m.masters)) for m in members],
+        stage: [str(m.stage) for m in members],
+        form: ["elastic" if m.elastic else "rigid" for m in members],
+        count: [str(len(m.masters)) for m in members],
     }
-    if len(set(facts["number of groups"])) > 1:
+    if len(set(facts[count])) > 1:
         return facts
     for index in range(len(members[0].masters)):
         for key in dict.fromkeys(key for m in members for key in m.scalars[index]):
             facts[f"{key} of group {index}"] = [
                 None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]
-    facts["param groups"] = [repr([jsonable(group) for group in m.groups]) if m.groups else None for m in members]
+    facts[PARAM_GROUPS] = [repr([jsonable(group) for group in m.groups]) if m.groups else None for m in members]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

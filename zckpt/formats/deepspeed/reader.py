@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.groups import zero_option
@@ -55,6 +56,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
             path=directory.path,
             expected="mp_rank_00_model_states.pt",
             advice="give the directory that holds it with --root",
+            code=MISSING_FILE,
         )
     optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
@@ -75,6 +77,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         state.groups,
     )
     checkpoint.padding = state.padding
+    checkpoint.duplicates = state.duplicates
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
         directory, models[0], members, ranks, experts, info, None if tp_rules is None else str(tp_rules)
@@ -136,6 +139,7 @@ def _ranks(
             path=directory.path,
             expected=f"{expected} model-parallel ranks",
             found=listed(mp_ranks),
+            code=MISSING_FILE if absent else OTHER_WORLD_SIZE,
         )
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
@@ -147,11 +151,12 @@ def _ranks(
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
         shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
         if not own:
-            raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path)
+            raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path, code=MISSING_FILE)
         members: list[OptimizerShard] = []
         if shards or any(m.content.get("param_shapes") for m in own):
-            members, warnings = select(directory.path, own, shards, mp_rank)
-            checkpoint.warnings += warnings
+            members, leftovers = select(directory.path, own, shards, mp_rank)
+            checkpoint.leftovers |= leftovers
+            checkpoint.warnings += dict.fromkeys(leftovers.values())
         files = _model_members(directory, own, members)
         outer = {**_expert_weights(outside, mp_rank), **weights.get(mp_rank, {})}
         ranks.append(RankFiles(files, members, read_rank(mp_rank, files, members, outer, shared)))
@@ -172,6 +177,8 @@ def _model_members(
             path=directory.path,
             expected=f"{len(members)} ranks",
             advice="give their directory with --root",
+            code=MISSING_FILE,
+            ranks=[rank for rank in range(len(members)) if rank not in by_rank],
         )
     check_models(found := [by_rank[rank] for rank in range(len(members))], members)
     return found

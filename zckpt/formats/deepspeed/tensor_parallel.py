@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.slices import Run, moved
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
-from zckpt.state import Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Parameter, ParamGroup, Slot
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
@@ -52,10 +52,26 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
+    merged.duplicates = [one for state in states for one in state.duplicates]
+    for state in states[1:]:
+        merged.duplicates += _kept_by(state, first, merged)
     for state in states:
         merged.padding += state.padding
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
+
+
+def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[Duplicate]:
+    """Yield the copies that one rank keeps of what the first rank's is read of."""
+    for name, parameter in state.parameters.items():
+        for key, slot in parameter.slots.items():
+            own, used = first.parameters[name].slots.get(key), merged.parameters[name].slots.get(key)
+            if own is not None and used is not None and used.spans == own.spans != slot.spans and not used.replicas:
+                yield Duplicate("parameter", name, name, slot, own, state.mp_rank)
+    for name, buffer in state.buffers.items():
+        kept = first.buffers.get(name)
+        if kept is not None and kept.shape == buffer.shape:
+            yield Duplicate("buffer", name, name, buffer.slots[WEIGHT], kept.slots[WEIGHT], state.mp_rank)
 
 
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.formats.native.rank_file import DIGEST_NBYTES, DIGESTS
@@ -59,17 +59,31 @@ def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatc
     return found
 
 
-def _mismatches(path: str) -> Iterator[Mismatch]:
+def recorded(path: str) -> list[tuple[Slot, int]]:
+    """Return the tensors of a rank's file under their names, each with the CRC-32 that was written for it.
+
+    Raises
+    ------
+    SourceError
+        The file's header is damaged.
+    """
     tensors, _, _ = read_header(Path(path))
     digests = tensors.pop(DIGESTS)
+    if not digests.spans:
+        return []
+    with opened(path) as descriptor:
+        data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
+    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, len(data), DIGEST_NBYTES)]
+    return [(replace(tensors[key], name=key), crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
+
+
+def _mismatches(path: str) -> Iterator[Mismatch]:
     buffer = bytearray(BUFFER_NBYTES)
     with opened(path) as descriptor:
-        data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path) if digests.spans else b""
-        for number, key in enumerate(sorted(tensors)):
-            expected = int.from_bytes(data[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES], "little")
-            found = _crc(descriptor, tensors[key], buffer, path)
+        for slot, expected in recorded(path):
+            found = _crc(descriptor, slot, buffer, path)
             if found != expected:
-                yield Mismatch(path, key, expected, found)
+                yield Mismatch(path, slot.name, expected, found)
 
 
 def _crc(descriptor: int, slot: Slot, buffer: bytearray, path: str) -> int:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+from zckpt.codes import CHECKSUM, MISSING_FILE
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_files
 from zckpt.formats.native.node_kinds import Json
@@ -112,6 +113,7 @@ def _read(path: Path) -> bytes:
             expected=f"{DOCUMENT_NAME}, which is written last",
             found=f"only files of ranks, such as {next(iter(rank_files(path.parent)), 'none')}",
             advice="use an earlier checkpoint",
+            code=MISSING_FILE,
         ) from None
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
@@ -128,6 +130,7 @@ def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:
             expected=f"a crc32 of {zlib.crc32(body):08x} at the end",
             found=repr(document["crc32"])[:40],
             advice="copy it again; if you changed it on purpose, take the crc32 out",
+            code=CHECKSUM,
         )
 
 

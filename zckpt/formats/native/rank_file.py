@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.dtypes import DTYPES, itemsize
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors_file import header_of, read_header
@@ -170,6 +171,7 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
             path=path,
             expected="every file that checkpoint.json lists",
             advice="copy it from where the checkpoint was saved",
+            code=MISSING_FILE,
         )
     tensors, metadata, size = read_header(path)
     if metadata.get(ID_KEY) != identity:
@@ -179,9 +181,11 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
             expected=f"{ID_KEY} {identity}",
             found=repr(metadata.get(ID_KEY))[:60],
             advice="a save that did not finish may have left it",
+            code=OTHER_RUN,
         )
     if size != nbytes:
-        raise DamagedFileError("of another size than checkpoint.json says", path=path, expected=nbytes, found=size)
+        raise DamagedFileError("of another size than checkpoint.json says", path=path, expected=nbytes, found=size,
+                               code=TRUNCATED if size < nbytes else None)  # fmt: skip
     digests = tensors.get(DIGESTS)
     if digests is None or (digests.dtype, digests.shape) != (DIGEST_DTYPE, (len(tensors) - 1,)):
         found = None if digests is None else f"{digests.dtype} {digests.shape}"

@@ -145,14 +145,14 @@ class _Reading:
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""
-        for file in self.files:
+        for rank, file in enumerate(self.files):
             others = sorted(file.tensors.keys() - file.taken)
             if others:
                 raise DamagedFileError(
                     f"holds tensors that {DOCUMENT_NAME} does not mention", path=file.path, found=", ".join(others[:4])
                 )
             used = sum(slot.nbytes for slot in file.tensors.values())
-            yield SourceFile(file.path, file.nbytes, "rank", tensor_nbytes=used)
+            yield SourceFile(file.path, file.nbytes, "rank", rank, tensor_nbytes=used)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.universal.names import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 
@@ -39,6 +40,7 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
         path=latest,
         expected="the name of a directory beside it",
         found=repr(name[:80]),
+        code=LATEST,
     )
 
 

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import describe, slot_of
@@ -81,7 +82,8 @@ def read_folder(folder: Path) -> StoredFolder:
     except OSError as error:
         raise SourceError("cannot be read", path=folder, found=error.strerror) from error
     if MASTER_STEM + SUFFIX not in names:
-        raise LayoutError("no values of this parameter", path=folder / (MASTER_STEM + SUFFIX), expected="a file")
+        raise LayoutError("no values of this parameter", path=folder / (MASTER_STEM + SUFFIX), expected="a file",
+                          code=MISSING_FILE, parameters=[folder.name])  # fmt: skip
     found = StoredFolder()
     for name in names:
         _read_file(found, name.removesuffix(SUFFIX), read_torchfile(folder / name))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, SourceError
 from zckpt.formats.deepspeed.names import MODEL, Shard, classify
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
@@ -191,7 +192,7 @@ def read_models(directory: Path) -> ModelFiles:
     shards = sorted((s for s in found if s is not None and s.role == MODEL), key=lambda s: s.order)
     whole = [s for s in shards if s.dp_rank is None]
     if not shards:
-        raise ShardError("no model file", path=directory, expected="mp_rank_00_model_states.pt")
+        raise ShardError("no model file", path=directory, expected="mp_rank_00_model_states.pt", code=MISSING_FILE)
     by_rank: dict[int, list[Shard]] = {}
     for shard in whole or shards:
         by_rank.setdefault(shard.mp_rank or 0, []).append(shard)
@@ -206,7 +207,7 @@ def _check(directory: Path, by_rank: Mapping[int, list[Shard]]) -> None:
     absent = missing_ranks(len(by_rank), by_rank)
     if absent or len({len(one) for one in by_rank.values()}) > 1:
         raise ShardError("model files of some ranks are missing", path=directory,
-                         found=f"model-parallel ranks {sorted(by_rank)[:16]}")  # fmt: skip
+                         found=f"model-parallel ranks {sorted(by_rank)[:16]}", code=MISSING_FILE)  # fmt: skip
 
 
 def _check_complete(ranks: list[list[ModelShard]]) -> None:
@@ -217,4 +218,4 @@ def _check_complete(ranks: list[list[ModelShard]]) -> None:
         missing = missing_ranks(world if type(world) is int else len(models), numbers)
         if missing and models[0].frozen_fragments:
             raise ShardError(f"model files are missing for {ranks_text(missing)}", path=models[0].shard.path,
-                             expected=f"{world} ranks")  # fmt: skip
+                             expected=f"{world} ranks", code=MISSING_FILE)  # fmt: skip

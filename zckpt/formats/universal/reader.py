@@ -6,18 +6,19 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.remainder import KEY, restore
-from zckpt.formats.tensors import carried, describe
+from zckpt.formats.tensors import carried, describe, slot_of
 from zckpt.formats.universal.folder_files import StoredFolder, read_folder
 from zckpt.formats.universal.groups import give_state, read_groups
 from zckpt.formats.universal.model_files import ModelFiles, read_models
 from zckpt.formats.universal.names import FOLDER, OPTIMIZER_NAME
 from zckpt.formats.universal.write_model import STRUCTURE
 from zckpt.formats.universal.write_optimizer import OWN_KEYS
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Topology
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
 CUT_KEYS = OWN_KEYS | {
@@ -43,7 +44,8 @@ def read(directory: Path) -> Checkpoint:
     """
     path = directory / FOLDER / OPTIMIZER_NAME
     if not path.is_file():
-        raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups")
+        raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups",
+                         code=MISSING_FILE)  # fmt: skip
     file = read_torchfile(path)
     content = _mapping(file.root, file.path)
     rest = _mapping(content.get(KEY, {}), file.path)
@@ -58,6 +60,7 @@ def read(directory: Path) -> Checkpoint:
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
     checkpoint.parameters = _ordered(checkpoint, models)
     _complete_aliases(checkpoint, models.first.shard.path)
+    _note_duplicates(checkpoint, models)
     give_state(checkpoint, values)
     _describe(checkpoint, models, content)
     _carry(checkpoint, models, file, content, rest)
@@ -155,6 +158,18 @@ def _complete_aliases(checkpoint: Checkpoint, path: str) -> None:
         if owner is None or owner.tied_to is not None:
             raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
         parameter.shape, parameter.dtype = owner.shape, owner.dtype
+
+
+def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
+    """Note the tensors that the model files have under other names of tied weights."""
+    for name, parameter in checkpoint.parameters.items():
+        held = None if parameter.tied_to is None or models.parameterwise else models.tensor(name)
+        owner = checkpoint.owner(name).slots.get(WEIGHT)
+        if held is None or owner is None or held[1].shape != owner.shape:
+            continue
+        copy = slot_of(WEIGHT, held[1], held[0].shard.path)
+        if copy.spans != owner.spans:
+            checkpoint.duplicates.append(Duplicate("tied", name, str(parameter.tied_to), copy, owner))
 
 
 def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[object, object]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.torch_optimizer import looks_like_optimizer
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -157,6 +158,8 @@ def _check_complete(path: Path, found: Mapping[int, str], world_size: int) -> No
         path=path,
         expected=f"{world_size} files",
         found=f"{len(found)}, such as {found[known[0]]}" if found else "none",
+        code=MISSING_FILE,
+        ranks=[missing],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UsageError
 from zckpt.formats.tensors import describe
 from zckpt.formats.torch_optimizer import OptimizerState, attach, parse
@@ -54,7 +55,10 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
         ranks.append(RankFile(file, key, parse(root if key is None else root[key], str(path))))
         for name, expected in (("rank", rank), ("world_size", len(paths))):
             if key is not None and type(root.get(name)) is int and root[name] != expected:
-                raise ShardError(f"is of another {name}", path=path, expected=expected, found=root[name])
+                code = WRONG_RANK if name == "rank" else OTHER_WORLD_SIZE
+                raise ShardError(
+                    f"is of another {name}", path=path, expected=expected, found=root[name], code=code, ranks=[rank]
+                )
         _check_groups(ranks[0], ranks[-1])
     checkpoint.world_size = len(paths)
     checkpoint.topology = Topology(dp=len(paths))
@@ -78,6 +82,7 @@ def _check_groups(first: RankFile, other: RankFile) -> None:
                     expected=repr(expected)[:80],
                     found=repr(found)[:80],
                     advice="the files are of different steps or runs",
+                    code=HYPERPARAMETERS_DIFFER,
                 )
 
 

@@ -1,0 +1,185 @@
+"""`zckpt verify`: exit status, text, JSON and page."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
+from tests.verify.mutation import copy, flip, optimizer_file, place, set_element
+from zckpt.cli.verify_command import verify_command
+from zckpt.operations.verify import verify
+from zckpt.report.verification import render
+
+RUN = "s2_bf16_dp2"
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """A run with one element of a master changed and one bit of another rank's flipped."""
+    target = copy(RUN, tmp_path)
+    set_element(target, "fc1.weight", "master", 50, 9.0)
+    span, offset = place(target, "big.2.weight", "exp_avg", 140)
+    flip(span.path, offset)
+    return target
+
+
+def test_sound_checkpoint_exits_0() -> None:
+    done = succeeded("verify", FIXTURES / RUN, "--deep")
+    assert done.stdout.startswith(f"sound  {FIXTURES / RUN} (deepspeed)\n")
+    assert done.stderr == ""
+
+
+def test_unsound_checkpoint_exits_1_and_names_what_is_wrong(damaged: Path) -> None:
+    done = run("verify", damaged, "--deep")
+    assert done.returncode == 1
+    assert done.stderr == ""
+    assert done.stdout.startswith("unsound  ")
+    for word in ("ZC-107", "ZC-201", "fc1.weight", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        assert word in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_warnings_alone_exit_0(tmp_path: Path) -> None:
+    target = copy(RUN, tmp_path)
+    name = "global_step5/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    shutil.copy(FIXTURES / "s2_bf16_dp3" / name, target / name)
+    assert "ZC-114" in succeeded("verify", target).stdout
+
+
+def test_json_is_one_document(damaged: Path) -> None:
+    done = run("verify", damaged, "--deep", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    document = json.loads(done.stdout)
+    assert document["sound"] is False
+    assert document["deep"] is True
+    assert document["format"] == "deepspeed"
+    assert document["fingerprint"] is None
+    assert document["checked"]["files"] == 3
+    keys = {"code", "severity", "title", "message", "file", "ranks", "parameters", "expected", "found", "advice"}
+    assert [set(finding) for finding in document["findings"]] == [keys, keys]
+    assert [finding["ranks"] for finding in document["findings"]] == [[1], [0]]
+
+
+def test_truncated_missing_and_hostile_are_findings_and_not_refusals(tmp_path: Path) -> None:
+    target = copy(RUN, tmp_path)
+    optimizer_file(target, 0).write_bytes(b"PK\3\4")
+    optimizer_file(target, 1).unlink()
+    done = run("verify", target)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "ZC-101" in done.stdout
+    assert "ZC-102" in done.stdout
+
+
+def test_latest_that_names_nothing_is_a_finding(tmp_path: Path) -> None:
+    target = copy(RUN, tmp_path)
+    (target / "latest").write_text("nothing")
+    assert "ZC-115" in run("verify", target).stdout
+    assert run("verify", target, "--tag", "global_step5").returncode == 0
+
+
+def test_nothing_to_verify_exits_3(tmp_path: Path) -> None:
+    refused(3, "verify", tmp_path / "nowhere", words=("cannot be opened",))
+    refused(3, "verify", tmp_path, words=("no checkpoint recognised",))
+    refused(3, "verify", FIXTURES / RUN, "--against", tmp_path / "nowhere.json", words=("nowhere.json",))
+
+
+def test_unusable_arguments_exit_2() -> None:
+    refused(2, "verify", words=("SOURCE",))
+    refused(2, "verify", FIXTURES / RUN, "--memory", "none", words=("size",))
+    refused(2, "verify", FIXTURES / "other/plain_adamw/ckpt.pt", "--tag", "x", words=("--tag",))
+
+
+def test_quiet_prints_nothing(damaged: Path) -> None:
+    done = run("verify", damaged, "--deep", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_page_is_written_whole_or_not_at_all(damaged: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert run("verify", damaged, "--deep", "--html", page).returncode == 1
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert "ZC-201" in text
+    refused(4, "verify", damaged, "--html", page, words=("exists",))
+    assert run("verify", damaged, "--html", page, "--overwrite", "--quiet").returncode == 0
+    assert "ZC-201" not in page.read_text()
+
+
+def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
+    target = copy(RUN, tmp_path)
+    optimizer_file(target, 1).unlink()
+    assert run("verify", target, "--html", tmp_path / "page.html").returncode == 1
+    assert "ZC-101" in (tmp_path / "page.html").read_text()
+
+
+def in_terminal(*arguments: object, columns: int, **variables: str) -> str:
+    """What a command prints to a terminal of a width."""
+    ours, its = pty.openpty()
+    variables = {**environment(), "COLUMNS": str(columns), "TERM": "xterm", **variables}
+    variables = {key: value for key, value in variables.items() if value}
+    process = subprocess.Popen(command(*arguments), stdout=its, stderr=subprocess.DEVNULL, env=variables)
+    os.close(its)
+    found = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # as Linux tells the end
+            break
+        if not part:
+            break
+        found += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 1
+    return found.decode()
+
+
+def test_colour_is_for_terminals_that_want_it(damaged: Path) -> None:
+    assert "\x1b[" in in_terminal("verify", damaged, "--deep", columns=100, NO_COLOR="")
+    assert "\x1b[" not in in_terminal("verify", damaged, "--deep", columns=100, NO_COLOR="1")
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_text_fits_the_terminal_but_for_paths_and_names(damaged: Path, width: int) -> None:
+    text = in_terminal("verify", damaged, "--deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
+    long = [line for line in text.splitlines()[1:] if len(line) > width]
+    assert all(any(len(word) > width - 13 for word in line.split()) for line in long)
+    labels = [line for line in text.splitlines() if line.startswith("  what") or line.startswith("  found")]
+    assert {len(line) - len(line[2:].split(maxsplit=1)[1]) for line in labels} == {13}
+
+
+def test_many_findings_and_names_are_counted() -> None:
+    document = verify(FIXTURES / RUN).document()
+    names = [f"p{i}" for i in range(1000)]
+    finding = {"code": "ZC-202", "severity": "error", "title": "NaN or Inf", "message": "m", "ranks": [0, 1]}
+    finding |= {"file": None, "parameters": names, "expected": None, "found": None, "advice": None}
+    text = render({**document, "sound": False, "findings": [finding] * 300}, width=80)
+    assert "300 errors" in text
+    assert "and 100 more findings" in text
+    assert "and 992 more" in text
+    assert "p9," not in text
+
+
+def test_shallow_run_needs_no_numpy_until_there_are_weights_to_compare() -> None:
+    program = (
+        "import sys; from zckpt.operations.verify import verify; "
+        f"v = verify({str(FIXTURES / 's3_bf16_dp2')!r}); assert v.sound; "
+        "print(sorted({'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [*command()[:1], "-c", program], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_help_names_the_exit_statuses() -> None:
+    text = CliRunner().invoke(verify_command, ["--help"]).output
+    for word in ("--deep", "--against", "--json", "--html", "--tag", "--root", "--names", "1 unsound"):
+        assert word in text

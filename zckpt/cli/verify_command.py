@@ -1,0 +1,78 @@
+"""`zckpt verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from zckpt.cli.options import ByteSize, names_option, read_names, source_options
+from zckpt.cli.pages import check_page, page_options, write_page
+from zckpt.cli.terminal import paint, width
+
+UNSOUND = 1
+
+
+@click.command("verify")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="DIGESTS",
+    help="Compare with the digests that `zckpt fingerprint --write` stored.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@page_options
+@click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
+@names_option
+@source_options
+def verify_command(
+    source: Path,
+    deep: bool,
+    against: Path | None,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+    memory: int,
+    quiet: bool,
+    roots: tuple[Path, ...],
+    tag: str | None,
+    names_file: Path | None,
+) -> int:
+    """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
+
+    Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
+    arguments, 3 there is nothing to verify.
+    """
+    from zckpt.cli.progress import reporter
+    from zckpt.operations.verify import verify
+
+    check_page(html, overwrite=overwrite)
+    found = verify(
+        source,
+        deep=deep,
+        against=against,
+        memory=memory,
+        reporter=reporter("verify", quiet=quiet),
+        tag=tag,
+        roots=roots,
+        names=read_names(names_file),
+    )
+    document = found.document()
+    if html is not None:
+        from zckpt.operations.map import layout_map
+        from zckpt.report.page import verify_page
+
+        layout = None if found.checkpoint is None else layout_map(found.checkpoint)
+        write_page(html, verify_page(document, layout), overwrite=overwrite)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+    elif not quiet:
+        from zckpt.report.verification import render
+
+        click.echo(render(document, width=width(), paint=paint()))
+    return 0 if found.sound else UNSOUND

@@ -1,0 +1,19 @@
+"""Is a checkpoint whole, and does what it holds make sense? Every defect is a finding with a stable code.
+
+findings.py    a finding, and the result as a document
+run.py         `verify`: opens, surveys what cannot be opened, and runs the checks
+structure.py   what metadata alone tell: coverage, element types, leftovers, steps
+weights.py     which weights are not their masters, rounded, and what that says of the files
+inventory.py   what lies where; pure
+stretches.py   every byte of the files, once, in bounded stretches; pure
+elements.py    NaN, Inf, sign and equality of elements in memory
+deep.py        reads the stretches, in parallel
+damage.py      from what was read to findings: a damaged record explains what lies in it
+"""
+
+from __future__ import annotations
+
+from zckpt.operations.verify.findings import Finding, Verification
+from zckpt.operations.verify.run import verify
+
+__all__ = ["Finding", "Verification", "verify"]

@@ -1,0 +1,202 @@
+"""What is wrong with a checkpoint, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.codes import (
+    BAD_PICKLE,
+    CODES,
+    ERROR,
+    LAYOUT,
+    MALFORMED,
+    MISSING_FILE,
+    OTHER_KIND,
+    OTHER_RUN,
+    SEVERITIES,
+    UNSUPPORTED,
+    WEIGHT_MISMATCH,
+)
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    PickleError,
+    ShardError,
+    SourceError,
+    UnknownFormatError,
+    UnsupportedError,
+    WeightMismatchError,
+)
+from zckpt.state import Checkpoint
+
+SHOWN_NAMES = 4
+"""More names than this are counted in a message; a finding's `parameters` are all of them."""
+
+_BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
+    (PickleError, BAD_PICKLE),
+    (DamagedFileError, MALFORMED),
+    (UnsupportedError, UNSUPPORTED),
+    (UnknownFormatError, OTHER_KIND),
+    (ShardError, OTHER_RUN),
+    (LayoutError, LAYOUT),
+    (WeightMismatchError, WEIGHT_MISMATCH),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, or worth knowing.
+
+    Parameters
+    ----------
+    code : str
+        One of `zckpt.codes`; the same defect has the same code in every version.
+    message : str
+        One line.
+    file : str or None
+    ranks : tuple of int
+        Data-parallel ranks; of a file that only model-parallel ranks have, those.
+    parameters : tuple of str
+        In the model's order.
+    expected, found, advice : str or None
+    """
+
+    code: str
+    message: str
+    file: str | None = None
+    ranks: tuple[int, ...] = ()
+    parameters: tuple[str, ...] = ()
+    expected: str | None = None
+    found: str | None = None
+    advice: str | None = None
+
+    @property
+    def severity(self) -> str:
+        """`error`, `warning` or `note`."""
+        return CODES[self.code].severity
+
+    @property
+    def title(self) -> str:
+        """What the code means, in a few words."""
+        return CODES[self.code].title
+
+    def document(self) -> dict[str, object]:
+        """Return the finding as JSON-able data."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "title": self.title,
+            "message": self.message,
+            "file": self.file,
+            "ranks": list(self.ranks),
+            "parameters": list(self.parameters),
+            "expected": self.expected,
+            "found": self.found,
+            "advice": self.advice or CODES[self.code].advice,
+        }
+
+
+@dataclass(slots=True)
+class Checked:
+    """How much was looked at.
+
+    Parameters
+    ----------
+    files, parameters, slots : int
+        Parameters and buffers with slots of their own.
+    elements : int
+        Whose values were looked at: a sample without `deep`.
+    nbytes : int, bytes
+        Read for that.
+    checksums : int
+        That were computed and compared.
+    """
+
+    files: int = 0
+    parameters: int = 0
+    slots: int = 0
+    elements: int = 0
+    nbytes: int = 0
+    checksums: int = 0
+
+    def document(self) -> dict[str, object]:
+        """Return the counts as JSON-able data."""
+        return {
+            name: getattr(self, name) for name in ("files", "parameters", "slots", "elements", "nbytes", "checksums")
+        }
+
+
+@dataclass(slots=True)
+class Verification:
+    """What `verify` found.
+
+    Parameters
+    ----------
+    source : str
+    format : str or None
+        None where the source could not be opened.
+    deep : bool
+        Whether every byte was read.
+    findings : list of Finding
+        The worst first.
+    checked : Checked
+    fingerprint : str or None
+        Of the logical state, where it was computed.
+    checkpoint : Checkpoint or None
+        None where the source could not be opened.
+    """
+
+    source: str
+    format: str | None
+    deep: bool
+    findings: list[Finding] = field(default_factory=list)
+    checked: Checked = field(default_factory=Checked)
+    fingerprint: str | None = None
+    checkpoint: Checkpoint | None = field(default=None, repr=False)
+
+    @property
+    def sound(self) -> bool:
+        """Whether no finding is an error."""
+        return all(finding.severity != ERROR for finding in self.findings)
+
+    def document(self) -> dict[str, object]:
+        """Return the result as one JSON-able document."""
+        return {
+            "source": self.source,
+            "format": self.format,
+            "sound": self.sound,
+            "deep": self.deep,
+            "checked": self.checked.document(),
+            "fingerprint": self.fingerprint,
+            "findings": [finding.document() for finding in self.findings],
+        }
+
+
+def finding_of(error: SourceError) -> Finding:
+    """Return the finding that an error of a reader is."""
+    code = error.code or next((code for kind, code in _BY_CLASS if isinstance(error, kind)), None)
+    if code is None:
+        code = MISSING_FILE if isinstance(error.__cause__, FileNotFoundError) else MALFORMED
+    expected, found = (None if text is None else str(text) for text in (error.expected, error.found))
+    return Finding(
+        code,
+        " ".join(error.message.split()),
+        error.path,
+        error.ranks,
+        error.parameters,
+        expected,
+        found,
+        error.advice,
+    )
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings with errors first, each severity by code."""
+    return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.code))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as text, those beyond `SHOWN_NAMES` counted."""
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return ", ".join(names[:SHOWN_NAMES]) + more

@@ -1,0 +1,276 @@
+"""What a checkpoint holds, by where it lies: runs of elements in files, and what does not lie end to end. Pure: no I/O.
+
+A weight that its masters cover is the partner of their runs: it is read beside them and nowhere else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt.boxes import row_major
+from zckpt.dtypes import itemsize
+from zckpt.formats.checksums import Sum
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.weight_check import comparable
+
+NO_SUM = -1
+"""Of bytes that no checksum covers."""
+
+PARAMETER, BUFFER, PADDING = "parameter", "buffer", "padding"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What elements belong to: a slot of a parameter or buffer, or padding of a slot (then `name` is empty)."""
+
+    kind: str
+    name: str
+    slot: str
+
+
+@dataclass(frozen=True, slots=True)
+class Partner:
+    """Where the weights of a run of masters are, in the same order.
+
+    Parameters
+    ----------
+    path : str
+    offset : int, bytes
+    dtype, byteorder : str
+    checksum : int
+        Index of the checksum that covers them; `NO_SUM` where there is none.
+    subject : int
+    """
+
+    path: str
+    offset: int
+    dtype: str
+    byteorder: str
+    checksum: int
+    subject: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of one subject that lie end to end; `first` is the index of the first in the flattened box."""
+
+    subject: int
+    path: str
+    offset: int
+    numel: int
+    dtype: str
+    byteorder: str
+    first: int
+    partner: Partner | None = None
+
+    @property
+    def end(self) -> int:
+        """Byte after the last."""
+        return self.offset + self.numel * itemsize(self.dtype)
+
+    def part(self, low: int, high: int) -> Run:
+        """Return what of the run lies in bytes [low, high), which begin and end with an element."""
+        size = itemsize(self.dtype)
+        skipped = (max(low, self.offset) - self.offset) // size
+        numel = (min(high, self.end) - self.offset) // size - skipped
+        partner = self.partner
+        if partner is not None:
+            partner = replace(partner, offset=partner.offset + skipped * itemsize(partner.dtype))
+        return replace(
+            self, offset=self.offset + skipped * size, numel=numel, first=self.first + skipped, partner=partner
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Elements that do not lie end to end, or are held against others in another order: read through the planner.
+
+    Parameters
+    ----------
+    subject : int
+    slot : Slot
+    extent : Extent
+        All of them.
+    other : Slot or None
+        What they are held against; None: they are only looked at.
+    duplicate : int or None
+        Index of the duplicate that this is; None: `slot` is a master and `other` its weight.
+    """
+
+    subject: int
+    slot: Slot
+    extent: Extent
+    other: Slot | None = None
+    duplicate: int | None = None
+
+
+@dataclass(slots=True)
+class Inventory:
+    """All that is to be looked at.
+
+    Parameters
+    ----------
+    subjects : list of Subject
+    runs : dict of str to list of Run
+        By file.
+    claimed : dict of str to list of (int, int)
+        Bytes of each file that are read beside others, sorted.
+    apart : list of Apart
+    duplicates : list of Duplicate
+    """
+
+    subjects: list[Subject] = field(default_factory=list)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    apart: list[Apart] = field(default_factory=list)
+    duplicates: list[Duplicate] = field(default_factory=list)
+
+
+class SumIndex:
+    """Finds the checksum that covers a byte."""
+
+    def __init__(self, sums: Sequence[Sum]) -> None:
+        self._places: dict[str, list[tuple[int, int, int]]] = {}
+        for number, one in enumerate(sums):
+            self._places.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes, number))
+        for places in self._places.values():
+            places.sort()
+
+    def of(self, path: str) -> list[tuple[int, int, int]]:
+        """Return begin, end and index of the checksums of a file."""
+        return self._places.get(path, [])
+
+    def at(self, path: str, offset: int) -> int:
+        """Return the index of the one that covers a byte; `NO_SUM` if none does."""
+        places = self.of(path)
+        found = bisect_right(places, (offset, float("inf"), 0)) - 1
+        return places[found][2] if found >= 0 and offset < places[found][1] else NO_SUM
+
+
+def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
+    """Return all elements of a checkpoint: runs that lie end to end, and what does not."""
+    found = Inventory()
+    kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
+    kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
+    free = _free_weights(p for _, p in kinds)
+    seen: set[tuple[str, int, int, str]] = set()
+    for kind, parameter in kinds:
+        partners = _partners(parameter, free)
+        for key in sorted(parameter.slots, key=_order):
+            slot, subject = parameter.slots[key], len(found.subjects)
+            found.subjects.append(Subject(kind, parameter.name, key))
+            if key == MASTER and partners is None and _is_compared(parameter):
+                found.apart.append(Apart(subject, slot, Extent.whole(slot.shape), parameter.slots[WEIGHT]))
+            for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
+                place = (span.path, span.offset, span.extent.numel, span.dtype)
+                if place in seen or not span.extent.numel:
+                    continue
+                seen.add(place)
+                if span.strides is not None:
+                    found.apart.append(Apart(subject, replace(slot, spans=(span,), replicas=()), span.extent))
+                elif key == WEIGHT and partners is not None:
+                    found.claimed.setdefault(span.path, []).append((span.offset, _end(span)))
+                else:
+                    partner = _partner(span, partners, sums, subject - 1) if key == MASTER and partners else None
+                    found.runs.setdefault(span.path, []).append(_run(span, subject, partner))
+    for padding in checkpoint.padding:
+        for one in padding.zeros:
+            subject = len(found.subjects)
+            found.subjects.append(Subject(PADDING, "", one.slot))
+            run = Run(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
+            found.runs.setdefault(one.path, []).append(run)
+    for number, duplicate in enumerate(checkpoint.duplicates):
+        found.duplicates.append(duplicate)
+        found.subjects.append(Subject(PARAMETER, duplicate.name, duplicate.slot.name))
+        extent = Extent.whole(duplicate.slot.shape)
+        found.apart.append(Apart(len(found.subjects) - 1, duplicate.slot, extent, duplicate.original, number))
+    for ranges in found.claimed.values():
+        ranges.sort()
+    return found
+
+
+def _dense(span: Span) -> Span:
+    """Return a span without strides where its elements lie end to end all the same."""
+    if span.strides is None:
+        return span
+    steps = row_major(span.extent.sizes)
+    same = all(own == step or size == 1 for own, step, size in zip(span.strides, steps, span.extent.sizes, strict=True))
+    return replace(span, strides=None) if same else span
+
+
+def _order(key: str) -> int:
+    """Sort a weight before its master and both before the rest: a master's partner is the subject before it."""
+    return (WEIGHT, MASTER).index(key) if key in (WEIGHT, MASTER) else 2
+
+
+def _run(span: Span, subject: int, partner: Partner | None) -> Run:
+    first, numel = span.extent.start, span.extent.numel
+    return Run(subject, span.path, span.offset, numel, span.dtype, span.byteorder, first, partner)
+
+
+def _end(span: Span) -> int:
+    return span.offset + span.extent.numel * itemsize(span.dtype)
+
+
+def _is_compared(parameter: Parameter) -> bool:
+    return comparable(parameter) and parameter.slots[MASTER].spans != parameter.slots[WEIGHT].spans
+
+
+Free = dict[str, list[tuple[int, int]]]
+"""By file, the bytes that slots use, sorted."""
+
+
+def _free_weights(parameters: Iterable[Parameter]) -> Free:
+    """Return all bytes that spans use: a weight that shares some with another cannot be read beside its master only."""
+    used: Free = {}
+    for parameter in parameters:
+        for slot in parameter.slots.values():
+            for span in slot.spans:
+                if span.extent.numel and _dense(span).strides is None:
+                    used.setdefault(span.path, []).append((span.offset, _end(span)))
+    for ranges in used.values():
+        ranges.sort()
+    return used
+
+
+def _is_alone(span: Span, used: Free) -> bool:
+    ranges = used[span.path]
+    at = bisect_right(ranges, (span.offset, _end(span)))
+    before, after = ranges[max(at - 2, 0) : at - 1], ranges[at : at + 1]
+    return all(high <= span.offset for _, high in before) and all(low >= _end(span) for low, _ in after)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
+    """Return the spans of a weight by their box, if each is one run that masters of the same box cover in order."""
+    if not _is_compared(parameter):
+        return None
+    weight, master = parameter.slots[WEIGHT], parameter.slots[MASTER]
+    boxes: dict[Box, Span] = {}
+    covered: dict[Box, int] = {}
+    for span in map(_dense, weight.spans):
+        whole = Extent(span.extent.offsets, span.extent.sizes, 0, span.extent.numel)
+        box = (span.extent.offsets, span.extent.sizes)
+        numel = Extent.whole(span.extent.sizes).numel
+        if span.strides is not None or span.extent != whole or numel != span.extent.numel or box in boxes:
+            return None
+        if not _is_alone(span, used):
+            return None
+        boxes[box], covered[box] = span, 0
+    for span in map(_dense, master.spans):
+        box = (span.extent.offsets, span.extent.sizes)
+        if span.strides is not None or (span.extent.numel and box not in boxes):
+            return None
+        covered[box] = covered.get(box, 0) + span.extent.numel
+    exact = all(covered[box] == span.extent.numel for box, span in boxes.items())
+    return boxes if exact and not weight.replicas else None
+
+
+def _partner(span: Span, partners: dict[Box, Span], sums: SumIndex, subject: int) -> Partner:
+    weight = partners[span.extent.offsets, span.extent.sizes]
+    offset = weight.offset + span.extent.start * itemsize(weight.dtype)
+    return Partner(weight.path, offset, weight.dtype, weight.byteorder, sums.at(weight.path, weight.offset), subject)

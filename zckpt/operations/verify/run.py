@@ -1,0 +1,225 @@
+"""`verify`: opens a source, surveys what cannot be opened, and runs the checks. Reads no tensor unless it is deep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.codes import ADDED, CHANGED, GONE
+from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.formats import open_checkpoint
+from zckpt.formats.survey import Survey, survey
+from zckpt.operations.verify.findings import Finding, Verification, finding_of, in_order
+from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
+from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
+
+if TYPE_CHECKING:
+    from zckpt.operations.digests import Fingerprint
+
+
+def verify(
+    source: str | os.PathLike[str],
+    *,
+    deep: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    tag: str | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    names: Sequence[str] | None = None,
+) -> Verification:
+    """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
+
+    Parameters
+    ----------
+    source : path-like
+        Any checkpoint that zckpt opens, or one that it would open if it were not damaged.
+    deep : bool
+        Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies.
+        Without it only structure is read, and a bounded sample of weights and masters.
+    against : path-like, optional
+        Digests that `zckpt fingerprint` recorded; reads every slot.
+    memory : int, bytes
+        Upper bound of the buffers.
+    reporter : Reporter, optional
+        Is told of progress, in bytes.
+    tag : str, optional
+        Which checkpoint of a run directory; by default the one that `latest` names.
+    roots : sequence of path-like
+        The same directory on other nodes.
+    names : sequence of str, optional
+        Names of the optimizer's parameters in its order, for files that only number them.
+
+    Returns
+    -------
+    Verification
+        What is wrong, the worst first. A damaged, incomplete or hostile checkpoint is a finding, not an error.
+
+    Raises
+    ------
+    UsageError
+        Options that do not go together.
+    SourceError
+        There is nothing to verify: no such path, or no checkpoint recognised. Or the digests cannot be read.
+    """
+    if memory < 1:
+        raise UsageError("sizes must be positive", found=memory)
+    expected = None
+    if against is not None:
+        from zckpt.operations.digests import read_digests
+
+        expected = read_digests(against)
+    told = reporter or SilentReporter()
+    path = Path(source)
+    try:
+        checkpoint = open_checkpoint(path, roots=roots, tag=tag, names=names)
+    except SourceError as error:
+        return _unopened(path, error, deep, memory, told, tag, [Path(root) for root in roots])
+    result = Verification(os.fspath(source), checkpoint.format, deep, checkpoint=checkpoint)
+    ranks = ranks_by_file(checkpoint)
+    findings = [*structure_findings(checkpoint, ranks)]
+    _count(result, checkpoint)
+    if deep:
+        findings += _deep(result, checkpoint.files, checkpoint, ranks, memory, told)
+    else:
+        findings += _sampled(result, checkpoint, ranks)
+    if expected is not None:
+        findings += _against(result, checkpoint, expected, memory, told)
+    result.findings = in_order(findings)
+    return result
+
+
+def _count(result: Verification, checkpoint: Checkpoint) -> None:
+    owners = [p for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] if p.slots]
+    result.checked.files = len(checkpoint.files)
+    result.checked.parameters = len(owners)
+    result.checked.slots = sum(len(p.slots) for p in owners)
+
+
+def _against(
+    result: Verification, checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
+) -> Iterator[Finding]:
+    """Hold the digests of all slots against those that were recorded."""
+    from zckpt.operations.digests import changes
+    from zckpt.operations.fingerprint import fingerprint
+
+    try:
+        found = fingerprint(checkpoint, memory=memory, reporter=reporter)
+    except SourceError as error:
+        yield finding_of(error)
+        return
+    result.fingerprint = found.text
+    for change in changes(expected, found):
+        code = ADDED if change.expected is None else GONE if change.found is None else CHANGED
+        what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
+        which = change.name if change.entry is None else f"{change.entry} of {change.name}"
+        yield Finding(code, f"{which} {what}", None, (), (change.name,), change.expected, change.found)
+
+
+def _unopened(
+    path: Path,
+    error: SourceError,
+    deep: bool,
+    memory: int,
+    reporter: Reporter,
+    tag: str | None,
+    roots: Sequence[Path],
+) -> Verification:
+    """Say what is wrong with a source that cannot be opened, and what with each of its files."""
+    if not os.path.lexists(path):
+        raise error
+    surveyed = survey(path, roots=roots, tag=tag)
+    about_it = error.path is None or Path(error.path) == path
+    unknown = isinstance(error, (UnknownFormatError, UnsupportedError)) and error.code is None and about_it
+    others = [one for one in surveyed.errors if (one.path, one.message) != (error.path, error.message)]
+    if unknown and not others and (path.is_file() or isinstance(error, UnknownFormatError)):
+        raise error  # nothing here is a checkpoint
+    result = Verification(os.fspath(path), None, deep)
+    result.checked.files = len(surveyed.files) + len(surveyed.errors)
+    findings = [finding_of(one) for one in _distinct(error, surveyed)]
+    if deep:
+        ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
+        findings += _deep(result, surveyed.files, None, ranks, memory, reporter)
+    result.findings = in_order(_once(findings))
+    return result
+
+
+def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
+    """Yield the errors of a survey, and the one that opening stopped at unless it is one of them."""
+    yield from surveyed.errors
+    if isinstance(error, UnknownFormatError) and error.code is None and surveyed.errors:
+        return  # it is not recognised, because of those
+    known = {(one.path, one.message) for one in surveyed.errors} | {(one.path, None) for one in surveyed.errors}
+    if (error.path, error.message) not in known and not (_is_file(error.path) and (error.path, None) in known):
+        yield error
+
+
+def _is_file(path: str | None) -> bool:
+    return path is not None and Path(path).is_file()
+
+
+def _once(findings: Sequence[Finding]) -> list[Finding]:
+    return list(dict.fromkeys(findings))
+
+
+def _sampled(result: Verification, checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Hold a bounded sample of the masters against the weights."""
+    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+        return
+    from zckpt.operations.verify.weights import Comparison, weight_findings
+    from zckpt.weight_check import samples
+
+    compared = []
+    try:
+        for one in samples(checkpoint):
+            weight = checkpoint.parameters[one.parameter].slots[WEIGHT]
+            detail = "" if one.error is None else f"{one.error.found} where the weight is {one.error.expected}"
+            compared.append(
+                Comparison(one.parameter, one.path, weight.spans[0].path, one.numel, one.num_different, detail)
+            )
+            result.checked.elements += one.numel
+    except SourceError as error:
+        yield finding_of(error)
+    yield from weight_findings(compared, ranks)
+
+
+def _deep(
+    result: Verification,
+    files: Sequence[SourceFile],
+    checkpoint: Checkpoint | None,
+    ranks: Ranks,
+    memory: int,
+    reporter: Reporter,
+) -> Iterator[Finding]:
+    """Read every byte once."""
+    from zckpt.formats.checksums import Sum, checksums
+    from zckpt.operations.verify.damage import Damage, damage_findings
+    from zckpt.operations.verify.deep import Work, nbytes_of, run, stretch_nbytes
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
+    from zckpt.operations.verify.stretches import stretches
+
+    sums: list[Sum] = []
+    errors: list[SourceError] = []
+    for file in files:
+        try:
+            sums += checksums(file)
+        except SourceError as error:
+            errors.append(error)
+    index = SumIndex(sums)
+    inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
+    paths = list(dict.fromkeys([*(file.path for file in files), *inventory.runs]))
+    most = stretch_nbytes(memory)
+    work: list[Work] = [*stretches(inventory, index, paths, most), *inventory.apart]
+    reporter.begin(total := sum(map(nbytes_of, work)))
+    try:
+        outcome, wrong = run(inventory, sums, work, most=most, reporter=reporter)
+    finally:
+        reporter.end()
+    result.checked.nbytes = total
+    result.checked.elements = outcome.elements
+    result.checked.checksums = outcome.checksums
+    yield from _once([finding_of(error) for error in [*errors, *outcome.errors]])
+    yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)

@@ -1,0 +1,166 @@
+"""What the metadata of a checkpoint that was opened tell: coverage, element types, leftovers, steps. No tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.codes import COVERAGE, DTYPES_DIFFER, GROUP_STEPS_DIFFER, LEFTOVER, REMARK, SLOT_MISSING, STEPS_DIFFER
+from zckpt.errors import LayoutError
+from zckpt.operations.verify.findings import Finding, listed
+from zckpt.plan import Hole, fill
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+
+Ranks = Mapping[str, tuple[int, ...]]
+"""Ranks that wrote each file."""
+
+
+def ranks_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the rank in each file's name: data-parallel, or model-parallel where it has no other."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in checkpoint.files:
+        rank = file.mp_rank if file.dp_rank is None else file.dp_rank
+        if rank is not None:
+            found[file.path] = (rank,)
+    return found
+
+
+def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Yield what is wrong with the structure of a checkpoint."""
+    yield from _coverage(checkpoint, ranks)
+    yield from _uneven(checkpoint, ranks)
+    yield from _steps(checkpoint, ranks)
+    for path, said in checkpoint.leftovers.items():
+        name = Path(path).name
+        yield Finding(LEFTOVER, f"{name} is not part of the checkpoint", path, ranks.get(path, ()), found=said)
+    for warning in checkpoint.warnings:
+        if warning not in checkpoint.leftovers.values():
+            yield Finding(REMARK, warning)
+
+
+def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Plan a read of every slot, as for a copy of it: each element must be there once, in the slot's own type."""
+    holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        for key, slot in parameter.slots.items():
+            for spans in (slot.spans, *slot.replicas):
+                one = replace(slot, spans=spans, replicas=())
+                if odd := _other_dtype(one):
+                    holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))
+                try:
+                    fill(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
+                except LayoutError as error:
+                    lacking = _without(parameter, one)
+                    code = SLOT_MISSING if lacking else COVERAGE
+                    holes.setdefault((code, key, lacking), []).append((parameter.name, str(error)))
+    for (code, key, path), found in holes.items():
+        names = tuple(dict.fromkeys(name for name, _ in found))
+        what = {
+            SLOT_MISSING: f"no {key} for {listed(names)}, of which it holds a part",
+            COVERAGE: f"{key} of {listed(names)} is not there, every element once",
+            DTYPES_DIFFER: f"{key} of {listed(names)} has another element type here than elsewhere",
+        }[code]
+        yield Finding(code, what, path, ranks.get(path or "", ()), names, None, found[0][1])
+
+
+def _other_dtype(slot: Slot) -> tuple[str, str] | None:
+    """Return the file in which a slot has another type than in most, and what types there are."""
+    counts = Counter(span.dtype for span in slot.spans)
+    if len(counts) < 2:
+        return None
+    usual = max(counts, key=lambda dtype: (counts[dtype], dtype == slot.dtype))
+    odd = next(span for span in slot.spans if span.dtype != usual)
+    return odd.path, f"{odd.dtype}, elsewhere {usual}"
+
+
+def _without(parameter: Parameter, slot: Slot) -> str | None:
+    """Return a file that has a part of a parameter's master and none of a slot."""
+    master = parameter.slots.get(MASTER)
+    if master is None or slot.name == MASTER:
+        return None
+    present = {span.path for span in slot.spans}
+    return next((span.path for span in master.spans if span.extent.numel and span.path not in present), None)
+
+
+def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Yield parameters that have a part of the state that most others of their group have.
+
+    One that has none at all was never stepped. One that has other slots beside is of an optimizer that keeps different
+    ones for different shapes.
+    """
+    lacking: dict[str, list[tuple[str, str]]] = {}
+    for group in checkpoint.param_groups:
+        members = [p for name in group.parameters if (p := checkpoint.parameters.get(name)) is not None]
+        kept = {p.name: _state_keys(p) for p in members if p.numel}
+        usual = Counter(keys for keys in kept.values() if keys)
+        if len(usual) < 2:
+            continue
+        most = max(usual, key=lambda keys: (usual[keys], len(keys)))
+        for parameter in members:
+            own = kept.get(parameter.name, frozenset())
+            if own and own < most:
+                spans = [span for key in sorted(own) for span in parameter.slots[key].spans]
+                for key in sorted(most - own):
+                    lacking.setdefault(key, []).append((parameter.name, spans[0].path if spans else ""))
+    for key, found in lacking.items():
+        names = tuple(name for name, _ in found)
+        path = found[0][1] or None
+        yield Finding(
+            SLOT_MISSING,
+            f"no {key} for {listed(names)}, which others of the param group have",
+            path,
+            ranks.get(path or "", ()),
+            names,
+        )
+
+
+def _state_keys(parameter: Parameter) -> frozenset[str]:
+    """Return the keys of the state that a parameter has a value of for each element."""
+    return frozenset(
+        key for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER) and slot.shape == parameter.shape
+    )
+
+
+def _steps(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Hold the steps of parameters and groups against each other; that ranks agree, a reader has seen to."""
+    steps: dict[str, float] = {}
+    for index, group in enumerate(checkpoint.param_groups):
+        shared = _number(group.state.get("step"))
+        for name in group.parameters:
+            parameter = checkpoint.parameters.get(name) or checkpoint.unnamed.get(name)
+            own = None if parameter is None else _number(parameter.state.get("step"))
+            step = shared if own is None else own
+            if step is not None and parameter is not None and parameter.group == index:
+                steps[name] = step
+    if len(set(steps.values())) < 2:
+        return
+    usual = Counter(steps.values()).most_common(1)[0][0]
+    odd = [name for name, step in steps.items() if step != usual]
+    files = {name: _file_of(checkpoint, name) for name in steps}
+    path = files[odd[0]]
+    of_file = [name for name in steps if files[name] == path]
+    whole = path is not None and set(of_file) == set(odd) and len(set(files.values())) > 1
+    yield Finding(
+        STEPS_DIFFER if whole else GROUP_STEPS_DIFFER,
+        f"{listed(odd)}: {'the rank has' if whole else 'they have'} taken another number of steps than the rest",
+        path if whole else None,
+        ranks.get(path or "", ()) if whole else (),
+        tuple(odd),
+        f"{usual:g}",
+        ", ".join(f"{step:g}" for step in sorted({steps[name] for name in odd})[:4]),
+    )
+
+
+def _file_of(checkpoint: Checkpoint, name: str) -> str | None:
+    """Return the only file that holds a parameter's optimizer state."""
+    parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
+    slots = [slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)]
+    paths = {span.path for slot in slots for span in slot.spans}
+    return paths.pop() if len(paths) == 1 else None
+
+
+def _number(value: object) -> float | None:
+    plain = value.value if isinstance(value, Scalar) else value
+    return float(plain) if isinstance(plain, (int, float)) and not isinstance(plain, bool) else None
