@@ -10,6 +10,9 @@
     zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
+    zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
+    zckpt.fingerprint("dcp").text                          # one line that is the same for every format
+    zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
@@ -42,9 +45,14 @@ if TYPE_CHECKING:
     from zckpt.opened import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import Converted, convert
+    from zckpt.operations.diff import Compared, diff
+    from zckpt.operations.digests import Fingerprint
+    from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.inspect import inspect
     from zckpt.operations.reshard import Resharded, reshard
+    from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
+    from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
     from zckpt.training import Checkpointer, Restored, Saving, load, save
 
@@ -53,9 +61,14 @@ _HOMES = {
     "zckpt.opened": ("OpenedCheckpoint", "open"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
     "zckpt.operations.convert": ("Converted", "convert"),
+    "zckpt.operations.diff": ("Compared", "diff"),
+    "zckpt.operations.digests": ("Fingerprint",),
+    "zckpt.operations.fingerprint": ("fingerprint",),
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),
+    "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
+    "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.training": ("Checkpointer", "Restored", "Saving", "load", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
     "zckpt.errors": (
@@ -78,10 +91,13 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "Compared",
     "Consolidated",
     "Converted",
     "DamagedFileError",
     "Extent",
+    "Finding",
+    "Fingerprint",
     "LayoutError",
     "OpenedCheckpoint",
     "ParamGroup",
@@ -91,6 +107,7 @@ __all__ = [
     "Restored",
     "Saving",
     "Scalar",
+    "Series",
     "ShardError",
     "Slot",
     "SourceError",
@@ -102,17 +119,22 @@ __all__ = [
     "UnknownFormatError",
     "UnsupportedError",
     "UsageError",
+    "Verification",
     "WeightMismatchError",
     "ZckptError",
     "__version__",
     "consolidate",
     "convert",
+    "diff",
+    "fingerprint",
     "inspect",
     "load",
     "open",
     "reshard",
     "save",
+    "series",
     "strip",
+    "verify",
 ]
 
 

@@ -1,7 +1,7 @@
 """The command line: parse, call an operation, print. No logic.
 
-Exit status: 0 done, 2 unusable arguments, 3 the source cannot be read or is damaged or unsafe, 4 the target
-cannot be written, 130 interrupted.
+Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
+damaged or unsafe, 4 the target cannot be written, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.convert_command import convert_command
 from zckpt.cli.demo_command import demo_command
+from zckpt.cli.diff_command import diff_command
+from zckpt.cli.fingerprint_command import fingerprint_command
 from zckpt.cli.inspect_command import inspect_command
+from zckpt.cli.map_command import map_command
 from zckpt.cli.reshard_command import reshard_command
 from zckpt.cli.strip_command import strip_command
+from zckpt.cli.verify_command import verify_command
 from zckpt.errors import TargetError, ZckptError
 
 INTERRUPTED = 130
@@ -28,7 +32,7 @@ INTERRUPTED = 130
 @click.version_option(__version__, prog_name="zckpt")
 @click.option("--debug", is_flag=True, help="Show a traceback for errors.")
 def cli(debug: bool) -> None:
-    """Open, inspect, consolidate, reshard, convert and strip the checkpoints of sharded optimizers.
+    """Inspect, consolidate, reshard, convert, strip, compare and verify the checkpoints of sharded optimizers.
 
     No pickle is ever executed, and a target appears whole or not at all.
     """
@@ -39,6 +43,10 @@ cli.add_command(consolidate_command)
 cli.add_command(reshard_command)
 cli.add_command(convert_command)
 cli.add_command(strip_command)
+cli.add_command(diff_command)
+cli.add_command(fingerprint_command)
+cli.add_command(verify_command)
+cli.add_command(map_command)
 cli.add_command(demo_command)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zckpt.cli.options import names_option, read_names, source_options
+from zckpt.cli.pages import check_page, page_options, write_page
 
 
 @click.command("inspect")
@@ -15,6 +16,7 @@ from zckpt.cli.options import names_option, read_names, source_options
 @click.option("--parameters", is_flag=True, help="List every parameter.")
 @click.option("--files", is_flag=True, help="List every file and rank's share.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
+@page_options
 @names_option
 @source_options
 def inspect_command(
@@ -23,6 +25,8 @@ def inspect_command(
     parameters: bool,
     files: bool,
     with_globals: bool,
+    html: Path | None,
+    overwrite: bool,
     roots: tuple[Path, ...],
     tag: str | None,
     names_file: Path | None,
@@ -31,8 +35,14 @@ def inspect_command(
     from zckpt.formats import open_checkpoint
     from zckpt.operations.inspect import inspect
 
+    check_page(html, overwrite=overwrite)
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
     document = inspect(checkpoint, include_globals=with_globals)
+    if html is not None:
+        from zckpt.operations.map import layout_map
+        from zckpt.report.page import inspect_page
+
+        write_page(html, inspect_page(document, layout_map(checkpoint)), overwrite=overwrite)
     if as_json:
         import json
 

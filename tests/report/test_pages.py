@@ -1,0 +1,520 @@
+"""The pages in a real browser: nothing thrown, nothing loaded, everything found, by keyboard and by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.report import documents
+from tests.report.conftest import Opened
+from tests.report.synthetic import HOSTILE, flat, large
+from zckpt.formats import open_checkpoint
+from zckpt.operations.inspect import inspect
+from zckpt.operations.map import layout_map
+from zckpt.report.page import diff_page, inspect_page, series_page, verify_page
+from zckpt.report.page.shell import embedded
+from zckpt.state import Checkpoint
+
+Show = Callable[..., Opened]
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LLAMA = FIXTURES / "hf_llama_s2_bf16_dp2"
+FINDINGS = [
+    documents.finding(
+        "ZC-301", "error", "NaN", "3 elements are NaN", ranks=[1], parameters=["model.norm.weight"],
+        file="global_step5/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", expected="finite", found="3 NaN",
+        advice="resume from an earlier checkpoint",
+    ),
+    documents.finding("ZC-104", "warning", "Steps", "rank 0 is at another step", ranks=[0]),
+    documents.finding("ZC-900", "note", "Left over", "<i>a file</i> of a larger run"),
+]  # fmt: skip
+
+
+def inspection(checkpoint: Checkpoint) -> str:
+    return inspect_page(inspect(checkpoint), layout_map(checkpoint))
+
+
+def llama() -> Checkpoint:
+    return open_checkpoint(LLAMA)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "inspect": lambda: inspection(llama()),
+    "diff": lambda: diff_page(documents.diff()),
+    "equal": lambda: diff_page(documents.same()),
+    "series": lambda: series_page(documents.series()),
+    "verify": lambda: verify_page(documents.verification(FINDINGS, str(LLAMA)), layout_map(llama())),
+    "verify without a map": lambda: verify_page(documents.verification(FINDINGS)),
+    "sound": lambda: verify_page(documents.verification([], deep=False), layout_map(llama())),
+}
+
+
+@pytest.fixture(scope="session")
+def big() -> str:
+    return inspection(large(layers=100, per_layer=100, ranks=1024))
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_page_renders_prints_and_loads_nothing(kind: str, show: Show) -> None:
+    opened = show(PAGES[kind]())
+    assert opened.page.get_by_role("heading", level=1).count() == 1
+    assert opened.page.get_by_role("main").inner_text()
+    assert opened.page.pdf(format="A4").startswith(b"%PDF-")
+    opened.assert_clean()
+
+
+@pytest.mark.parametrize("name", ["s3_bf16_dp3", "tp2_s1_bf16_dp2", "other/plain_adamw/ckpt.pt"])
+def test_any_layout_renders(name: str, show: Show) -> None:
+    opened = show(inspection(open_checkpoint(FIXTURES / name)))
+    opened.page.locator("#map-stage").focus()
+    for key in ("ArrowRight", "ArrowDown", "End", "Enter", "Home", "+", "-", "Escape"):
+        opened.page.keyboard.press(key)
+    opened.assert_clean()
+
+
+MAIN = ["inspect", "diff", "series", "verify"]
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_nothing_is_wider_than_a_narrow_screen(kind: str, show: Show) -> None:
+    opened = show(PAGES[kind](), width=320)
+    assert opened.page.evaluate("document.documentElement.scrollWidth") == 320
+
+
+CONTRAST = """
+() => {
+  const parts = (colour) => (colour.match(/[\\d.]+/g) || []).map(Number);
+  const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => sum + part * linear(rgb[i] / 255), 0);
+  const ground = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const found = parts(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] === 1) return found;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const parent = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !parent.checkVisibility() || parent.closest("script, :disabled")) continue;
+    const style = getComputedStyle(parent);
+    const [a, b] = [light(parts(parent.closest("svg") ? style.fill : style.color)), light(ground(parent))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${ratio.toFixed(2)} ${walker.currentNode.data.trim().slice(0, 30)}`);
+  }
+  return poor;
+}
+"""
+
+
+@pytest.mark.parametrize("kind", MAIN)
+def test_text_stands_out_from_its_ground_in_light_and_dark(kind: str, show: Show) -> None:
+    page = show(PAGES[kind]()).page
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 27)")):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+        assert page.evaluate(CONTRAST) == []
+
+
+def test_the_map_is_drawn_in_the_colours_of_the_scheme(show: Show) -> None:
+    opened = show(inspection(llama()), color_scheme="light")
+    pixels = "() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(400, 70, 1, 1).data)"
+    light = opened.page.evaluate(pixels)
+    opened.page.emulate_media(color_scheme="dark")
+    opened.settle()
+    assert light == [0x3F, 0x6F, 0xA6, 255]
+    assert opened.page.evaluate(pixels) == [0x5B, 0x8F, 0xCB, 255]
+
+
+def search(opened: Opened, text: str) -> str:
+    """Type into the search field and return what it answers."""
+    field = opened.page.get_by_role("searchbox")
+    field.fill(text)
+    answer = opened.page.locator("#search-answer")
+    expect(answer).to_have_attribute("data-query", text)
+    return answer.inner_text()
+
+
+def rows(opened: Opened, table: str) -> list[str]:
+    """The first cells of a table's rows that are in the page."""
+    return opened.page.locator(f"#{table} tbody tr[data-index] th").all_inner_texts()
+
+
+def test_search_counts_filters_and_marks(show: Show) -> None:
+    opened = show(inspection(llama()))
+    assert search(opened, "Layers.1 mlp") == "3 of 21 parameters match"
+    assert rows(opened, "parameters") == [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+    tiles = opened.page.locator(".tile.match").evaluate_all("(tiles) => tiles.map((tile) => tile.node.name)")
+    assert tiles == ["model.layers", "model.layers.1", "model.layers.1.mlp"]
+    assert search(opened, "model.layers.?.*norm.weight") == "4 of 21 parameters match"
+    assert search(opened, "nothing of this name") == "No parameter matches"
+    assert opened.page.locator("#parameters td.empty").inner_text() == "None"
+    opened.page.keyboard.press("Escape")
+    assert opened.page.get_by_role("searchbox").input_value() == ""
+    assert opened.page.locator(".tile.faint").count() == 0
+    opened.assert_clean()
+
+
+def test_search_dims_what_does_not_match_in_the_map(show: Show) -> None:
+    opened = show(inspection(llama()))
+    sample = """() => Array.from(document.querySelector('canvas').getContext('2d').getImageData(%d, 70, 1, 1).data)"""
+    before = opened.page.evaluate(sample % 400), opened.page.evaluate(sample % 150)
+    search(opened, "embed_tokens")
+    opened.settle()
+    assert opened.page.evaluate(sample % 150) == before[1]
+    assert opened.page.evaluate(sample % 400) != before[0]
+
+
+def test_enter_in_the_search_shows_where_the_first_match_lies(show: Show) -> None:
+    opened = show(inspection(llama()))
+    search(opened, "layers.1.mlp.up")
+    opened.page.keyboard.press("Enter")
+    chosen = opened.page.locator("#chosen")
+    assert chosen.get_by_role("heading").inner_text() == "model.layers.1.mlp.up_proj.weight"
+    text = chosen.inner_text()
+    assert "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt" in text
+    assert "mp_rank_00_model_states.pt" in text
+    assert "model.layers.1.mlp.up_proj.weight" in opened.page.locator("#map .detail").inner_text()
+
+
+def test_a_share_of_a_parameter_is_told_by_its_elements(show: Show) -> None:
+    opened = show(inspection(open_checkpoint(FIXTURES / "s3_bf16_dp3")))
+    search(opened, "prime")
+    opened.page.keyboard.press("Enter")
+    runs = opened.page.locator("#chosen-runs tbody tr[data-index]").all_inner_texts()
+    assert [re.findall(r"\[.*?\)", run) for run in runs] == [["[0, 3)"], ["[3, 6)"], ["[6, 7)"]]
+    opened.page.locator("#map-stage").focus()
+    opened.page.keyboard.press("ArrowDown")
+    assert "master float32: elements [3, 6) of 7, 12 B" in opened.page.locator("#map .detail").inner_text()
+    opened.assert_clean()
+
+
+def tab_to(opened: Opened, selector: str, most: int = 40) -> None:
+    for _ in range(most):
+        opened.page.keyboard.press("Tab")
+        if opened.page.evaluate("(s) => document.activeElement.matches(s)", selector):
+            return
+    raise AssertionError(f"Tab does not reach {selector}")
+
+
+def test_map_is_reached_moved_in_and_zoomed_by_keyboard(show: Show) -> None:
+    opened = show(inspection(llama()))
+    detail = opened.page.locator("#map .detail")
+    back = opened.page.get_by_role("button", name="Back to the part seen before")
+    tab_to(opened, "#map-stage")
+    assert "model.embed_tokens.weight" in detail.inner_text()
+    assert "model file" in detail.inner_text()
+    outline = opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    opened.page.keyboard.press("ArrowDown")
+    opened.page.keyboard.press("ArrowRight")
+    assert "model.layers.0.self_attn.q_proj.weight" in detail.inner_text()
+    assert "all 256 elements" in detail.inner_text()
+    assert "rank 0" in detail.inner_text()
+    opened.page.keyboard.press("ArrowDown")
+    assert "Nothing of it is here; it is in model file, rank 0" in detail.inner_text()
+    assert back.is_disabled()
+    opened.page.keyboard.press("Enter")
+    opened.settle()
+    assert back.is_enabled()
+    opened.page.keyboard.press("Escape")
+    opened.settle()
+    assert back.is_disabled()
+    opened.assert_clean()
+
+
+def test_shift_and_arrow_go_to_the_next_module(show: Show) -> None:
+    opened = show(inspection(llama()))
+    opened.page.locator("#map-stage").focus()
+    opened.page.keyboard.press("Shift+ArrowRight")
+    opened.page.keyboard.press("Shift+ArrowRight")
+    assert "model.layers.1." in opened.page.locator("#map .detail").inner_text()
+
+
+def test_pointer_shows_and_drags(show: Show) -> None:
+    opened = show(inspection(llama()))
+    box = opened.page.locator("#map-stage").bounding_box()
+    assert box is not None
+    opened.page.mouse.move(box["x"] + 200, box["y"] + 60)
+    tip = opened.page.locator("#map .tip")
+    assert "model.embed_tokens.weight" in tip.inner_text()
+    assert "all 1,072 elements" in tip.inner_text()
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + 420, box["y"] + 60)
+    opened.page.mouse.up()
+    opened.settle()
+    assert opened.page.get_by_role("button", name="Back to the part seen before").is_enabled()
+    opened.assert_clean()
+
+
+def test_treemap_opens_modules_and_goes_back_by_keyboard(show: Show) -> None:
+    opened = show(inspection(llama()))
+    tab_to(opened, ".tile")
+    opened.page.keyboard.press("Enter")
+    trail = opened.page.get_by_role("navigation", name="Module shown")
+    assert "layers" in trail.inner_text()
+    assert opened.page.evaluate("document.activeElement.matches('.tile')")
+    first = opened.page.evaluate("document.activeElement.getAttribute('aria-label')")
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.page.evaluate("document.activeElement.getAttribute('aria-label')") != first
+    opened.page.keyboard.press("Escape")
+    assert trail.get_by_role("button").count() == 0
+    opened.assert_clean()
+
+
+def test_tables_sort_and_choose_by_keyboard(show: Show) -> None:
+    opened = show(inspection(llama()))
+    table = opened.page.locator("#parameters table")
+    opened.page.locator("#parameters").get_by_role("button", name="Elements").click()
+    assert rows(opened, "parameters")[0] == "model.embed_tokens.weight"
+    assert table.locator("th[aria-sort=descending]").inner_text().startswith("Elements")
+    table.focus()
+    opened.page.keyboard.press("End")
+    opened.page.keyboard.press("Enter")
+    last = table.locator("tr[aria-selected=true] th").inner_text()
+    assert opened.page.locator("#chosen-name").inner_text().startswith(last)
+    opened.assert_clean()
+
+
+def test_the_map_has_a_table_that_says_the_same(show: Show) -> None:
+    opened = show(inspection(llama()))
+    opened.page.get_by_text("The map as a table").click()
+    assert rows(opened, "rows") == ["model file", "rank 0", "rank 1"]
+    first = opened.page.locator("#rows tbody tr[data-index]").first.inner_text()
+    assert "9.98 kB" in first
+
+
+def test_slots_and_order_may_be_chosen(show: Show) -> None:
+    opened = show(inspection(open_checkpoint(FIXTURES / "s2_bf16_dp4")))
+    picture = "() => document.querySelector('canvas').toDataURL()"
+    before = opened.page.evaluate(picture)
+    opened.page.get_by_role("checkbox", name="exp_avg_sq").uncheck()
+    opened.settle()
+    without = opened.page.evaluate(picture)
+    opened.page.get_by_role("combobox", name="Parameters").select_option("model")
+    opened.settle()
+    assert len({before, without, opened.page.evaluate(picture)}) == 3
+    opened.assert_clean()
+
+
+NAMED = {
+    "inspect": [
+        "banner",
+        "main",
+        "contentinfo",
+        "search",
+        "heading 'Map'",
+        "application",
+        "grid 'Parameters and buffers'",
+    ],
+    "diff": ["heading 'Change by layer'", "grid 'Tensors that differ'", "table 'Largest relative L2 change"],
+    "series": ["heading 'Curves'", "grid 'Parameters and slots"],
+    "verify": ["heading 'Findings'", "group 'Severities shown'", "article"],
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_accessibility_tree_has_landmarks_and_names(kind: str, show: Show) -> None:
+    page = show(PAGES[kind]()).page
+    tree = page.locator("body").aria_snapshot()
+    for expected in NAMED[kind]:
+        role, _, name = expected.partition(" ")
+        assert re.search(rf"{role}\b.*{re.escape(name.strip(chr(39)))}", tree), (expected, tree[:3000])
+    unnamed = page.evaluate(
+        """() => [...document.querySelectorAll('button, input, select, table, [role]')].filter((one) =>
+            one.checkVisibility() && one.getAttribute('role') !== 'presentation' &&
+            !(one.getAttribute('aria-label') || one.innerText.trim() || one.labels?.length || one.caption)
+        ).map((one) => one.outerHTML.slice(0, 120))"""
+    )
+    assert unnamed == []
+
+
+def test_answers_and_details_are_announced(show: Show) -> None:
+    page = show(PAGES["inspect"]()).page
+    live = page.locator("[aria-live=polite]").evaluate_all("(all) => all.map((one) => one.id || one.className)")
+    assert live == ["search-answer", "detail", "detail small"]
+
+
+def hostile() -> list[str]:
+    shapes = dict.fromkeys(HOSTILE, (7, 5)) | {"plain.weight": (9, 9)}
+    named = [documents.difference(name, "master", 0.1) for name in HOSTILE]
+    difference = documents.diff() | {"different": named, "a": documents.about(HOSTILE[0])}
+    found = [
+        documents.finding("ZC-1", "error", name, name, file=name, parameters=[name], advice=name) for name in HOSTILE
+    ]
+    checkpoint = flat(shapes, 3)
+    checkpoint.source = HOSTILE[0]
+    checkpoint.warnings = list(HOSTILE)
+    checkpoint.details = {HOSTILE[1]: HOSTILE[2]}
+    checkpoint.metadata = {HOSTILE[0]: None}
+    checkpoint.param_groups[0].hyperparameters[HOSTILE[1]] = HOSTILE[0]
+    line = {"slot": HOSTILE[0], "norm": [1.0, 2.0], "change": [None, 0.1]}
+    moved = {
+        "sources": [documents.about(HOSTILE[0])] * 2,
+        "steps": [1, 2],
+        "series": [line | {"name": n} for n in HOSTILE],
+    }
+    return [
+        inspection(checkpoint),
+        diff_page(difference),
+        series_page(moved),
+        verify_page(documents.verification(found, HOSTILE[0]), layout_map(checkpoint)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_hostile_names_are_text(number: int, show: Show) -> None:
+    opened = show(hostile()[number])
+    opened.page.on("dialog", lambda dialog: pytest.fail(f"a name ran as a script: {dialog.message}"))
+    text = opened.page.locator("body").inner_text()
+    assert '</script><script>alert("name")</script>.weight' in text
+    assert "<img src=x onerror=alert(1)>.weight" in text
+    assert opened.page.locator("img").count() == 0
+    assert opened.page.locator("script").count() == 2
+    search(opened, "script")
+    opened.page.keyboard.press("Enter")
+    opened.assert_clean()
+
+
+def test_data_in_the_page_holds_nothing_that_html_could_read() -> None:
+    data = embedded({name: name for name in HOSTILE})
+    assert set(data).isdisjoint("<>&\u2028")
+    assert data.isascii()
+
+
+def test_policy_forbids_what_the_page_does_not_bring_along(show: Show) -> None:
+    opened = show(PAGES["inspect"]())
+    ran = opened.page.evaluate(
+        """async () => {
+            const script = document.createElement('script');
+            script.textContent = 'window.ran = true';
+            document.body.append(script);
+            const sent = await fetch('https://example.org/').then(() => true, () => false);
+            return [window.ran === true, sent];
+        }"""
+    )
+    assert ran == [False, False]
+    assert [url for url in opened.requests if not url.startswith("file:")] == []
+
+
+def test_ten_thousand_parameters_on_a_thousand_ranks(big: str, show: Show) -> None:
+    assert len(big) < 20_000_000
+    opened = show(big)
+    page = opened.page
+    assert page.locator("*").count() < 8000
+    assert search(opened, "layers.37.") == "100 of 10,000 parameters match"
+    page.keyboard.press("Enter")
+    assert page.locator("#chosen-name").inner_text() == "model.layers.37.mlp.experts.0.up_proj.weight"
+    assert "bf16_zero_pp_rank_378_mp_rank_00_optim_states.pt" in page.locator("#chosen").inner_text()
+    assert page.get_by_role("grid", name="Parameters and buffers").get_attribute("aria-rowcount") == "101"
+    page.locator("#map-stage").focus()
+    for key in ("Enter", "ArrowRight", "Enter", "ArrowDown", "Shift+ArrowDown", "Escape", "Escape"):
+        page.keyboard.press(key)
+    page.get_by_role("searchbox").fill("")
+    expect(page.locator("#search-answer")).to_have_attribute("data-query", "")
+    page.locator("#parameters .scroll").evaluate("(one) => { one.scrollTop = one.scrollHeight }")
+    opened.settle()
+    assert rows(opened, "parameters")[-1] == "model.layers.99.mlp.experts.24.norm.weight"
+    opened.assert_clean()
+
+
+def test_heat_map_says_the_worst_change_and_leads_to_the_tensors(show: Show) -> None:
+    opened = show(diff_page(documents.diff(layers=30)))
+    cells = opened.page.locator("#heat")
+    for label in (
+        "lm_head, weight: 1 of 1 parameter changed, at most \u221e",
+        "model.embed_tokens, master: 1 of 1 parameter",
+    ):
+        assert cells.get_by_role("button", name=label).count() == 1
+    assert "NaN" in cells.inner_text()
+    assert "other shape" in cells.inner_text()
+    assert cells.get_by_text("equal", exact=True).count() == 2
+    cells.get_by_role("button", name=re.compile("^model.layers.3, exp_avg: 4 of 4")).click()
+    assert len(rows(opened, "different")) == 4
+    assert all(name.startswith("model.layers.3.") for name in rows(opened, "different"))
+    opened.assert_clean()
+
+
+def test_heat_map_of_few_parameters_is_by_module(show: Show) -> None:
+    opened = show(diff_page(documents.diff(layers=3)))
+    layers = opened.page.locator("#heat tbody th").all_inner_texts()
+    assert "model.layers.2.self_attn.v_proj" in layers
+    assert len(layers) == 3 * 4 + 4
+
+
+def test_histogram_counts_all_or_the_chosen_tensor(show: Show) -> None:
+    document = documents.diff()
+    opened = show(diff_page(document))
+    histogram = opened.page.locator("#histogram")
+    with_one = [one for one in document["different"] if one["histogram"]]
+    assert f"{40 * len(with_one):,}" in histogram.inner_text()
+    opened.page.locator("#different tbody tr[data-index]").first.click()
+    assert "model.layers.0.self_attn.q_proj.weight, weight" in histogram.inner_text()
+    assert f"{40 * len(with_one):,}" not in histogram.inner_text()
+    opened.page.get_by_role("button", name="All tensors").click()
+    assert "All tensors" in histogram.inner_text()
+
+
+def test_figures_that_are_missing_or_not_finite_are_shown_as_such(show: Show) -> None:
+    opened = show(PAGES["diff"]())
+    search(opened, "model.norm")
+    assert "\u2013" in opened.page.locator("#different tbody tr[data-index]").inner_text()
+    search(opened, "embed_tokens")
+    assert "NaN" in opened.page.locator("#different tbody tr[data-index]").inner_text()
+
+
+def test_series_draws_what_moved_most_and_what_is_chosen(show: Show) -> None:
+    opened = show(PAGES["series"]())
+    lines = opened.page.locator("#lines li")
+    assert lines.count() == 6
+    assert opened.page.locator("#change path.line").count() == 6
+    search(opened, "layers.3. exp_avg")
+    opened.page.keyboard.press("Enter")
+    assert lines.last.inner_text() == "model.layers.3.mlp.weight exp_avg"
+    opened.page.locator("#norm .chart").focus()
+    opened.page.keyboard.press("ArrowLeft")
+    assert opened.page.locator("#norm .detail").inner_text().startswith("step 700")
+    opened.page.get_by_role("button", name="Draw none").click()
+    assert lines.count() == 0
+    opened.assert_clean()
+
+
+def test_findings_are_listed_and_filtered_by_severity(show: Show) -> None:
+    opened = show(PAGES["verify"]())
+    articles = opened.page.get_by_role("article")
+    assert articles.count() == 3
+    first = articles.first.inner_text()
+    for part in ("ZC-301", "3 elements are NaN", "finite", "3 NaN", "rank_1", "model.norm.weight", "resume from"):
+        assert part in first
+    assert "<i>a file</i>" in articles.last.inner_text()
+    opened.page.get_by_role("checkbox", name=re.compile("^error")).uncheck()
+    assert articles.count() == 2
+    assert "Not sound: 1 error, 1 warning, 1 note." in opened.page.get_by_role("banner").inner_text()
+
+
+def test_findings_are_marked_in_the_map(show: Show) -> None:
+    red = """() => {
+        const canvas = document.querySelector('canvas');
+        const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const red = (i) => data[i] === 0xb3 && data[i + 1] === 0x26 && data[i + 2] === 0x1e;
+        return [...Array(data.length / 4).keys()].filter((pixel) => red(4 * pixel)).length;
+    }"""
+    assert show(PAGES["verify"]()).page.evaluate(red) > 20
+    assert show(PAGES["sound"]()).page.evaluate(red) == 0
+
+
+@pytest.mark.parametrize("kind", ["inspect", "diff"])
+def test_long_tables_are_printed_whole(kind: str, show: Show) -> None:
+    document: Any = documents.diff(layers=12)
+    opened = show(diff_page(document) if kind == "diff" else PAGES["inspect"]())
+    opened.page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    expected = len(document["different"]) if kind == "diff" else 21
+    assert len(rows(opened, "different" if kind == "diff" else "parameters")) == expected
+    assert opened.page.locator("details:not([open])").count() == 0
+    opened.page.evaluate("window.dispatchEvent(new Event('afterprint'))")
+    assert opened.page.locator("details[open]").count() == 0

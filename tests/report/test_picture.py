@@ -1,0 +1,157 @@
+"""The map as a picture: well-formed, to scale, bounded in size, and written by `zckpt map`."""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.cli.console import refused, run, succeeded
+from tests.report.synthetic import HOSTILE, flat, large, per_parameter
+from zckpt.errors import UsageError
+from zckpt.formats import open_checkpoint
+from zckpt.operations.map import layout_map
+from zckpt.report.picture import png, svg
+from zckpt.state import Checkpoint
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+SVG = "{http://www.w3.org/2000/svg}"
+MASTER = "#2d98bd"
+
+
+def drawn(checkpoint: Checkpoint, **options: Any) -> ElementTree.Element:
+    return ElementTree.fromstring(svg(layout_map(checkpoint, **options)))
+
+
+def boxes(picture: ElementTree.Element, fill: str) -> list[tuple[float, float, float, float]]:
+    keys = ("x", "y", "width", "height")
+    found = [one for one in picture.iter(f"{SVG}rect") if one.get("fill") == fill and one.get("x")]
+    return [
+        (float(one.get("x", 0)), float(one.get("y", 0)), *(float(one.get(k, 0)) for k in keys[2:])) for one in found
+    ]
+
+
+def texts(picture: ElementTree.Element) -> list[str]:
+    return [one.text or "" for one in picture.iter(f"{SVG}text")]
+
+
+def test_runs_are_to_scale() -> None:
+    picture = drawn(flat({"a": (300,), "b": (100,)}, 2), slots=["master"])
+    across = [one for one in boxes(picture, MASTER) if 130 <= one[0] < 1130]
+    assert [(x, width) for x, _, width, _ in across] == [(130.0, 500.0), (630.0, 500.0)]
+    assert across[0][1] < across[1][1]
+
+
+def test_padding_and_frozen_parameters_are_hatched() -> None:
+    picture = drawn(open_checkpoint(FIXTURES / "s3_bf16_dp3"))
+    assert len(boxes(picture, "url(#padding)")) > 2
+    assert len(boxes(picture, "url(#frozen)")) > 2
+    assert {"frozen", "padding", "group 0"} <= set(texts(picture))
+
+
+def test_picture_says_what_it_shows() -> None:
+    picture = drawn(open_checkpoint(FIXTURES / "hf_llama_s2_bf16_dp2"))
+    assert picture.get("role") == "img"
+    title, description = picture.findtext(f"{SVG}title"), picture.findtext(f"{SVG}desc")
+    assert (title or "").endswith("hf_llama_s2_bf16_dp2/global_step5")
+    assert description == "3 rows of ranks or files, 20 parameters to scale"
+    assert {"weight", "master", "exp_avg", "exp_avg_sq", "model file", "rank 0", "rank 1"} <= set(texts(picture))
+
+
+def test_labels_do_not_overlap() -> None:
+    picture = drawn(open_checkpoint(FIXTURES / "hf_llama_s2_bf16_dp2"))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for one in picture.iter(f"{SVG}text"):
+        size, x = float(one.get("font-size", 0)), float(one.get("x", 0))
+        if one.get("text-anchor") != "end":
+            lines.setdefault(one.get("y", ""), []).append((x, x + 0.55 * size * len(one.text or "")))
+    for spans in lines.values():
+        ordered = sorted(spans)
+        assert all(a[1] <= b[0] for a, b in pairwise(ordered))
+
+
+def test_a_thousand_ranks_are_bands_and_the_picture_stays_small() -> None:
+    checkpoint = large(layers=50, per_layer=40, ranks=1024)
+    text = svg(layout_map(checkpoint))
+    assert len(text) < 60_000
+    picture = ElementTree.fromstring(text)
+    assert "ranks 0\u201331" in texts(picture)
+    assert "ranks 992\u20131023" in texts(picture)
+    assert float(picture.get("height", 0)) < 800
+
+
+def test_shares_of_every_rank_fill_every_band() -> None:
+    shapes = {f"layers.{i}.weight": (64, 64) for i in range(40)}
+    picture = drawn(per_parameter(shapes, 128))
+    bands = {y for x, y, _, _ in boxes(picture, MASTER) if 130 <= x < 1130}
+    assert len(bands) == len([text for text in texts(picture) if text.startswith("ranks ")])
+
+
+def test_hostile_names_are_text() -> None:
+    checkpoint = flat(dict.fromkeys(HOSTILE, (40, 50)), 2)
+    checkpoint.source = HOSTILE[0]
+    picture = drawn(checkpoint)
+    assert list(picture.iter(f"{SVG}script")) == []
+    assert "script" in (picture.findtext(f"{SVG}title") or "")
+
+
+def test_nothing_to_draw_is_a_picture_all_the_same() -> None:
+    assert drawn(Checkpoint(source="none", format="deepspeed")).tag == f"{SVG}svg"
+
+
+def test_png_is_the_same_picture_at_twice_the_size() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    layout = layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp4"))
+    data = png(layout)
+    assert data.startswith(b"\x89PNG")
+    from io import BytesIO
+
+    pixels = imread(BytesIO(data))
+    height = float(ElementTree.fromstring(svg(layout)).get("height", 0))
+    assert pixels.shape[:2] == (2 * height, 2560)
+    weight = tuple(round(255 * float(part)) for part in pixels[2 * 116, 2 * 300][:3])
+    assert weight == (0x3F, 0x6F, 0xA6)
+
+
+def test_png_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"install zckpt\[demo\]"):
+        png(layout_map(open_checkpoint(FIXTURES / "s2_bf16_dp2")))
+
+
+def test_map_command_writes_both_kinds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for suffix, start in (("svg", b"<svg"), ("PNG", b"\x89PNG")):
+        target = tmp_path / f"map.{suffix}"
+        done = succeeded("map", FIXTURES / "s2_bf16_dp2", target, "--slots", "master,exp_avg")
+        assert (done.stdout, done.stderr) == ("", "")
+        assert target.read_bytes().startswith(start)
+    assert "exp_avg_sq" not in (tmp_path / "map.svg").read_text()
+
+
+def test_map_command_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    refused(2, "map", source, tmp_path / "map.pdf", words=(".svg or .png",))
+    refused(2, "map", source, tmp_path / "map.svg", "--slots", "nothing", words=("no such slot", "exp_avg"))
+    (tmp_path / "there.svg").write_text("mine")
+    refused(4, "map", source, tmp_path / "there.svg", words=("exists already", "--overwrite"))
+    assert (tmp_path / "there.svg").read_text() == "mine"
+    succeeded("map", source, tmp_path / "there.svg", "--overwrite")
+    assert (tmp_path / "there.svg").read_text().startswith("<svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.svg"]
+
+
+def test_inspect_writes_a_page_beside_what_it_prints(tmp_path: Path) -> None:
+    source, page = FIXTURES / "s2_bf16_dp2", tmp_path / "page.html"
+    done = succeeded("inspect", source, "--html", page)
+    assert done.stdout == run("inspect", source).stdout
+    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+    refused(4, "inspect", source, "--html", page, words=("exists already", "--overwrite"))
+    succeeded("inspect", source, "--html", page, "--overwrite")

@@ -1,0 +1,256 @@
+"""Where every element of a checkpoint lies, as compact plain data that a page or a picture is drawn from.
+
+The map has a row for each rank, and one for the files that no single rank owns; its columns are the parameters, each
+as wide as it has elements. What a row holds of a parameter is a run of elements:
+
+    columns       | a a a a a | b b b | c c c c c c c c | padding
+    model file    | = = = = = | = = = | = = = = = = = = |            weight
+    rank 0        | = = = = = | =     |                 |            master, exp_avg, ...
+    rank 1        |           |   = = | = = = =         |
+    rank 2        |           |       |         = = = = | . .
+
+Ranks that hold equal shares one after the other, as in ZeRO-3, are one entry whatever their number, so that the data
+grows with the number of parameters plus the number of ranks and not with their product.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zckpt.dtypes import itemsize
+from zckpt.operations.map_rows import Rows
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+
+SEVERAL = -2
+NONE = -1
+
+
+def layout_map(checkpoint: Checkpoint, *, slots: Collection[str] | None = None) -> dict[str, object]:
+    """Describe which elements of every slot lie on which rank, or in which file where there are no ranks.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    slots : collection of str, optional
+        Only these.
+
+    Returns
+    -------
+    dict
+        JSON-able.
+
+        `slots`: names, in the order of colours. `dtypes`: [name, bytes of an element].
+        `rows`: `label`, `dp` and `mp` rank or null, `held` (bytes by slot), `padding` (bytes), `file_nbytes`, `paths`
+        (by slot an index into `paths`; -1: holds none of it, -2: several files). `root`: what `paths` are relative to.
+        `parameters`: `name`, `shape`, `numel`, `kind` (parameter, frozen, buffer, unnamed, tied), `group`, `owner`
+        (of a tied one), `cuts`: [slots, dtypes, numel, runs] where `slots` are cut alike and `runs` is a flat list of
+        row, count, start, share, stop, box: row + i holds elements [start + i * share, start + (i + 1) * share), the
+        last one up to `stop`. Elements count along the flattened tensor; in a box that is not one run of it (`box` is
+        an index into `boxes`: offsets, sizes, start; else -1), along the boxes, each flattened in turn.
+        `padding`: group, row, elements, bytes.
+    """
+    rows = Rows(checkpoint.files)
+    names = [name for name in checkpoint.slot_names() if slots is None or name in slots]
+    drawing = _Drawing(rows, {name: index for index, name in enumerate(names)})
+    parameters = [drawing.parameter(p, _kind(p)) for p in checkpoint.parameters.values()]
+    parameters += [drawing.parameter(p, "buffer") for p in checkpoint.buffers.values()]
+    parameters += [drawing.parameter(p, "unnamed") for p in checkpoint.unnamed.values()]
+    padding = _padding(checkpoint, rows)
+    padded: dict[int, int] = {}
+    for _, row, _, nbytes in padding:
+        padded[row] = padded.get(row, 0) + nbytes
+    order = rows.order()
+    place = {row: index for index, row in enumerate(order)}
+    paths, root = drawing.relative_paths()
+    return {
+        "source": checkpoint.source,
+        "format": checkpoint.format,
+        "zero_stage": checkpoint.zero_stage,
+        "step": checkpoint.step,
+        "slots": names,
+        "dtypes": [[name, itemsize(name)] for name in drawing.dtypes],
+        "root": root,
+        "paths": paths,
+        "rows": [drawing.row(row, padded.get(row, 0)) for row in order],
+        "parameters": [_renumbered(one, place) for one in parameters],
+        "boxes": [[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
+        "padding": [[group, place[row], numel, nbytes] for group, row, numel, nbytes in padding],
+    }
+
+
+def _kind(parameter: Parameter) -> str:
+    if parameter.tied_to is not None:
+        return "tied"
+    return "frozen" if parameter.frozen else "parameter"
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """What is gathered while the spans of all slots are walked once."""
+
+    rows: Rows
+    slots: dict[str, int]
+    dtypes: dict[str, int] = field(default_factory=dict)
+    boxes: list[tuple[Extent, int]] = field(default_factory=list)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    sources: dict[tuple[int, int], str | None] = field(default_factory=dict)
+    _box_numbers: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = field(default_factory=dict)
+    _path_numbers: dict[str, int] = field(default_factory=dict)
+
+    def parameter(self, parameter: Parameter, kind: str) -> dict[str, object]:
+        cuts: list[tuple[list[int], list[int], int, list[int]]] = []
+        for slot in parameter.slots.values():
+            if slot.name not in self.slots:
+                continue
+            number, dtype = self.slots[slot.name], self.dtypes.setdefault(slot.dtype, len(self.dtypes))
+            runs = self._runs(slot, number)
+            for slots, dtypes, numel, same in cuts:
+                if (numel, same) == (slot.numel, runs):
+                    slots.append(number)
+                    dtypes.append(dtype)
+                    break
+            else:
+                cuts.append(([number], [dtype], slot.numel, runs))
+        found: dict[str, object] = {
+            "name": parameter.name,
+            "shape": list(parameter.shape),
+            "dtype": parameter.dtype,
+            "numel": parameter.numel,
+            "kind": kind,
+            "group": parameter.group,
+            "cuts": [list(cut) for cut in cuts],
+        }
+        if parameter.tied_to is not None:
+            found["owner"] = parameter.tied_to
+        return found
+
+    def _runs(self, slot: Slot, number: int) -> list[int]:
+        runs: list[int] = []
+        for span in [*slot.spans, *(span for spans in slot.replicas for span in spans)]:
+            row = self.rows.of(span.path)
+            self._count(span, row, number)
+            if span.extent.numel:
+                start, box = self._place(span.extent, slot.shape)
+                _add_run(runs, row, start, span.extent.numel, box)
+        return runs
+
+    def _count(self, span: Span, row: int, slot: int) -> None:
+        held = self.held.setdefault(row, [0] * len(self.slots))
+        held[slot] += span.extent.numel * itemsize(span.dtype)
+        path = self.sources.setdefault((row, slot), span.path)
+        if path != span.path:
+            self.sources[row, slot] = None
+
+    def _place(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Return where an extent starts on the parameter's axis, and the number of its box or -1."""
+        if extent.sizes == shape:
+            return extent.start, NONE
+        start = box_start(extent.offsets, extent.sizes, shape)
+        if is_one_run(extent.sizes, shape):
+            return start + extent.start, NONE
+        key = (extent.offsets, extent.sizes)
+        if key not in self._box_numbers:
+            self._box_numbers[key] = len(self.boxes)
+            self.boxes.append((extent, start))
+        return start + extent.start, self._box_numbers[key]
+
+    def relative_paths(self) -> tuple[list[str], str]:
+        paths = sorted({path for path in self.sources.values() if path is not None})
+        root = os.path.commonpath([Path(path).parent for path in paths]) if paths else ""
+        self._path_numbers = {path: index for index, path in enumerate(paths)}
+        return [os.path.relpath(path, root) if root else path for path in paths], root
+
+    def row(self, row: int, padding_nbytes: int) -> dict[str, object]:
+        files = self.rows.files[row]
+        return {
+            "label": self.rows.label(row),
+            "dp": files[0].dp_rank,
+            "mp": files[0].mp_rank,
+            "held": self.held.get(row, [0] * len(self.slots)),
+            "padding": padding_nbytes,
+            "file_nbytes": sum(file.nbytes for file in files),
+            "paths": [self._path_number(row, slot) for slot in range(len(self.slots))],
+        }
+
+    def _path_number(self, row: int, slot: int) -> int:
+        if (row, slot) not in self.sources:
+            return NONE
+        path = self.sources[row, slot]
+        return SEVERAL if path is None else self._path_numbers[path]
+
+
+def box_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Return how many elements lie in boxes before this one, if the tensor is cut in a grid of such boxes.
+
+    For a box that is one run of the flattened tensor this is its first element's flat index.
+
+    Parameters
+    ----------
+    offsets, sizes : tuple of int, elements
+        The box.
+    shape : tuple of int, elements
+    """
+    before = 1
+    start = 0
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        start += before * offset * math.prod(shape[dim + 1 :])
+        before *= size
+    return start
+
+
+def is_one_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a box of these sizes is one run of the flattened tensor."""
+    cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
+    return not cut or all(size == 1 for size in sizes[: cut[-1]])
+
+
+RUN = 6
+"""Numbers of one entry of `runs`: row, count, start, share, stop, box."""
+
+
+def _add_run(runs: list[int], row: int, start: int, numel: int, box: int) -> None:
+    """Append a run, or let the entry before it cover one row more."""
+    if runs:
+        first, count, begin, share, stop, last_box = runs[-RUN:]
+        full = stop - begin == count * share
+        if row == first + count and start == stop and box == last_box and full and numel <= share:
+            runs[-RUN + 1] += 1
+            runs[-RUN + 4] += numel
+            return
+    runs += (row, 1, start, numel, start + numel, box)
+
+
+def _renumbered(parameter: dict[str, object], place: dict[int, int]) -> dict[str, object]:
+    """Return the parameter with rows by their place in the map instead of the order in which they were met."""
+    cuts = parameter["cuts"]
+    assert isinstance(cuts, list)  # noqa: S101
+    parameter["cuts"] = [[slots, dtypes, numel, _moved(runs, place)] for slots, dtypes, numel, runs in cuts]
+    return parameter
+
+
+def _moved(runs: list[int], place: dict[int, int]) -> list[int]:
+    moved: list[int] = []
+    for at in range(0, len(runs), RUN):
+        row, count, start, share, stop, box = runs[at : at + RUN]
+        for i in range(count):
+            begin = start + i * share
+            _add_run(moved, place[row + i], begin, min(begin + share, stop) - begin, box)
+    return moved
+
+
+def _padding(checkpoint: Checkpoint, rows: Rows) -> list[tuple[int, int, int, int]]:
+    """Return (group, row, elements, bytes) of padding; entries of one rank and group are its slices in their order."""
+    met: dict[tuple[int, int], int] = {}
+    where: dict[int, list[int]] = {}
+    found = []
+    for one in checkpoint.padding:
+        slices = where.setdefault(one.rank, []) or rows.of_rank(one.rank)
+        where[one.rank] = slices
+        nth = met[one.rank, one.group] = met.get((one.rank, one.group), -1) + 1
+        if slices and one.numel:
+            found.append((one.group, slices[min(nth, len(slices) - 1)], one.numel, one.nbytes))
+    return found

@@ -1,0 +1,117 @@
+"""The page of `zckpt diff --html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zckpt.report.page.inspection import described, footer, header
+from zckpt.report.page.markup import details, facts, items, name_of, nbytes, number, search, section, table, text
+from zckpt.report.page.shell import page
+from zckpt.report.text import count
+
+
+def diff_page(document: Mapping[str, Any]) -> str:
+    """Return the page of a diff.
+
+    Parameters
+    ----------
+    document : dict
+        What `zckpt diff --json` prints.
+    """
+    a, b = document["a"], document["b"]
+    title = f"{name_of(a['source'])} and {name_of(b['source'])}"
+    body = (
+        header(title, "What differs between two checkpoints", _verdict(document) + _facts(document))
+        + '<main id="main">'
+        + items(document.get("warnings", ()), kind="warnings")
+        + _only(document)
+        + _different(document)
+        + _equal(document["equal_slots"])
+        + section("Metadata", _metadata(document["metadata"]), identity="metadata")
+        + "</main>"
+        + footer()
+    )
+    different = document["different"]
+    data = {"different": different, "equal_slots": document["equal_slots"]}
+    return page("diff", title=f"{title}: diff", body=body, data=data)
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    if document["equal"]:
+        return '<p class="verdict good"><strong>Equal.</strong> Nothing that was compared differs.</p>'
+    alone = len(document["only_in_a"]) + len(document["only_in_b"])
+    counts = [
+        (len(document["different"]), "tensor", "changed"),
+        (alone, "tensor", "on one side only"),
+        (len(document["metadata"]), "metadata value", "changed"),
+    ]
+    words = [f"{count(n, noun)} {what}" for n, noun, what in counts if n]
+    return f'<p class="verdict bad"><strong>Different:</strong> {", ".join(words)}.</p>'
+
+
+def _facts(document: Mapping[str, Any]) -> str:
+    compared = document["compared"]
+    sides = [(f"{side.upper()}", _side(document[side])) for side in ("a", "b")]
+    return facts(
+        [
+            *sides,
+            ("Parameters compared", number(compared.get("parameters"))),
+            ("Tensors compared", number(compared.get("slots"))),
+            ("Elements", number(compared.get("elements"))),
+            ("Bytes", nbytes(compared.get("nbytes"))),
+        ],
+        broad=("A", "B"),
+    )
+
+
+def _side(about: Mapping[str, Any]) -> str:
+    return f'<code>{text(about["source"])}</code> <span class="quiet">{text(described(about))}</span>'
+
+
+def _only(document: Mapping[str, Any]) -> str:
+    parts = ""
+    for side in ("a", "b"):
+        found = document[f"only_in_{side}"]
+        if found:
+            rows = [(text(one["name"]), text(one["slot"] or "the whole parameter")) for one in found]
+            shown = table(f"Only in {side.upper()}", ("Name", "Slot"), rows)
+            parts += details(f"Only in {side.upper()} ({len(found):,})", shown)
+    return section("On one side only", parts, identity="only")
+
+
+def _different(document: Mapping[str, Any]) -> str:
+    if not document["different"]:
+        return ""
+    return (
+        '<div class="columns">'
+        + section("Change by layer", '<div id="heat"></div>', identity="heat")
+        + section(
+            "How large the differences are",
+            '<div id="histogram" aria-live="polite"></div>'
+            '<p><button type="button" class="plain-button" id="histogram-all">All tensors</button></p>',
+            identity="histogram",
+        )
+        + "</div>"
+        + search("tensor")
+        + section(
+            "Tensors that differ",
+            '<div id="different"></div><p class="quiet keys">Choose a row to see its histogram.</p>',
+            identity="different",
+        )
+    )
+
+
+def _equal(slots: Sequence[Mapping[str, Any]]) -> str:
+    if not slots:
+        return section("Equal", "<p>No tensor is equal on both sides.</p>", identity="equal")
+    return section("Equal", details(f"{count(len(slots), 'tensor')}", '<div id="equal"></div>'), identity="equal")
+
+
+def _metadata(changes: Sequence[Mapping[str, Any]]) -> str:
+    rows = [(f"<code>{text(one['key'])}</code>", _value(one["a"]), _value(one["b"])) for one in changes]
+    return table("Metadata that differs", ("Key", "A", "B"), rows) if rows else ""
+
+
+def _value(value: object) -> str:
+    return '<span class="quiet">not there</span>' if value is None else text(value)

@@ -1,0 +1,158 @@
+"""The page of `zckpt inspect --html`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zckpt.report.page.markup import details, facts, items, name_of, nbytes, number, search, section, table, text
+from zckpt.report.page.shell import page
+from zckpt.report.text import count
+
+MAP_SECTIONS = (
+    section("Map", '<div id="map"></div>', identity="map")
+    + '<section id="chosen" hidden aria-labelledby="chosen-name"><h2 id="chosen-name"></h2>'
+    + '<div id="chosen-runs"></div></section>'
+    + section("Size by module", '<div id="treemap"></div>', identity="sizes")
+    + section("Parameters", '<div id="parameters"></div>', identity="parameters")
+)
+"""Places that the scripts of the map fill."""
+
+MAP_TABLE = details("The map as a table", '<div id="rows"></div>')
+
+
+FEW_GROUPS = 6
+"""Param groups that are columns of their table; more of them are its rows."""
+
+
+def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> str:
+    """Return the page of one checkpoint.
+
+    Parameters
+    ----------
+    document : dict
+        From `zckpt.inspect`.
+    map_data : dict
+        From `zckpt.operations.map.layout_map`.
+    """
+    source = name_of(document["source"])
+    listed = _files(document, str(map_data.get("root", "")))
+    more = _groups(document) + MAP_TABLE
+    if listed:
+        more += details(f"Files ({len(listed):,})", '<div id="files"></div>')
+    body = (
+        header(source, _subtitle(document), _facts(document) + items(document["warnings"], kind="warnings"))
+        + f'<main id="main">{search("parameter")}'
+        + MAP_SECTIONS
+        + section("Slots", _slots(document), identity="slots")
+        + section("More", more, identity="more")
+        + "</main>"
+        + footer()
+    )
+    return page("inspect", title=f"{source}: checkpoint", body=body, data={"map": map_data, "files": listed})
+
+
+def header(title: str, subtitle: str, rest: str) -> str:
+    """Return the head of a page; `rest` is HTML."""
+    return (
+        '<a class="unseen skip" href="#main">Skip to the contents</a>'
+        f'<header><h1>{text(title)}</h1><p class="quiet">{text(subtitle)}</p>{rest}</header>'
+        '<noscript><p class="warnings">The maps and tables of this page need scripts.</p></noscript>'
+    )
+
+
+def footer() -> str:
+    """Return the foot of a page."""
+    from zckpt.version import __version__
+
+    return f"<footer>Made by zckpt {text(__version__)}. This page is complete in itself and loads nothing.</footer>"
+
+
+def described(about: Mapping[str, Any]) -> str:
+    """Return format, stage, ranks and step of a checkpoint in a few words."""
+    stage = about.get("zero_stage")
+    ranks, step = about.get("world_size"), about.get("step")
+    words = [
+        str(about.get("format") or ""),
+        "" if stage is None else f"ZeRO stage {stage}",
+        "" if ranks is None else count(ranks, "rank"),
+        "" if step is None else f"step {step:,}",
+    ]
+    return ", ".join(filter(None, words))
+
+
+def _subtitle(document: Mapping[str, Any]) -> str:
+    degrees = [f"{key} {value}" for key, value in document["topology"].items() if value > 1]
+    several = len(degrees) > 1  # one alone is the number of ranks
+    return described(document) + (f" ({', '.join(degrees)})" if several else "")
+
+
+def _facts(document: Mapping[str, Any]) -> str:
+    rest = {key: value for key, value in document["details"].items() if value and not isinstance(value, dict)}
+    unused = document["unreferenced_nbytes"]
+    return facts(
+        [
+            ("Parameters", number(document["num_parameters"])),
+            ("Elements", number(document["num_elements"])),
+            ("Files", f"{number(len(document['files']))}, {nbytes(document['nbytes'])}"),
+            ("Frozen", number(document["num_frozen"]) if document["num_frozen"] else ""),
+            ("Tied", number(document["num_tied"]) if document["num_tied"] else ""),
+            ("Buffers", number(document["num_buffers"]) if document["num_buffers"] else ""),
+            ("Padding", nbytes(document["padding"]["nbytes"]) if document["padding"]["nbytes"] else ""),
+            ("In storages no tensor uses", nbytes(unused) if unused else ""),
+            ("Loss scale", number(document["loss_scale"]) if document["loss_scale"] is not None else ""),
+            ("Written by", text(document["format_version"] or "")),
+            *((key.replace("_", " ").capitalize(), _plain(value)) for key, value in rest.items()),
+            ("Also holds", text(", ".join(document["metadata"]))),
+            ("Path", f"<code>{text(document['source'])}</code>"),
+        ],
+        broad=("Path", "Also holds"),
+    )
+
+
+def _plain(value: object) -> str:
+    return text(", ".join(map(str, value))) if isinstance(value, list) else number(value)
+
+
+def _slots(document: Mapping[str, Any]) -> str:
+    found = document["slots"]
+    rows = [
+        (
+            text(name),
+            text(", ".join(slot["dtypes"])),
+            number(slot["num_parameters"]),
+            number(slot["num_elements"]),
+            nbytes(slot["nbytes"]),
+        )
+        for name, slot in found.items()
+    ]
+    return table("Slots", ("Slot", "Type", "Parameters", "Elements", "Size"), rows, right=(2, 3, 4)) if rows else ""
+
+
+def _groups(document: Mapping[str, Any]) -> str:
+    groups = document["param_groups"]
+    if not groups:
+        return ""
+    keys = list(dict.fromkeys(key for group in groups for key in group if key not in ("state", "parameters")))
+    rows = [
+        ("Parameters", *(number(len(group["parameters"])) for group in groups)),
+        *((text(key), *(_plain(group.get(key)) for group in groups)) for key in keys),
+        ("State", *(text(", ".join(f"{key} {value}" for key, value in group["state"].items())) for group in groups)),
+    ]
+    numbers = [str(index) for index in range(len(groups))]
+    if len(groups) <= FEW_GROUPS:
+        shown = table("Param groups", ("Group", *numbers), rows)
+    else:
+        columns = [row[1:] for row in rows]
+        shown = table("Param groups", ("Group", "Parameters", *keys, "State"), zip(numbers, *columns, strict=True))
+    return details(f"Param groups ({len(groups)})", shown)
+
+
+def _files(document: Mapping[str, Any], root: str) -> list[dict[str, object]]:
+    keys = ("role", "dp_rank", "mp_rank", "nbytes", "tensor_nbytes", "unreferenced_nbytes")
+    return [{"path": _below(file["path"], root), **{key: file[key] for key in keys}} for file in document["files"]]
+
+
+def _below(path: str, root: str) -> str:
+    return os.path.relpath(path, root) if root and path.startswith(root + os.sep) else path

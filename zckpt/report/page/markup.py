@@ -1,0 +1,97 @@
+"""Text, facts and tables as HTML. Whatever comes from a checkpoint passes through `text`, which escapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import PurePath
+
+from zckpt.report.text import size
+
+
+def text(value: object) -> str:
+    """Return a value as text that is safe in an element and in a quoted attribute.
+
+    A lone surrogate, which no encoding of a page can hold, and control characters become a replacement character.
+    """
+    plain = "".join("\ufffd" if "\ud800" <= c <= "\udfff" or (c < " " and c not in "\t\n") else c for c in str(value))
+    return escape(plain, quote=True)
+
+
+def number(value: object) -> str:
+    """Return a number with thousands separated, a boolean as yes or no, and a dash for None."""
+    if value is None:
+        return "\u2013"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:,}" if isinstance(value, int) else text(value)
+
+
+def nbytes(value: object) -> str:
+    """Return bytes in a unit a person reads, with the exact number on hover."""
+    if not isinstance(value, int):
+        return number(None)
+    return f'<span title="{value:,} bytes">{size(value)}</span>'
+
+
+def facts(pairs: Iterable[tuple[str, str]], *, broad: Sequence[str] = ()) -> str:
+    """Return a list of names and values (HTML); those without a value are left out, those in `broad` get a line."""
+    rows = "".join(
+        f"<div{' class=broad' if name in broad else ''}><dt>{text(name)}</dt><dd>{value}</dd></div>"
+        for name, value in pairs
+        if value
+    )
+    return f'<dl class="facts">{rows}</dl>' if rows else ""
+
+
+def table(caption: str, header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+    """Return a table; cells are HTML, the first of each row is its heading, columns in `right` are numbers."""
+    side = [' class="right"' if i in right else "" for i in range(len(header))]
+    head = "".join(f'<th scope="col"{side[i]}>{text(name)}</th>' for i, name in enumerate(header))
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<th scope="row"{side[i]}>{cell}</th>' if i == 0 else f"<td{side[i]}>{cell}</td>"
+            for i, cell in enumerate(row)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="overflow"><table class="plain"><caption class="unseen">{text(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def section(title: str, body: str, *, identity: str) -> str:
+    """Return a section with a heading; nothing where there is no body."""
+    if not body:
+        return ""
+    return f'<section aria-labelledby="{identity}-title"><h2 id="{identity}-title">{text(title)}</h2>{body}</section>'
+
+
+def details(summary: str, body: str) -> str:
+    """Return a part that opens on demand."""
+    return f"<details><summary>{text(summary)}</summary>{body}</details>"
+
+
+def items(values: Iterable[object], *, kind: str = "") -> str:
+    """Return a list of texts; nothing where there are none."""
+    listed = "".join(f"<li>{text(value)}</li>" for value in values)
+    return f"<ul{f' class={kind}' if kind else ''}>{listed}</ul>" if listed else ""
+
+
+def search(noun: str) -> str:
+    """Return the field that searches names."""
+    return (
+        '<search class="search"><form autocomplete="off">'
+        f'<label for="search">Find a {text(noun)}</label>'
+        '<input id="search" type="search" placeholder="part of a name, * and ? allowed" spellcheck="false"'
+        ' aria-describedby="search-answer">'
+        '<output id="search-answer" for="search" aria-live="polite"></output></form></search>'
+    )
+
+
+def name_of(source: object) -> str:
+    """Return the last two parts of a path, which is what a person calls a checkpoint."""
+    return "/".join(PurePath(str(source)).parts[-2:]) or str(source)
