@@ -20,7 +20,8 @@ import numpy as np
 
 from zckpt.cast import Array, numpy_dtype
 from zckpt.dtypes import itemsize
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, THREADS, Reporter, SilentReporter
+from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
+from zckpt.flat_runs import FlatRuns, Stretch, flat_runs
 from zckpt.pieces import elements, pieces
 from zckpt.plan import Fill, Hole, fill
 from zckpt.span_index import SpanIndex
@@ -35,6 +36,9 @@ BATCH_NBYTES = 16 << 20
 
 BATCH_BLOCKS = 1 << 10
 """Most blocks in a task: a batch of tiny tensors ends here."""
+
+THREADS = range(2, 9)
+"""Fewest and most that visit blocks; more than there are cores get in each other's way."""
 
 QUEUED_BATCHES = 64
 """Enough to keep every worker busy."""
@@ -85,19 +89,36 @@ class Row:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
+Source = Slot | tuple[Stretch, ...]
+"""Where the elements of a block lie: stretches that are read one after the other, or a slot that a plan is made for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [start, start + numel) of a row, whose slots have only the spans that reach into them."""
+    """Elements [start, start + numel) of a row.
+
+    Parameters
+    ----------
+    index : int
+        Of the row.
+    label : str
+    shape : tuple of int
+    dtypes : tuple of str
+    sources : tuple of Source
+        One for each slot; slots have only the spans that reach into the block.
+    start, numel : int, elements
+    nbytes : int, bytes
+        Of the widest type in it.
+    """
 
     index: int
-    row: Row
+    label: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    sources: tuple[Source, ...]
     start: int
     numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the widest type in it."""
-        return self.numel * self.row.widest
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +186,28 @@ def visit_rows(
 def _blocks(
     index: int, row: Row, numel: int | None, most: int, wanted: Callable[[int], bool] | None
 ) -> Iterator[Block]:
-    step = numel or max(most // row.widest, 1)
-    if row.numel <= step:  # most rows are one block, which needs no index
-        if row.numel and (wanted is None or wanted(index)):
-            yield Block(index, row, 0, row.numel)
-        return
-    indexes = [SpanIndex(slot) for slot in row.slots]
+    widest = row.widest
+    step = numel or max(most // widest, 1)
+    held = [
+        flat_runs(slot, dtype) or _indexed(slot, row.numel > step)
+        for slot, dtype in zip(row.slots, row.dtypes, strict=True)
+    ]
     for start in range(0, row.numel, step):
         if wanted is not None and not wanted(index):
             return
-        extent = Extent.flat(row.shape, start, min(step, row.numel - start))
-        slots = tuple(one.reaching(extent) for one in indexes)
-        yield Block(index, Row(row.label, slots, row.dtypes), start, extent.numel)
+        count = min(step, row.numel - start)
+        sources = tuple(_within(one, row.shape, start, count) for one in held)
+        yield Block(index, row.label, row.shape, row.dtypes, sources, start, count, count * widest)
+
+
+def _indexed(slot: Slot, several: bool) -> Slot | SpanIndex:
+    return SpanIndex(slot) if several else slot  # one block needs no index
+
+
+def _within(held: FlatRuns | SpanIndex | Slot, shape: tuple[int, ...], start: int, numel: int) -> Source:
+    if isinstance(held, FlatRuns):
+        return held.stretches(start, numel)
+    return held.reaching(Extent.flat(shape, start, numel)) if isinstance(held, SpanIndex) else held
 
 
 def _batches(blocks: Iterator[Block], visit: Visit[Result]) -> Iterator[Batch[Result]]:
@@ -198,7 +229,7 @@ def _run(pool: Executor, batches: Iterator[Batch[Result]]) -> Generator[tuple[in
     try:
         while True:
             for batch in islice(batches, QUEUED_BATCHES - len(waiting)):
-                nbytes = sum(block.numel * itemsize(block.row.dtypes[0]) for block in batch.blocks)
+                nbytes = sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks)
                 waiting.append((nbytes, pool.submit(visit_batch, batch)))
             if not waiting:
                 break
@@ -215,7 +246,7 @@ def visit_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
     results = []
     with Sources() as sources:
         for block in batch.blocks:
-            arrays = [_read(block, number, buffers, sources) for number in range(len(block.row.slots))]
+            arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
             found = batch.visit(block.index, block.start, arrays)
             if found is not None:
                 results.append((block.index, found))
@@ -224,16 +255,21 @@ def visit_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
 
 def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:
     """Read a block of one slot of its row into the buffer that such slots have."""
-    row = block.row
-    dtype = row.dtypes[number]
+    dtype, source = block.dtypes[number], block.sources[number]
     nbytes = block.numel * itemsize(dtype)
     while len(buffers) <= number:
         buffers.append(np.empty(0, np.uint8))
     if len(buffers[number]) < nbytes:
         buffers[number] = np.empty(nbytes, np.uint8)
     view = buffers[number][:nbytes]
-    extent = Extent.flat(row.shape, block.start, block.numel)
-    _fill(Hole(0, row.label, row.slots[number], extent, dtype), view.data, sources)
+    if isinstance(source, Slot):
+        extent = Extent.flat(block.shape, block.start, block.numel)
+        _fill(Hole(0, block.label, source, extent, dtype), view.data, sources)
+    else:
+        at = 0
+        for path, offset, size in source:
+            read_into(sources.descriptor(path), offset, view[at : at + size].data, path=path)
+            at += size
     return view.view(numpy_dtype(dtype))
 
 

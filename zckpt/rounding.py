@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 
 from zckpt.cast import Array, cast
 
 _HALF = 1 << 15
 """Half of what the last bit of a bfloat16 is worth, in bits of the float32 that it is the upper half of."""
+
+
+_CHUNK = 1 << 18
+"""Elements looked at together: what a cache holds beside them."""
+
+_local = threading.local()
+
+
+def _scratch(numel: int) -> Array:
+    """Return memory that this thread uses over and over: to be given new pages costs more than what is done here."""
+    if len(getattr(_local, "words", ())) < numel:
+        _local.words = np.empty(numel, np.uint32)
+    words: Array = _local.words[:numel]
+    return words
 
 
 def not_rounded(master: Array, weight: Array) -> Array:
@@ -25,16 +41,23 @@ def not_rounded(master: Array, weight: Array) -> Array:
     A float32 less than half a step from a bfloat16 rounds to it, which a subtraction of their bits tells. Only what
     lies further away or halfway between two is rounded, and all where there is a NaN.
     """
-    if weight.dtype.name == "bfloat16" and master.dtype == np.float32 and len(master) and not np.isnan(master.max()):
-        gap = weight.view(np.uint16).astype(np.uint32)
-        gap <<= 16
-        np.subtract(master.view(np.uint32), gap, out=gap)
-        gap += _HALF - 1
-        if gap.max() < 2 * _HALF - 1:
-            return np.empty(0, np.intp)
-        where = np.flatnonzero(gap >= 2 * _HALF - 1)
-        return where[_unequal(master[where], weight[where])]
-    return np.flatnonzero(_unequal(master, weight))
+    if weight.dtype.name != "bfloat16" or master.dtype != np.float32 or not len(master) or np.isnan(master.max()):
+        return np.flatnonzero(_unequal(master, weight))
+    words, halves = master.view(np.uint32), weight.view(np.uint16)
+    gap = _scratch(min(len(master), _CHUNK))
+    doubtful = []
+    for start in range(0, len(master), _CHUNK):
+        part = gap[: len(master) - start]
+        np.copyto(part, halves[start : start + _CHUNK])
+        np.left_shift(part, 16, out=part)
+        np.subtract(words[start : start + _CHUNK], part, out=part)
+        np.add(part, _HALF - 1, out=part)
+        if part.max() >= 2 * _HALF - 1:
+            doubtful.append(start + np.flatnonzero(part >= 2 * _HALF - 1))
+    if not doubtful:
+        return np.empty(0, np.intp)
+    where = np.concatenate(doubtful)
+    return where[_unequal(master[where], weight[where])]
 
 
 def _unequal(master: Array, weight: Array) -> Array:
