@@ -24,8 +24,8 @@ def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Checkpoint", "Checkpointer", "Compared", "Consolidated", "Converted", "DamagedFileError", "Extent", "Finding",
         "Fingerprint", "LayoutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Resharded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError",
-        "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError", "Verification",
+        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError", "Verification",
         "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "diff", "fingerprint", "inspect",
         "load", "open", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
@@ -46,7 +46,9 @@ def test_other_names_are_none() -> None:
         zckpt.frobnicate  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["open", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"])
+@pytest.mark.parametrize(
+    "name", ["open", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
+)
 def test_arguments_after_the_first_two_are_keyword_only(name: str) -> None:
     parameters = list(inspect.signature(getattr(zckpt, name)).parameters.values())
     positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]

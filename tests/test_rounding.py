@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zckpt.cast import numpy_dtype
-from zckpt.rounding import not_rounded
+from zckpt.rounding import not_rounded, one_nan
 
 WORDS = hnp.arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1))
 
@@ -55,3 +55,40 @@ def test_other_types(dtypes):
     assert not_rounded(master, weight).tolist() == []
     weight[[3, 999]] += 1
     assert not_rounded(master, weight).tolist() == [3, 999]
+
+
+NAN = {
+    "float64": 0x7FF8000000000000, "float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0, "float8_e4m3fn": 0x7F,
+    "float8_e5m2": 0x7E, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NAN)
+def test_every_nan_becomes_the_same_one(dtype):
+    """All words of the small types, and those around the ends of the others."""
+    kind = numpy_dtype(dtype)
+    word = f"u{kind.itemsize}"
+    if kind.itemsize <= 2:
+        words = np.arange(256**kind.itemsize, dtype=word)
+    else:
+        near = np.array([0, NAN[dtype], np.array(np.inf, kind).view(word), np.array(-np.inf, kind).view(word)], word)
+        words = np.unique(np.concatenate([near + np.array(step).astype(word) for step in (0, 1, 2, 77)]))
+    with np.errstate(invalid="ignore"):
+        nan = np.isnan(words.view(kind).astype(np.float64))
+    assert nan.any()
+    found = one_nan(words.view(kind)).view(word)
+    assert set(found[nan].tolist()) == {NAN[dtype]}
+    assert found[~nan].tolist() == words[~nan].tolist()
+    assert one_nan(words[~nan].view(kind)).view(word).tolist() == words[~nan].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool", "complex32"])
+def test_what_has_no_nan_is_left_as_it_is(dtype):
+    array = np.frombuffer(b"\xff" * 16, numpy_dtype(dtype))
+    assert one_nan(array) is array
+
+
+def test_parts_of_complex_numbers_are_numbers():
+    words = np.array([0xFFC00001, 0x3F800000, 0x3F800000, 0x7FC00002], np.uint32)
+    found = one_nan(words.view(np.complex64)).view(np.uint32)
+    assert found.tolist() == [NAN["float32"], 0x3F800000, 0x3F800000, NAN["float32"]]

@@ -1,4 +1,4 @@
-"""Which masters do not round to the weights beside them, in every element, as fast as both are read."""
+"""What there is to know of rounding, as fast as elements are read: which masters do not round to their weights; NaN."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import threading
 
 import numpy as np
 
-from zckpt.cast import Array, cast
+from zckpt.cast import Array, cast, numpy_dtype
+from zckpt.dtypes import is_floating
 
 _HALF = 1 << 15
 """Half of what the last bit of a bfloat16 is worth, in bits of the float32 that it is the upper half of."""
 
+
+_INFINITY = 0x7F80
+"""Bits of the bfloat16 beyond which there are only NaN, the sign aside."""
+
+_BFLOAT16 = numpy_dtype("bfloat16")
+
+_NATIVE = tuple(np.dtype(name) for name in ("float32", "float16", "float64"))
+"""Types whose largest element numpy finds as fast as it reads them, and which is NaN if any is."""
 
 _CHUNK = 1 << 18
 """Elements looked at together: what a cache holds beside them."""
@@ -41,7 +50,7 @@ def not_rounded(master: Array, weight: Array) -> Array:
     A float32 less than half a step from a bfloat16 rounds to it, which a subtraction of their bits tells. Only what
     lies further away or halfway between two is rounded, and all where there is a NaN.
     """
-    if weight.dtype.name != "bfloat16" or master.dtype != np.float32 or not len(master) or np.isnan(master.max()):
+    if weight.dtype != _BFLOAT16 or master.dtype != np.float32 or not len(master) or np.isnan(master.max()):
         return np.flatnonzero(_unequal(master, weight))
     words, halves = master.view(np.uint32), weight.view(np.uint16)
     gap = _scratch(min(len(master), _CHUNK))
@@ -68,3 +77,35 @@ def _unequal(master: Array, weight: Array) -> Array:
         with np.errstate(invalid="ignore"):  # a signalling NaN
             unequal &= ~(np.isnan(rounded) & np.isnan(weight))
     return unequal
+
+
+def one_nan(array: Array) -> Array:
+    """Return elements of which each NaN is the same one, whatever its bits were; the array itself if it has none.
+
+    Parameters
+    ----------
+    array : array, flat
+        Of any type; of a complex one, each part is a number.
+    """
+    if array.dtype.kind == "c":
+        parts: Array = one_nan(array.view(f"f{array.dtype.itemsize // 2}"))
+        return parts.view(array.dtype)
+    dtype = array.dtype
+    if dtype == _BFLOAT16:
+        magnitudes = _scratch(len(array)).view(np.uint16)[: len(array)]
+        if not len(array) or np.bitwise_and(array.view(np.uint16), 0x7FFF, out=magnitudes).max() <= _INFINITY:
+            return array
+        where = magnitudes > _INFINITY
+    elif dtype in _NATIVE:
+        if not len(array) or not np.isnan(array.max()):
+            return array
+        where = np.isnan(array)
+    elif not is_floating(dtype.name):
+        return array
+    else:
+        where = np.isnan(array.astype(np.float32))
+    if not where.any():
+        return array
+    found: Array = array.copy()
+    found[where] = np.nan
+    return found

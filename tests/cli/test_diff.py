@@ -145,7 +145,7 @@ def test_fingerprint_is_one_line_and_can_be_stored(tmp_path: Path) -> None:
     document = json.loads(stored.read_text())
     assert document["fingerprint"] == done.stdout.strip()
     assert document == json.loads(succeeded("fingerprint", SOURCE, "--json").stdout)
-    assert document["entries"]["fc1.weight"]["value"].startswith("float32 [13, 8] ")
+    assert document["entries"]["fc1.weight"]["master"].startswith("float32 [13, 8] ")
     refused(4, "fingerprint", copy, "--write", words=("fingerprint.json", "exists already"))
     assert succeeded("fingerprint", copy, "--write", "--overwrite").stdout == done.stdout
     assert succeeded("fingerprint", copy, "--output", tmp_path / "own.json").stdout == done.stdout

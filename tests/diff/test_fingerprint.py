@@ -40,12 +40,10 @@ def entries_of(name: str) -> dict[str, dict[str, str]]:
         if parameter in about["tied"] or (kind == "buffer" and parameter not in persistent):
             continue
         entry = found.setdefault(parameter, {})
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if kind == "fp32":
-            entry["value"] = digest(tensor)
-        elif kind in ("module", "buffer"):
-            entry["dtype"] = dtype
-            entry.setdefault("value", digest(tensor))
+        if kind in ("module", "buffer"):
+            entry["weight"] = digest(tensor)
+        elif kind == "fp32":
+            entry["master"] = digest(tensor)
         else:
             entry |= {kind: digest(tensor), "step": "5"}
     return found
@@ -64,20 +62,32 @@ def test_it_is_what_its_specification_says_of_the_truth(name: str) -> None:
 def test_tensors_of_several_leaves(numel: int, tmp_path: Path) -> None:
     weight = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     torch.save({"weight": weight}, tmp_path / "model.pt")
-    assert zckpt.fingerprint(tmp_path / "model.pt", memory=1).entries == {
-        "weight": {"dtype": "bfloat16", "value": digest(weight)}
-    }
+    assert zckpt.fingerprint(tmp_path / "model.pt", memory=1).entries == {"weight": {"weight": digest(weight)}}
 
 
-def test_a_weight_that_is_not_its_rounded_master_counts(tmp_path: Path) -> None:
-    copy = copied("s2_bf16_dp2", tmp_path)
-    before = zckpt.fingerprint(copy)
-    assert "weight" not in before.entries["fc1.weight"]
-    rewrite(copy, "fc1.weight", "weight", 3, lambda x: x + 1)
-    after = zckpt.fingerprint(copy)
-    (change,) = changes(before, after)
-    assert (change.name, change.entry, change.expected) == ("fc1.weight", "weight", None)
-    assert after.text != before.text
+def test_weights_and_masters_count_each(tmp_path: Path) -> None:
+    for key in ("weight", "master"):
+        copy = copied("s2_bf16_dp2", tmp_path / key)
+        before = zckpt.fingerprint(copy)
+        rewrite(copy, "fc1.weight", key, 3, lambda x: x + 1)
+        after = zckpt.fingerprint(copy)
+        assert [(one.name, one.entry) for one in changes(before, after)] == [("fc1.weight", key)]
+        assert after.text != before.text
+
+
+def test_masters_of_the_weights_type_are_left_out_where_they_are_the_weights(tmp_path: Path) -> None:
+    assert not any("master" in one for one in zckpt.fingerprint(FIXTURES / "s2_fp32_dp2").entries.values())
+    copy = copied("s2_fp32_dp2", tmp_path)
+    rewrite(copy, "fc1.weight", "master", 3, lambda x: x + 1)
+    assert [n for n, one in zckpt.fingerprint(copy).entries.items() if "master" in one] == ["fc1.weight"]
+
+
+def test_one_nan_is_another(tmp_path: Path) -> None:
+    for number, word in enumerate((0x7FC00000, 0x7FC00001, -0x3FFFFF, 0x7F800000)):
+        weight = torch.tensor([1, word], dtype=torch.int32).view(torch.float32)
+        torch.save({"weight": weight}, tmp_path / f"{number}.pt")
+    found = [zckpt.fingerprint(tmp_path / f"{number}.pt").text for number in range(4)]
+    assert found[0] == found[1] == found[2] != found[3]
 
 
 def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
@@ -86,7 +96,7 @@ def test_changes_name_what_is_gone_and_new(tmp_path: Path) -> None:
     for file, one in (("a.pt", a), ("b.pt", b)):
         torch.save(one, tmp_path / file)
     found = changes(zckpt.fingerprint(tmp_path / "a.pt"), zckpt.fingerprint(tmp_path / "b.pt"))
-    assert [(one.name, one.entry) for one in found] == [("old", None), ("x", "value"), ("new", None)]
+    assert [(one.name, one.entry) for one in found] == [("old", None), ("x", "weight"), ("new", None)]
 
 
 def test_stored_digests_are_checked(tmp_path: Path) -> None:

@@ -2,38 +2,36 @@
 
 What is digested, for each parameter and buffer by its canonical name:
 
-    dtype      of the model's weight
-    value      the master, or the weight where there is no master: element type, shape, and elements
-    weight     only where there is a master that does not round to it: a weight that is implied may be left out
+    weight     element type, shape, and elements; where a format leaves it out, the master, rounded
+    master     unless it is the weight itself: a format may keep one of them
     KEY        each slot of the optimizer, and each single value as a number, however it is stored
 
-Elements are digested in leaves of `LEAF_NUMEL` elements of the flattened tensor, in little-endian order: XXH3-128 of
-each leaf, and of the leaves' digests one after the other. The fingerprint is that of all lines [NAME, ENTRY, VALUE],
-JSON each, sorted. Names tied to others are left out: some formats do not say so. `docs/diff.md` specifies it.
+Elements are digested in leaves of `LEAF_NUMEL` elements of the flattened tensor, little-endian, each NaN as the same
+one: XXH3-128 of each leaf, and of the leaves' digests one after the other. The fingerprint is that of all lines
+[NAME, ENTRY, VALUE], JSON each, sorted. Names tied to others are left out. `docs/diff.md` specifies it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import xxhash
 
 from zckpt.blocks import Row, visit_rows
-from zckpt.cast import Array
-from zckpt.dtypes import is_floating
+from zckpt.cast import Array, cast
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.formats import open_checkpoint
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.operations.diff.match import named, single
 from zckpt.operations.diff.values import own_weight
 from zckpt.operations.digests import LEAF_NUMEL, Entries, Fingerprint, root
-from zckpt.rounding import not_rounded
+from zckpt.rounding import one_nan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-
-VALUE = "value"
 
 
 def fingerprint(
@@ -61,36 +59,49 @@ def fingerprint(
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     entries: Entries = {}
-    rows: list[tuple[str, str, Row]] = []
+    chosen: list[Digested] = []
     for name, parameter in named(checkpoint).items():
         if parameter.tied_to is None:
-            entries[name] = {"dtype": parameter.dtype}
-            rows += _rows(name, checkpoint, parameter, entries[name])
-    _digest(rows, entries, memory, reporter)
+            entries[name] = {}
+            chosen += _slots(name, checkpoint, parameter, entries[name])
+    _digest(chosen, entries, memory, reporter)
     return Fingerprint(root(entries), {name: dict(sorted(entries[name].items())) for name in sorted(entries)})
 
 
-def _rows(name: str, checkpoint: Checkpoint, parameter: Parameter, found: dict[str, str]) -> list[tuple[str, str, Row]]:
-    """Return what is to be read of a parameter; single values go to `found` at once."""
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """A slot that is read, and the entry that it becomes.
+
+    Parameters
+    ----------
+    name, entry : str
+    row : Row
+    rounded : str or None
+        Type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
+    """
+
+    name: str
+    entry: str
+    row: Row
+    rounded: str | None = None
+
+
+def _slots(name: str, checkpoint: Checkpoint, parameter: Parameter, found: dict[str, str]) -> Iterator[Digested]:
+    """Yield what is to be read of a parameter; single values go to `found` at once."""
     weight, master = own_weight(parameter), parameter.slots.get(MASTER)
-    rows = []
+    if weight is not None:
+        yield Digested(name, WEIGHT, _row(name, weight))
     if master is not None:
-        beside = weight is not None and is_floating(weight.dtype) and is_floating(master.dtype)
-        rows.append((name, VALUE, _row(name, master, *([weight] if beside and weight is not None else []))))
-        if weight is not None and not beside:
-            rows.append((name, WEIGHT, _row(name, weight)))
-    elif weight is not None:
-        rows.append((name, VALUE, _row(name, weight)))
+        yield Digested(name, MASTER, _row(name, master), parameter.dtype if weight is None else None)
     for key, value in parameter_values(checkpoint, parameter).items():
         if isinstance(value, Slot) and value.shape:
-            rows.append((name, key, _row(name, value)))
+            yield Digested(name, key, _row(name, value))
         else:
             found[key] = _number(single(value))
-    return rows
 
 
-def _row(name: str, *slots: Slot) -> Row:
-    return Row(f"{slots[0].name}/{name}", slots, tuple(slot.dtype for slot in slots))
+def _row(name: str, slot: Slot) -> Row:
+    return Row(f"{slot.name}/{name}", (slot,), (slot.dtype,))
 
 
 def _number(value: object) -> str:
@@ -100,26 +111,35 @@ def _number(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _digest(rows: Sequence[tuple[str, str, Row]], entries: Entries, memory: int, reporter: Reporter | None) -> None:
-    """Digest rows, the parallel part, and add what was found to the entries."""
-    trees = [[xxhash.xxh3_128() for _ in row.slots] for _, _, row in rows]
-    implied = [True] * len(rows)
-    visited = visit_rows([row for _, _, row in rows], digest_leaf, numel=LEAF_NUMEL, memory=memory, reporter=reporter)
-    for index, (digests, rounds) in visited:
+def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None) -> None:
+    """Digest slots, the parallel part, and add what was found to the entries."""
+    trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
+    rows = [one.row for one in chosen]
+    visit = partial(digest_leaf, [one.rounded for one in chosen])
+    for index, digests in visit_rows(rows, visit, numel=LEAF_NUMEL, memory=memory, reporter=reporter):
         for number, digest in enumerate(digests):
             trees[index][number].update(digest)
-        implied[index] &= rounds
-    for (name, entry, row), tree, rounds in zip(rows, trees, implied, strict=True):
-        entries[name][entry] = _described(row.slots[0], tree[0].hexdigest())
-        if not rounds:
-            entries[name][WEIGHT] = _described(row.slots[1], tree[1].hexdigest())
+    for one, tree in zip(chosen, trees, strict=True):
+        slot = one.row.slots[0]
+        entries[one.name][one.entry] = _described(slot.dtype, slot, tree[0].hexdigest())
+        if one.rounded is not None:
+            entries[one.name][WEIGHT] = _described(one.rounded, slot, tree[1].hexdigest())
+    for found in entries.values():
+        if found.get(MASTER) == found.get(WEIGHT):  # a format may keep one of them
+            found.pop(MASTER, None)
 
 
-def _described(slot: Slot, digest: str) -> str:
-    return f"{slot.dtype} {list(slot.shape)} {digest}"
+def _described(dtype: str, slot: Slot, digest: str) -> str:
+    return f"{dtype} {list(slot.shape)} {digest}"
 
 
-def digest_leaf(_index: int, _start: int, arrays: Sequence[Array]) -> tuple[list[bytes], bool]:
-    """Return the digest of a leaf of each slot of a row, and whether the first, rounded, is the second."""
-    digests = [xxhash.xxh3_128_digest(array.view(np.uint8).data) for array in arrays]
-    return digests, len(arrays) == 1 or not len(not_rounded(arrays[0], arrays[1]))
+def digest_leaf(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:
+    """Return the digest of a leaf, and of its elements as they round where a weight is wanted."""
+    (array,) = arrays
+    dtype = rounded[index]
+    return [_leaf(array)] if dtype is None else [_leaf(array), _leaf(cast(array, dtype))]
+
+
+def _leaf(array: Array) -> bytes:
+    digest: bytes = xxhash.xxh3_128_digest(one_nan(array).view(np.uint8).data)
+    return digest
