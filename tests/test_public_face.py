@@ -25,9 +25,9 @@ def test_exported_names() -> None:
         "Checkpoint", "Checkpointer", "Compared", "Consolidated", "Converted", "DamagedFileError", "Extent", "Finding",
         "Fingerprint", "LayoutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Resharded",
         "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
-        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError", "Verification",
-        "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "diff", "fingerprint", "inspect",
-        "load", "open", "reshard", "save", "series", "strip", "verify",
+        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
+        "Verification", "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "diff",
+        "fingerprint", "inspect", "load", "open", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
 
 
