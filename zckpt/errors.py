@@ -22,6 +22,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Characters that make a terminal do something; names and values in a file may hold any."""
+
+
+def without_controls(text: str) -> str:
+    """Return a text that is safe to print: control characters, line feeds and tabs aside, are replaced."""
+    return text.translate(CONTROLS)
+
 
 class ZckptError(Exception):
     """Base of every error that zckpt raises on purpose.
@@ -76,7 +84,7 @@ class ZckptError(Exception):
             text += f"{',' if self.expected is not None else ':'} found {self.found}"
         if self.advice is not None:
             text += f"; {self.advice}"
-        return " ".join(text.split())
+        return without_controls(" ".join(text.split()))
 
 
 class UsageError(ZckptError, ValueError):

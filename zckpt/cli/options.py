@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, without_controls
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -119,9 +119,9 @@ def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool
     if as_json:
         click.echo(json.dumps(document, indent=1, ensure_ascii=False))
     elif dry_run:
-        click.echo(text)
+        click.echo(without_controls(text))
     elif not quiet:
-        click.echo(text, err=True)
+        click.echo(without_controls(text), err=True)
 
 
 def read_names(path: Path | None) -> list[str] | None:

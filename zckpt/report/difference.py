@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zckpt.report.text import count, fitted, shortened, size, table
+from zckpt.report.text import count, fitted, printable, shortened, size, table
 
 if TYPE_CHECKING:
     from zckpt.figures import Figures
@@ -86,6 +86,7 @@ def _figures(figures: Figures | None) -> dict[str, Any]:
 
 def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) -> str:
     """Return a document as text that fits `width` columns; `paint` colours what it comes to."""
+    document = printable(document)
     lines = [f"{side}  {_about(document[side])}" for side in ("a", "b")]
     compared = document["compared"]
     what = f"{count(compared['parameters'], 'parameter')}, {count(compared['slots'], 'slot')}, "

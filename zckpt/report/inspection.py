@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zckpt.report.text import count, size, table
+from zckpt.report.text import count, printable, size, table
 
 SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
@@ -21,6 +21,7 @@ def render(document: dict[str, Any], *, parameters: bool, files: bool, with_glob
     parameters, files, with_globals : bool
         Also list every parameter, file, and global.
     """
+    document = printable(document)
     lines = _heading(document)
     lines += ["", *_slots(document)]
     lines += _groups(document)

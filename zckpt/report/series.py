@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zckpt.report.difference import about, number
-from zckpt.report.text import fitted, table
+from zckpt.report.text import fitted, printable, table
 
 if TYPE_CHECKING:
     from zckpt.operations.series import Series
@@ -33,6 +33,7 @@ def document(done: Series) -> dict[str, Any]:
 
 def render(document: dict[str, Any], *, width: int) -> str:
     """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
+    document = printable(document)
     steps = [f"step {step}" if step is not None else f"#{i}" for i, step in enumerate(document["steps"])]
     rows = sorted(document["series"], key=lambda one: -max(map(_height, one["change"]), default=0.0))
     cells = [(one["slot"], *map(_short, one["change"][1:]), one["name"]) for one in rows[:SHOWN_ROWS]]

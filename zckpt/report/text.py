@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar, cast
+
+from zckpt.errors import without_controls
+
+Value = TypeVar("Value")
 
 
 def size(nbytes: int) -> str:
@@ -18,6 +23,18 @@ def size(nbytes: int) -> str:
 def count(number: int, noun: str) -> str:
     """Return a number with thousands separated and a noun that agrees with it."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def printable(value: Value) -> Value:
+    """Return a document or a text without control characters, by which a name in a file could drive a terminal."""
+    cleaned: object = value
+    if isinstance(value, str):
+        cleaned = without_controls(value)
+    elif isinstance(value, dict):
+        cleaned = {key: printable(one) for key, one in value.items()}
+    elif isinstance(value, list):
+        cleaned = [printable(one) for one in value]
+    return cast("Value", cleaned)
 
 
 def fitted(line: str, width: int) -> str:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zckpt.report.text import count, size
+from zckpt.report.text import count, printable, size
 
 Paint = Callable[[str, str], str]
 """Return a text in the colour of a severity, or of `good`; as it is where there are no colours."""
@@ -35,6 +35,7 @@ def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) 
         Colours a text.
     """
     painted = paint or _plain
+    document = printable(document)
     width = max(width, MINIMUM_WIDTH)
     lines = _heading(document, width, painted)
     findings = document["findings"]
