@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,13 +58,45 @@ def fingerprint(
         The checkpoint cannot be read.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    return put_together([digest_part(checkpoint, memory=memory, reporter=reporter)])
+
+
+def digest_part(
+    checkpoint: Checkpoint,
+    *,
+    part: tuple[int, int] = (0, 1),
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+) -> Entries:
+    """Return the entries of some of the slots, and all single values: several can share the work.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    part : (int, int)
+        Which of how many parts.
+    memory, reporter
+        As for `fingerprint`, and so are the errors.
+    """
     entries: Entries = {}
     chosen: list[Digested] = []
     for name, parameter in named(checkpoint).items():
         if parameter.tied_to is None:
             entries[name] = {}
             chosen += _slots(name, checkpoint, parameter, entries[name])
-    _digest(chosen, entries, memory, reporter)
+    _digest(chosen[part[0] :: part[1]], entries, memory, reporter)
+    return entries
+
+
+def put_together(parts: Iterable[Entries]) -> Fingerprint:
+    """Return the fingerprint of which there are the entries of all parts."""
+    entries: Entries = {}
+    for one in parts:
+        for name, found in one.items():
+            entries.setdefault(name, {}).update(found)
+    for found in entries.values():
+        if found.get(MASTER) == found.get(WEIGHT):  # a format may keep one of them
+            found.pop(MASTER, None)
     return Fingerprint(root(entries), {name: dict(sorted(entries[name].items())) for name in sorted(entries)})
 
 
@@ -124,9 +156,6 @@ def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter:
         entries[one.name][one.entry] = _described(slot.dtype, slot, tree[0].hexdigest())
         if one.rounded is not None:
             entries[one.name][WEIGHT] = _described(one.rounded, slot, tree[1].hexdigest())
-    for found in entries.values():
-        if found.get(MASTER) == found.get(WEIGHT):  # a format may keep one of them
-            found.pop(MASTER, None)
 
 
 def _described(dtype: str, slot: Slot, digest: str) -> str:

@@ -64,6 +64,8 @@ class Checkpointer:
     on_sigterm : bool
         Let SIGTERM, on any rank, be answered by a save after the next step. Its handler can be set in the main thread
         only.
+    fingerprint : bool
+        Record the fingerprint of each checkpoint with it.
     process_group : ProcessGroup, optional
         The ranks; by default the whole world.
 
@@ -81,6 +83,7 @@ class Checkpointer:
         every: int | None = None,
         async_: bool = False,
         on_sigterm: bool = True,
+        fingerprint: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for what, number in (("keep", keep), ("every", every)):
@@ -90,6 +93,7 @@ class Checkpointer:
         self.keep = keep
         self.every = every
         self.async_ = async_
+        self.fingerprint = fingerprint
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
@@ -153,6 +157,7 @@ class Checkpointer:
             extra=extra,
             async_=self.async_,
             overwrite=True,
+            fingerprint=self.fingerprint,
             process_group=self._process_group,
         )
         if saving is None:

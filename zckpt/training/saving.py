@@ -10,7 +10,6 @@ A rank that fails tells all; then none has saved, and nothing is left behind.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,16 +21,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
-from zckpt.execute import execute
-from zckpt.formats.native.names import rank_name
-from zckpt.formats.native.rank_file import Entry
-from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer, files
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
-from zckpt.optim.together import written_together
-from zckpt.plan import plan
 from zckpt.state import WEIGHT
 from zckpt.training import whole
 from zckpt.training.model_state import Stateful, model_state
@@ -39,6 +31,7 @@ from zckpt.training.optimizer_state import optimizer_state, parameters_of
 from zckpt.training.parts import Part, Staging, deal, entries
 from zckpt.training.values import Values, random_states
 from zckpt.training.workers import save_workers
+from zckpt.training.writing import Prepared, write
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
@@ -119,6 +112,7 @@ def save(
     format: str = "zckpt",  # noqa: A002  # as elsewhere
     async_: bool = False,
     overwrite: bool = False,
+    fingerprint: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
     """Write a checkpoint of what is being trained; all ranks call it together, and each writes its own part.
@@ -148,6 +142,8 @@ def save(
         waits for it. Let it finish before the process group is destroyed.
     overwrite : bool
         Replace the directory if it exists.
+    fingerprint : bool
+        Record the fingerprint with it: what has been written is read again, each rank a part. In zckpt's format only.
     process_group : ProcessGroup, optional
         The ranks that save; by default the optimizer's, else the whole world.
 
@@ -171,6 +167,12 @@ def save(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
         )
     given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
+    if fingerprint and (format != "zckpt" or isinstance(optimizer, DistributedOptimizer)):
+        raise UsageError(
+            "a fingerprint is recorded by ranks that write zckpt's format",
+            found="a DistributedOptimizer" if format == "zckpt" else f"format {format}",
+            advice="use zckpt fingerprint --write",
+        )
     if format != "zckpt":
         _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
@@ -183,13 +185,13 @@ def save(
     ranks = Ranks(group, purpose="save" if async_ else "")
     staging = _BACKGROUND.staging if async_ else None
     try:
-        prepared: _Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
+        prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
     except Exception as error:  # noqa: BLE001  # told to all ranks
         prepared = error
     if not async_:
-        _write(ranks, Path(path), prepared, overwrite=overwrite)
+        write(ranks, Path(path), prepared, overwrite=overwrite, fingerprint=fingerprint)
         return None
-    future = _BACKGROUND.pool.submit(_write, ranks, Path(path), prepared, overwrite=overwrite)
+    future = _BACKGROUND.pool.submit(write, ranks, Path(path), prepared, overwrite=overwrite, fingerprint=fingerprint)
     _BACKGROUND.saving = Saving(future, Path(path), Ranks(group))
     return _BACKGROUND.saving
 
@@ -228,22 +230,13 @@ def _save_as(
     files.save(optimizer, path, model=model, step=given["step"], beside=beside, overwrite=overwrite)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What this rank writes, and what the first knows of all."""
-
-    part: Part
-    entries: list[Entry]
-    state: whole.Whole
-
-
 def _prepare(
     ranks: Ranks,
     model: torch.nn.Module | None,
     optimizer: Optimizer | None,
     given: Mapping[str, Any],
     staging: Staging | None,
-) -> _Prepared:
+) -> Prepared:
     """Find out what this rank writes, and copy it if it is to be staged."""
     tensors = model_state(model) if model is not None else parameters_of(optimizer)
     state = optimizer_state(optimizer, tensors.names())
@@ -261,33 +254,4 @@ def _prepare(
         about.beside = whole.beside(given, tensors, values)
     part = Part([piece for piece, _ in held], state.values, random_states())
     stored = whole.storage_entries(about.beside, values)
-    return _Prepared(part, [*stored, *entries(held, staging)], about)
-
-
-def _write(ranks: Ranks, path: Path, prepared: _Prepared | Exception, *, overwrite: bool) -> None:
-    """Write a checkpoint together with the other ranks.
-
-    Raises
-    ------
-    ZckptError
-        A rank has failed; nothing has been written.
-    """
-    with written_together(path, ranks, overwrite=overwrite) as partial:
-        identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
-        error = prepared if isinstance(prepared, Exception) else None
-        if isinstance(prepared, _Prepared):
-            try:
-                _write_part(ranks, partial, identity, prepared)
-            except Exception as failure:  # noqa: BLE001  # told to all ranks
-                error = failure
-        ranks.agree(error)
-        assert isinstance(prepared, _Prepared)  # noqa: S101  # or else all have agreed on an error
-        parts = ranks.gather(prepared.part)
-        if ranks.rank == 0:
-            whole.write_document(prepared.state, parts, identity, partial)
-
-
-def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: _Prepared) -> None:
-    file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
-    execute(plan([file]), [directory / file.name])
-    prepared.part.nbytes = file.nbytes
+    return Prepared(part, [*stored, *entries(held, staging)], about)

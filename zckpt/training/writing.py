@@ -1,0 +1,89 @@
+"""What has been prepared is written by all ranks together, into one directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.execute import execute
+from zckpt.formats import native
+from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.writer import IDENTITY_NBYTES
+from zckpt.operations.digests import FILE_NAME, Entries, write_digests
+from zckpt.optim.ranks import Ranks
+from zckpt.optim.together import written_together
+from zckpt.plan import plan
+from zckpt.training import whole
+from zckpt.training.parts import Part
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What this rank writes, and what the first knows of all."""
+
+    part: Part
+    entries: list[Entry]
+    state: whole.Whole
+
+
+def write(ranks: Ranks, path: Path, prepared: Prepared | Exception, *, overwrite: bool, fingerprint: bool) -> None:
+    """Write a checkpoint together with the other ranks.
+
+    Parameters
+    ----------
+    ranks : Ranks
+    path : Path
+    prepared : Prepared or Exception
+        An exception: this rank has failed before.
+    overwrite, fingerprint : bool
+        As for `save`.
+
+    Raises
+    ------
+    ZckptError
+        A rank has failed; nothing has been written.
+    """
+    with written_together(path, ranks, overwrite=overwrite) as partial:
+        identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
+        error = prepared if isinstance(prepared, Exception) else None
+        if isinstance(prepared, Prepared):
+            try:
+                _write_part(ranks, partial, identity, prepared)
+            except Exception as failure:  # noqa: BLE001  # told to all ranks
+                error = failure
+        ranks.agree(error)
+        assert isinstance(prepared, Prepared)  # noqa: S101  # or else all have agreed on an error
+        parts = ranks.gather(prepared.part)
+        try:
+            if ranks.rank == 0:
+                whole.write_document(prepared.state, parts, identity, partial)
+        except Exception as failure:  # noqa: BLE001  # told to all ranks
+            error = failure
+        ranks.agree(error)
+        if fingerprint:
+            _record_fingerprint(ranks, partial)
+
+
+def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: Prepared) -> None:
+    file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
+    execute(plan([file]), [directory / file.name])
+    prepared.part.nbytes = file.nbytes
+
+
+def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
+    """Digest what has been written, each rank a part of it; the first writes it down."""
+    from zckpt.operations.fingerprint import digest_part, put_together
+
+    error: Exception | None = None
+    mine: Entries = {}
+    try:
+        mine = digest_part(native.read(directory), part=(ranks.rank, ranks.world_size))
+    except Exception as failure:  # noqa: BLE001  # told to all ranks
+        error = failure
+    ranks.agree(error)
+    parts = ranks.gather(mine)
+    if ranks.rank == 0:
+        write_digests(put_together(parts), directory / FILE_NAME)
