@@ -27,11 +27,13 @@ from zckpt.cast import Array, cast
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.formats import open_checkpoint
 from zckpt.formats.optimizer_values import parameter_values
-from zckpt.operations.diff.match import named, single
-from zckpt.operations.diff.values import own_weight
 from zckpt.operations.digests import LEAF_NUMEL, Entries, Fingerprint, root
+from zckpt.operations.logical import named, own_weight, single
 from zckpt.rounding import one_nan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+
+LEAVES_PER_BLOCK = 2
+"""Read at once."""
 
 
 def fingerprint(
@@ -46,7 +48,7 @@ def fingerprint(
     ----------
     source : path-like or Checkpoint
     memory : int, bytes
-        Upper bound of what buffers take together; one leaf for each thread is needed in any case.
+        Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
         Told of progress.
 
@@ -147,8 +149,9 @@ def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter:
     """Digest slots, the parallel part, and add what was found to the entries."""
     trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
     rows = [one.row for one in chosen]
-    visit = partial(digest_leaf, [one.rounded for one in chosen])
-    for index, digests in visit_rows(rows, visit, numel=LEAF_NUMEL, memory=memory, reporter=reporter):
+    visit = partial(digest_block, [one.rounded for one in chosen])
+    numel = LEAF_NUMEL * LEAVES_PER_BLOCK
+    for index, digests in visit_rows(rows, visit, numel=numel, memory=memory, reporter=reporter):
         for number, digest in enumerate(digests):
             trees[index][number].update(digest)
     for one, tree in zip(chosen, trees, strict=True):
@@ -162,13 +165,14 @@ def _described(dtype: str, slot: Slot, digest: str) -> str:
     return f"{dtype} {list(slot.shape)} {digest}"
 
 
-def digest_leaf(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:
-    """Return the digest of a leaf, and of its elements as they round where a weight is wanted."""
+def digest_block(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:
+    """Return the digests of the leaves of a block, and of its elements as they round where a weight is wanted."""
     (array,) = arrays
     dtype = rounded[index]
-    return [_leaf(array)] if dtype is None else [_leaf(array), _leaf(cast(array, dtype))]
+    return [_leaves(array)] if dtype is None else [_leaves(array), _leaves(cast(array, dtype))]
 
 
-def _leaf(array: Array) -> bytes:
-    digest: bytes = xxhash.xxh3_128_digest(one_nan(array).view(np.uint8).data)
-    return digest
+def _leaves(array: Array) -> bytes:
+    data = one_nan(array)
+    leaves = (data[start : start + LEAF_NUMEL] for start in range(0, len(data), LEAF_NUMEL))
+    return b"".join(xxhash.xxh3_128_digest(leaf.view(np.uint8).data) for leaf in leaves)

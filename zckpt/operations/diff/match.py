@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from zckpt.canonical import canonical_names
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.operations.diff.values import Match, Only, match_values
-from zckpt.read import read_extent
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
-from zckpt.storage import Sources
-from zckpt.torchfile import Tensor, plain
+from zckpt.operations.logical import named, single
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.torchfile import Tensor
 
 State = dict[str, object]
 """What an optimizer has of a parameter, by key: slots and single values."""
@@ -99,30 +95,6 @@ def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
 Side = tuple[Checkpoint, Parameter]
 
 
-def named(checkpoint: Checkpoint, rename: Sequence[tuple[str, str]] = ()) -> dict[str, Parameter]:
-    """Return all parameters and buffers by canonical name; those without a name by `#` and their number."""
-    every = {parameter.name: parameter for parameter in checkpoint.tensors()}
-    names = {name: _renamed(short, rename) for name, short in canonical_names(every).items()}
-    found: dict[str, Parameter] = {}
-    for name, parameter in every.items():
-        if names[name] in found:
-            raise UsageError(
-                f"--rename makes {found[names[name]].name} and {name} one", found=names[name], advice="narrow it"
-            )
-        found[names[name]] = parameter
-    found.update({f"#{number}": parameter for number, parameter in checkpoint.unnamed.items()})
-    return found
-
-
-def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
-    for old, new in rename:
-        try:
-            name = re.sub(old, new, name)
-        except re.error as error:
-            raise UsageError("--rename is no regular expression", expected="OLD=NEW", found=f"{old}: {error}") from None
-    return name
-
-
 def _match_parameter(found: Matches, name: str, a: Side, b: Side, chosen: Filter) -> None:
     ours, theirs = (_owner(*side) for side in (a, b))
     alias = a[1].tied_to is not None or b[1].tied_to is not None
@@ -174,14 +146,3 @@ def _state(found: Matches, checkpoint: Checkpoint, parameter: Parameter) -> Stat
         group = checkpoint.param_groups[parameter.group or 0].state
         own = {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
         return {**{key: one for key, one in group.items() if not isinstance(one, Tensor)}, **parameter.state, **own}
-
-
-def single(value: object) -> object:
-    """Return a single value as JSON-able data, however it is stored: a tensor of no dimension, a number, a node."""
-    if isinstance(value, Slot):
-        if value.shape:
-            return f"tensor of {value.dtype} {list(value.shape)}"
-        with Sources() as sources:
-            number: object = read_extent(value, Extent.whole(()), sources)[0].item()
-            return number
-    return plain(value.value if isinstance(value, Scalar) else value)

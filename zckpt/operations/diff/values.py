@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zckpt.compare import Pair
 from zckpt.dtypes import is_floating
+from zckpt.operations.logical import own_weight
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 
 
@@ -31,15 +32,6 @@ class Match:
 
 Only = tuple[str, str]
 """Which side, `a` or `b`, has a slot that the other lacks, and which slot."""
-
-
-def own_weight(parameter: Parameter) -> Slot | None:
-    """Return the weight of a parameter, if it says anything.
-
-    Where ranks' values are averaged, the weight is the rounded mean of the masters, not the mean of the weights.
-    """
-    weight = parameter.slots.get(WEIGHT)
-    return None if weight is not None and weight.replicas and MASTER in parameter.slots else weight
 
 
 def match_values(name: str, a: Parameter, b: Parameter) -> list[Match | Only]:
