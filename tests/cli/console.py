@@ -7,12 +7,16 @@ about processes (signals, pipes, terminals, full disks) start one with `command`
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +83,24 @@ def refused(status: int, *arguments: object, words: tuple[str, ...] = ()) -> str
 def copy(name: str, directory: Path) -> Path:
     """A copy of a fixture that a test may damage."""
     return Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
+
+
+def on_terminal(*arguments: object, columns: int = 70, **variables: str) -> str:
+    """Run a command whose standard output is a real terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    variables = {key: value for key, value in environment().items() if key not in ("COLUMNS", "NO_COLOR")} | variables
+    child = subprocess.Popen(command(*arguments), stdout=theirs, stderr=subprocess.DEVNULL, env=variables)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        said += part
+    child.wait()
+    os.close(ours)
+    return said.decode()

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
-import struct
 import subprocess
-import termios
 
 import pytest
 
-from tests.cli.console import FIXTURES, command, environment
+from tests.cli.console import FIXTURES, command, environment, on_terminal
 
 ESCAPE = "\x1b["
-
-
-def on_terminal(*arguments: object, columns: int = 70, **variables: str) -> str:
-    """Run a command whose standard output is a real terminal."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    variables = {key: value for key, value in environment().items() if key not in ("COLUMNS", "NO_COLOR")} | variables
-    child = subprocess.Popen(command(*arguments), stdout=theirs, stderr=subprocess.DEVNULL, env=variables)
-    os.close(theirs)
-    said = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        said += part
-    child.wait()
-    os.close(ours)
-    return said.decode()
 
 
 COMMANDS = {

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
+from tests.cli.console import FIXTURES, command, environment, on_terminal, refused, run, succeeded
 from tests.verify.mutation import copy, flip, optimizer_file, place, set_element
 from zckpt.cli.verify_command import verify_command
 from zckpt.operations.verify import verify
@@ -120,35 +118,9 @@ def test_page_of_a_checkpoint_that_cannot_be_opened(tmp_path: Path) -> None:
     assert "ZC-101" in (tmp_path / "page.html").read_text()
 
 
-def in_terminal(*arguments: object, columns: int, **variables: str) -> str:
-    """What a command prints to a terminal of a width."""
-    ours, its = pty.openpty()
-    variables = {**environment(), "COLUMNS": str(columns), "TERM": "xterm", **variables}
-    variables = {key: value for key, value in variables.items() if value}
-    process = subprocess.Popen(command(*arguments), stdout=its, stderr=subprocess.DEVNULL, env=variables)
-    os.close(its)
-    found = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # as Linux tells the end
-            break
-        if not part:
-            break
-        found += part
-    os.close(ours)
-    assert process.wait(timeout=60) == 1
-    return found.decode()
-
-
-def test_colour_is_for_terminals_that_want_it(damaged: Path) -> None:
-    assert "\x1b[" in in_terminal("verify", damaged, "--deep", columns=100, NO_COLOR="")
-    assert "\x1b[" not in in_terminal("verify", damaged, "--deep", columns=100, NO_COLOR="1")
-
-
 @pytest.mark.parametrize("width", [60, 100])
 def test_text_fits_the_terminal_but_for_paths_and_names(damaged: Path, width: int) -> None:
-    text = in_terminal("verify", damaged, "--deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
+    text = on_terminal("verify", damaged, "--deep", columns=width, NO_COLOR="1").replace("\r\n", "\n")
     long = [line for line in text.splitlines()[1:] if len(line) > width]
     assert all(any(len(word) > width - 13 for word in line.split()) for line in long)
     labels = [line for line in text.splitlines() if line.startswith("  what") or line.startswith("  found")]
