@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.strategies import cuts, shapes, tilings
-from zckpt.blocks import BATCH_NBYTES, BLOCK_NBYTES
+from zckpt.batches import BATCH_NBYTES
+from zckpt.blocks import BLOCK_NBYTES
 from zckpt.cast import numpy_dtype
 from zckpt.compare import Pair, differences
 from zckpt.dtypes import itemsize

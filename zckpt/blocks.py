@@ -8,16 +8,16 @@ caller's. What blocks have in common with others - differences, digests, counts 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import numpy as np
 
+from zckpt.batches import batched, run_in_order
 from zckpt.cast import Array, numpy_dtype
 from zckpt.dtypes import itemsize
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
@@ -31,17 +31,8 @@ from zckpt.storage import Sources, read_into
 BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""
 
-BATCH_NBYTES = 16 << 20
-"""Read by one task, of the widest slot of each row."""
-
-BATCH_BLOCKS = 1 << 10
-"""Most blocks in a task: a batch of tiny tensors ends here."""
-
 THREADS = range(2, 9)
 """Fewest and most that visit blocks; more than there are cores get in each other's way."""
-
-QUEUED_BATCHES = 64
-"""Enough to keep every worker busy."""
 
 BUFFERS_PER_WORKER = 8
 """What a block may need at once: the slots of its row, and what a gather, a cast and the visit take beside them."""
@@ -173,9 +164,10 @@ def visit_rows(
     told.begin(sum(row.numel * itemsize(row.dtypes[0]) for row in rows))
     try:
         blocks = (block for index, row in enumerate(rows) for block in _blocks(index, row, numel, most, wanted))
-        with closing(_run(pool, _batches(blocks, visit))) as results:
-            for nbytes, found in results:
-                told.advance(nbytes)
+        batches = (Batch(some, visit) for some in batched(blocks, attrgetter("nbytes")))
+        with closing(run_in_order(pool, batches, visit_batch)) as results:
+            for batch, found in results:
+                told.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
                 yield from found
     finally:
         told.end()
@@ -208,36 +200,6 @@ def _within(held: FlatRuns | SpanIndex | Slot, shape: tuple[int, ...], start: in
     if isinstance(held, FlatRuns):
         return held.stretches(start, numel)
     return held.reaching(Extent.flat(shape, start, numel)) if isinstance(held, SpanIndex) else held
-
-
-def _batches(blocks: Iterator[Block], visit: Visit[Result]) -> Iterator[Batch[Result]]:
-    batch: list[Block] = []
-    nbytes = 0
-    for block in blocks:
-        batch.append(block)
-        nbytes += block.nbytes
-        if nbytes >= BATCH_NBYTES or len(batch) >= BATCH_BLOCKS:
-            yield Batch(tuple(batch), visit)
-            batch, nbytes = [], 0
-    if batch:
-        yield Batch(tuple(batch), visit)
-
-
-def _run(pool: Executor, batches: Iterator[Batch[Result]]) -> Generator[tuple[int, list[tuple[int, Result]]]]:
-    """Yield the bytes and the results of every batch, in order; a bounded number waits."""
-    waiting: deque[tuple[int, Future[list[tuple[int, Result]]]]] = deque()
-    try:
-        while True:
-            for batch in islice(batches, QUEUED_BATCHES - len(waiting)):
-                nbytes = sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks)
-                waiting.append((nbytes, pool.submit(visit_batch, batch)))
-            if not waiting:
-                break
-            nbytes, future = waiting.popleft()
-            yield nbytes, future.result()
-    finally:
-        for _, future in waiting:
-            future.cancel()
 
 
 def visit_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 
 import numpy as np
 
+from zckpt.batches import batched, run_in_order
 from zckpt.cast import Array
 from zckpt.crc32 import combine, crc32
 from zckpt.dtypes import itemsize
@@ -28,12 +28,6 @@ from zckpt.storage import Sources, read_into
 
 STRETCH_NBYTES = 1 << 20
 """Read at once: what is done with it finds it in the cache."""
-
-BATCH_NBYTES = 16 << 20
-BATCH_STRETCHES = 1 << 10
-"""Work of one task."""
-
-QUEUED_BATCHES = 32
 
 BUFFERS_PER_WORKER = 8
 """What a stretch may need at once: itself, weights beside it, masters as they round, and which elements are wrong."""
@@ -159,31 +153,14 @@ def run(
     outcome, checks = Outcome(), Checks(sums)
     with (
         ThreadPoolExecutor(_threads(), thread_name_prefix="zckpt-verify") as pool,
-        closing(_results(pool, inventory, _batches(work), most)) as results,
+        closing(run_in_order(pool, batched(work, nbytes_of), partial(_run_batch, inventory, most))) as results,
     ):
-        for nbytes, found in results:
+        for batch, found in results:
             outcome.add(found)
             checks.add(found.parts)
-            reporter.advance(nbytes)
+            reporter.advance(sum(map(nbytes_of, batch)))
     outcome.checksums = checks.count
     return outcome, checks.wrong
-
-
-def _results(
-    pool: ThreadPoolExecutor, inventory: Inventory, batches: Iterator[list[Work]], most: int
-) -> Generator[tuple[int, Outcome]]:
-    waiting: deque[tuple[int, Future[Outcome]]] = deque()
-    try:
-        while True:
-            for batch in islice(batches, QUEUED_BATCHES - len(waiting)):
-                waiting.append((sum(map(nbytes_of, batch)), pool.submit(_run_batch, inventory, batch, most)))
-            if not waiting:
-                return
-            nbytes, future = waiting.popleft()
-            yield nbytes, future.result()
-    finally:
-        for _, future in waiting:
-            future.cancel()
 
 
 def nbytes_of(work: Work) -> int:
@@ -194,20 +171,7 @@ def nbytes_of(work: Work) -> int:
     return work.extent.numel * (itemsize(work.slot.dtype) + other)
 
 
-def _batches(work: Iterable[Work]) -> Iterator[list[Work]]:
-    batch: list[Work] = []
-    nbytes = 0
-    for one in work:
-        batch.append(one)
-        nbytes += nbytes_of(one)
-        if nbytes >= BATCH_NBYTES or len(batch) >= BATCH_STRETCHES:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
-
-
-def _run_batch(inventory: Inventory, batch: Sequence[Work], most: int) -> Outcome:
+def _run_batch(inventory: Inventory, most: int, batch: Sequence[Work]) -> Outcome:
     found = Outcome()
     buffers: tuple[Array, Array] = np.empty(most + ALIGNMENT, np.uint8), np.empty(2 * most + ALIGNMENT, np.uint8)
     with Sources() as sources:
