@@ -75,7 +75,7 @@ def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: 
 @pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"])
 def test_slices_stages_and_experts_come_together(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
-    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
+    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
 
 
 @pytest.mark.parametrize("to", [to for to in TARGETS if to != "universal"])
