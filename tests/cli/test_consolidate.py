@@ -662,7 +662,7 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     partial = target.with_name(f".{target.name}.zckpt-partial")
-    while not partial.exists():
+    while not any(path.is_file() and path.stat().st_size for path in [partial, *partial.glob("*")]):
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     return process
