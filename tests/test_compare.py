@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.diff.checkpoints import place as place_of
 from tests.strategies import cuts, shapes, tilings
 from zckpt.batches import BATCH_NBYTES
 from zckpt.blocks import BLOCK_NBYTES
@@ -113,15 +114,6 @@ def test_checkpoints_cut_for_other_ranks_are_equal(name, options, memory, tmp_pa
     both = pairs(zckpt.open(FIXTURES / name), zckpt.open(tmp_path / "cut"))
     assert len(both) > 10
     assert found_in(both, memory=memory) == []
-
-
-def place_of(slot: Slot, element: int) -> tuple[str, int]:
-    """File and byte offset of one element of a slot whose spans are ranges of the whole tensor."""
-    for span in slot.spans:
-        start = span.extent.start
-        if span.extent.sizes == slot.shape and start <= element < start + span.extent.numel:
-            return span.path, span.offset + (element - start) * itemsize(span.dtype)
-    raise KeyError(element)
 
 
 def flip(path: str, offset: int, bit: int) -> None:

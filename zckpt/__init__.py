@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
+    from zckpt.digests import Fingerprint
     from zckpt.errors import (
         DamagedFileError,
         LayoutError,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import Converted, convert
     from zckpt.operations.diff import Compared, diff
-    from zckpt.operations.digests import Fingerprint
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.inspect import inspect
     from zckpt.operations.reshard import Resharded, reshard
@@ -62,7 +62,7 @@ _HOMES = {
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
     "zckpt.operations.convert": ("Converted", "convert"),
     "zckpt.operations.diff": ("Compared", "diff"),
-    "zckpt.operations.digests": ("Fingerprint",),
+    "zckpt.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),

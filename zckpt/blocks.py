@@ -22,8 +22,9 @@ from zckpt.cast import Array, numpy_dtype
 from zckpt.dtypes import itemsize
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
 from zckpt.flat_runs import FlatRuns, Stretch, flat_runs
-from zckpt.pieces import elements, pieces
+from zckpt.pieces import pieces
 from zckpt.plan import Fill, Hole, fill
+from zckpt.read import read_piece
 from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
 from zckpt.storage import Sources, read_into
@@ -226,21 +227,12 @@ def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> 
     view = buffers[number][:nbytes]
     if isinstance(source, Slot):
         extent = Extent.flat(block.shape, block.start, block.numel)
-        _fill(Hole(0, block.label, source, extent, dtype), view.data, sources)
+        hole = Hole(0, block.label, source, extent, dtype)
+        for piece in pieces(Fill(hole, tuple(fill(hole))), nbytes, nbytes):
+            read_piece(piece, view.data, sources)
     else:
         at = 0
         for path, offset, size in source:
             read_into(sources.descriptor(path), offset, view[at : at + size].data, path=path)
             at += size
     return view.view(numpy_dtype(dtype))
-
-
-def _fill(hole: Hole, buffer: memoryview, sources: Sources) -> None:
-    """Fill a buffer with the bytes of a hole; what is stored as it is wanted is read into its place."""
-    for piece in pieces(Fill(hole, tuple(fill(hole))), len(buffer), len(buffer)):
-        place = buffer[piece.offset : piece.offset + piece.nbytes]
-        if piece.is_bytewise:
-            source = piece.copies[0].sources[0]
-            read_into(sources.descriptor(source.path), source.offset, place, path=source.path)
-        else:
-            place[:] = elements(piece, sources.descriptor)

@@ -91,7 +91,7 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     result = np.empty(extent.numel, numpy_dtype(wanted))
     view = memoryview(result.view(np.uint8).data) if extent.numel else memoryview(b"")
     for piece in _pieces(Hole(0, slot.name, slot, extent, wanted)):
-        _read(piece, view, sources)
+        read_piece(piece, view, sources)
     return result
 
 
@@ -127,10 +127,11 @@ def _batches(reads: Sequence[Read]) -> Iterator[list[tuple[Piece, memoryview]]]:
 def _run(batch: Sequence[tuple[Piece, memoryview]]) -> None:
     with Sources() as sources:
         for piece, into in batch:
-            _read(piece, into, sources)
+            read_piece(piece, into, sources)
 
 
-def _read(piece: Piece, into: memoryview, sources: Sources) -> None:
+def read_piece(piece: Piece, into: memoryview, sources: Sources) -> None:
+    """Read a piece into its place in a buffer; what is stored as it is wanted is not copied on the way."""
     view = into[piece.offset : piece.offset + piece.nbytes]
     if piece.is_bytewise:
         source = piece.copies[0].sources[0]

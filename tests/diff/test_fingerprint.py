@@ -15,8 +15,8 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.diff.checkpoints import copied, rewrite
 from zckpt.canonical import canonical, canonical_names
+from zckpt.digests import changes, read_digests, write_digests
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.operations.digests import changes, read_digests, write_digests
 
 LEAF = 262_144
 

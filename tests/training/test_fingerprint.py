@@ -9,8 +9,8 @@ import pytest
 import zckpt
 from tests.engine import run
 from tests.training.trainings import BY_NAME, Training
+from zckpt.digests import read_digests
 from zckpt.errors import UsageError
-from zckpt.operations.digests import read_digests
 
 pytestmark = pytest.mark.interop
 

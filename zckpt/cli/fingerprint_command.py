@@ -39,9 +39,9 @@ def fingerprint_command(
     import json
 
     from zckpt.cli.progress import reporter
+    from zckpt.digests import digests_path, document, write_digests
     from zckpt.durable import check_target
     from zckpt.formats import open_checkpoint
-    from zckpt.operations.digests import digests_path, document, write_digests
     from zckpt.operations.fingerprint import fingerprint
 
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))

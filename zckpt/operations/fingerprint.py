@@ -1,39 +1,14 @@
-"""A digest of a checkpoint's logical state, the same for every format, stage and world size.
-
-What is digested, for each parameter and buffer by its canonical name:
-
-    weight     element type, shape, and elements; where a format leaves it out, the master, rounded
-    master     unless it is the weight itself: a format may keep one of them
-    KEY        each slot of the optimizer, and each single value as a number, however it is stored
-
-Elements are digested in leaves of `LEAF_NUMEL` elements of the flattened tensor, little-endian, each NaN as the same
-one: XXH3-128 of each leaf, and of the leaves' digests one after the other. The fingerprint is that of all lines
-[NAME, ENTRY, VALUE], JSON each, sorted. Names tied to others are left out. `docs/diff.md` specifies it.
-"""
+"""A digest of a checkpoint's logical state, the same for every format, stage and world size; see `leaves`."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
-import xxhash
-
-from zckpt.blocks import Row, visit_rows
-from zckpt.cast import Array, cast
+from zckpt.digests import Fingerprint
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.formats import open_checkpoint
-from zckpt.formats.optimizer_values import parameter_values
-from zckpt.operations.digests import LEAF_NUMEL, Entries, Fingerprint, root
-from zckpt.operations.logical import named, own_weight, single
-from zckpt.rounding import one_nan
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
-
-LEAVES_PER_BLOCK = 2
-"""Read at once."""
+from zckpt.leaves import digest_part, put_together
+from zckpt.state import Checkpoint
 
 
 def fingerprint(
@@ -61,118 +36,3 @@ def fingerprint(
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     return put_together([digest_part(checkpoint, memory=memory, reporter=reporter)])
-
-
-def digest_part(
-    checkpoint: Checkpoint,
-    *,
-    part: tuple[int, int] = (0, 1),
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-) -> Entries:
-    """Return the entries of some of the slots, and all single values: several can share the work.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    part : (int, int)
-        Which of how many parts.
-    memory, reporter
-        As for `fingerprint`, and so are the errors.
-    """
-    entries: Entries = {}
-    chosen: list[Digested] = []
-    for name, parameter in named(checkpoint).items():
-        if parameter.tied_to is None:
-            entries[name] = {}
-            chosen += _slots(name, checkpoint, parameter, entries[name])
-    _digest(chosen[part[0] :: part[1]], entries, memory, reporter)
-    return entries
-
-
-def put_together(parts: Iterable[Entries]) -> Fingerprint:
-    """Return the fingerprint of which there are the entries of all parts."""
-    entries: Entries = {}
-    for one in parts:
-        for name, found in one.items():
-            entries.setdefault(name, {}).update(found)
-    for found in entries.values():
-        if found.get(MASTER) == found.get(WEIGHT):  # a format may keep one of them
-            found.pop(MASTER, None)
-    return Fingerprint(root(entries), {name: dict(sorted(entries[name].items())) for name in sorted(entries)})
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """A slot that is read, and the entry that it becomes.
-
-    Parameters
-    ----------
-    name, entry : str
-    row : Row
-    rounded : str or None
-        Type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
-    """
-
-    name: str
-    entry: str
-    row: Row
-    rounded: str | None = None
-
-
-def _slots(name: str, checkpoint: Checkpoint, parameter: Parameter, found: dict[str, str]) -> Iterator[Digested]:
-    """Yield what is to be read of a parameter; single values go to `found` at once."""
-    weight, master = own_weight(parameter), parameter.slots.get(MASTER)
-    if weight is not None:
-        yield Digested(name, WEIGHT, _row(name, weight))
-    if master is not None:
-        yield Digested(name, MASTER, _row(name, master), parameter.dtype if weight is None else None)
-    for key, value in parameter_values(checkpoint, parameter).items():
-        if isinstance(value, Slot) and value.shape:
-            yield Digested(name, key, _row(name, value))
-        else:
-            found[key] = _number(single(value))
-
-
-def _row(name: str, slot: Slot) -> Row:
-    return Row(f"{slot.name}/{name}", (slot,), (slot.dtype,))
-
-
-def _number(value: object) -> str:
-    """Return a single value as text that does not depend on how it was stored: 5 and 5.0 are one."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, sort_keys=True)
-
-
-def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None) -> None:
-    """Digest slots, the parallel part, and add what was found to the entries."""
-    trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
-    rows = [one.row for one in chosen]
-    visit = partial(digest_block, [one.rounded for one in chosen])
-    numel = LEAF_NUMEL * LEAVES_PER_BLOCK
-    for index, digests in visit_rows(rows, visit, numel=numel, memory=memory, reporter=reporter):
-        for number, digest in enumerate(digests):
-            trees[index][number].update(digest)
-    for one, tree in zip(chosen, trees, strict=True):
-        slot = one.row.slots[0]
-        entries[one.name][one.entry] = _described(slot.dtype, slot, tree[0].hexdigest())
-        if one.rounded is not None:
-            entries[one.name][WEIGHT] = _described(one.rounded, slot, tree[1].hexdigest())
-
-
-def _described(dtype: str, slot: Slot, digest: str) -> str:
-    return f"{dtype} {list(slot.shape)} {digest}"
-
-
-def digest_block(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:
-    """Return the digests of the leaves of a block, and of its elements as they round where a weight is wanted."""
-    (array,) = arrays
-    dtype = rounded[index]
-    return [_leaves(array)] if dtype is None else [_leaves(array), _leaves(cast(array, dtype))]
-
-
-def _leaves(array: Array) -> bytes:
-    data = one_nan(array)
-    leaves = (data[start : start + LEAF_NUMEL] for start in range(0, len(data), LEAF_NUMEL))
-    return b"".join(xxhash.xxh3_128_digest(leaf.view(np.uint8).data) for leaf in leaves)

@@ -20,6 +20,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from zckpt.dtypes import itemsize
 from zckpt.operations.map_rows import Rows
@@ -226,8 +227,7 @@ def _add_run(runs: list[int], row: int, start: int, numel: int, box: int) -> Non
 
 def _renumbered(parameter: dict[str, object], place: dict[int, int]) -> dict[str, object]:
     """Return the parameter with rows by their place in the map instead of the order in which they were met."""
-    cuts = parameter["cuts"]
-    assert isinstance(cuts, list)  # noqa: S101
+    cuts = cast("list[tuple[list[int], list[int], int, list[int]]]", parameter["cuts"])
     parameter["cuts"] = [[slots, dtypes, numel, _moved(runs, place)] for slots, dtypes, numel, runs in cuts]
     return parameter
 

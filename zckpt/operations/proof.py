@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.digests import FILE_NAME, digests_path, write_digests
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.operations.digests import FILE_NAME, digests_path, write_digests
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 

@@ -6,13 +6,13 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.digests import FILE_NAME, Entries, write_digests
 from zckpt.execute import execute
 from zckpt.formats import native
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES
-from zckpt.operations.digests import FILE_NAME, Entries, write_digests
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
 from zckpt.plan import plan
@@ -75,7 +75,7 @@ def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: Prepared
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank a part of it; the first writes it down."""
-    from zckpt.operations.fingerprint import digest_part, put_together
+    from zckpt.leaves import digest_part, put_together
 
     error: Exception | None = None
     mine: Entries = {}

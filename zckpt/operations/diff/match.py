@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.optimizer_values import parameter_values
+from zckpt.logical import named, single
 from zckpt.operations.diff.values import Match, Only, match_values
-from zckpt.operations.logical import named, single
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.torchfile import Tensor
 

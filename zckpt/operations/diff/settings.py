@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from zckpt.compare import Pair, differences
 from zckpt.formats.deepspeed import BOOKKEEPING
+from zckpt.logical import single
 from zckpt.operations.diff.match import Matches
 from zckpt.operations.diff.trees import Leaf, leaves
-from zckpt.operations.logical import single
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 
 SHOWN_NAMES = 3

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from zckpt.compare import Pair
 from zckpt.dtypes import is_floating
-from zckpt.operations.logical import own_weight
+from zckpt.logical import own_weight
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 
 

@@ -17,7 +17,7 @@ from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_fi
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 
 if TYPE_CHECKING:
-    from zckpt.operations.digests import Fingerprint
+    from zckpt.digests import Fingerprint
 
 
 def verify(
@@ -69,7 +69,7 @@ def verify(
         raise UsageError("sizes must be positive", found=memory)
     expected = None
     if against is not None:
-        from zckpt.operations.digests import read_digests
+        from zckpt.digests import read_digests
 
         expected = read_digests(against)
     told = reporter or SilentReporter()
@@ -103,7 +103,7 @@ def _against(
     result: Verification, checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
 ) -> Iterator[Finding]:
     """Hold the digests of all slots against those that were recorded."""
-    from zckpt.operations.digests import changes
+    from zckpt.digests import changes
     from zckpt.operations.fingerprint import fingerprint
 
     try:
