@@ -23,8 +23,8 @@ READ = [
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Checkpoint", "Checkpointer", "Compared", "Consolidated", "Converted", "DamagedFileError", "Extent", "Finding",
-        "Fingerprint", "LayoutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Resharded",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "Fingerprint", "LayoutError", "LeftOutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError",
+        "Resharded", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
         "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
         "Verification", "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "diff",
         "fingerprint", "inspect", "load", "open", "reshard", "save", "series", "strip", "verify",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zckpt.errors import (
         DamagedFileError,
         LayoutError,
+        LeftOutError,
         PickleError,
         ShardError,
         SourceError,
@@ -74,6 +75,7 @@ _HOMES = {
     "zckpt.errors": (
         "DamagedFileError",
         "LayoutError",
+        "LeftOutError",
         "PickleError",
         "ShardError",
         "SourceError",
@@ -99,6 +101,7 @@ __all__ = [
     "Finding",
     "Fingerprint",
     "LayoutError",
+    "LeftOutError",
     "OpenedCheckpoint",
     "ParamGroup",
     "Parameter",

@@ -34,6 +34,8 @@ COVERAGE = "ZC-122"
 SLOT_MISSING = "ZC-123"
 DTYPES_DIFFER = "ZC-124"
 REMARK = "ZC-130"
+STATE_LEFT_OUT = "ZC-131"
+LEFT_OUT = "ZC-132"
 WEIGHT_MISMATCH = "ZC-201"
 NOT_FINITE = "ZC-202"
 NEGATIVE = "ZC-203"
@@ -97,6 +99,14 @@ CODES: dict[str, Code] = {
     SLOT_MISSING: Code(ERROR, "a rank lacks a slot that others have", _REPLACE),
     DTYPES_DIFFER: Code(ERROR, "ranks have different element types", _REPLACE),
     REMARK: Code(NOTE, "something is read in part, and is not verified", "see what is said of it"),
+    STATE_LEFT_OUT: Code(
+        ERROR,
+        "state of a model or an optimizer that nothing reads",
+        "no verb writes from it unless --drop names it; look at it with the program that wrote it",
+    ),
+    LEFT_OUT: Code(
+        WARNING, "something that nothing reads", "no verb writes from it unless --drop names it; --files shows all"
+    ),
     WEIGHT_MISMATCH: Code(
         ERROR, "a weight is not its master, rounded", "one of the two is damaged, or of another step"
     ),

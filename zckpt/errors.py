@@ -9,6 +9,7 @@
     |   |-- UnsupportedError        understood, but not something zckpt can do correctly
     |   |-- ShardError              a rank's file is missing, there twice, or from another step
     |   |-- LayoutError             two accounts of where elements lie disagree
+    |   |-- LeftOutError            it holds something that would not arrive in the target
     |   `-- WeightMismatchError     a master does not round to the weight beside it
     `-- TargetError             the target cannot be written            exit status 4
         `-- TargetExistsError       it is there already
@@ -121,6 +122,27 @@ class ShardError(SourceError):
 
 class LayoutError(SourceError):
     """Two accounts of where a parameter's elements lie disagree."""
+
+
+class LeftOutError(SourceError):
+    """The source holds something that nothing has read, so that it would be lost without a word.
+
+    Parameters
+    ----------
+    names : sequence of str
+        What would be lost: `FILE`, or `FILE:PLACE`, as `drop` takes them.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        names: Sequence[str] = (),
+        path: str | os.PathLike[str] | None = None,
+        advice: str | None = None,
+    ) -> None:
+        super().__init__(message, path=path, advice=advice)
+        self.names = tuple(names)
 
 
 class WeightMismatchError(SourceError):

@@ -16,10 +16,11 @@ tensor-parallel slice is a smaller box; a ZeRO slice of a tensor-parallel slice 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zckpt.dtypes import itemsize
+from zckpt.inventory import Claim, Rule
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -268,6 +269,12 @@ class SourceFile:
         For each pickle in the file, the globals it mentions.
     archives : tuple of (int, int), bytes
         Offset and length of the torch files within the file, where it is not one itself.
+    tree : object
+        What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
+    records : dict of str to int, bytes
+        Size of each record of an archive, by name.
+    rules : tuple of Rule
+        What the adapter knows of the values in the tree.
     """
 
     path: str
@@ -279,6 +286,9 @@ class SourceFile:
     unreferenced_nbytes: int = 0
     globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     archives: tuple[tuple[int, int], ...] = ()
+    tree: object = field(default=None, repr=False, compare=False)
+    records: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
+    rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(slots=True)
@@ -288,7 +298,9 @@ class Checkpoint:
     Parameters
     ----------
     source : str
-        What was opened.
+        What was read: a file, or the directory that holds the checkpoint's files.
+    opened : str
+        What the user named: that, or a directory that contains it.
     format : str
         Name of the adapter: `deepspeed`, `torch`.
     format_version : str or None
@@ -314,7 +326,11 @@ class Checkpoint:
     origin : object
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
+    padding_runs : list of iterable of PaddingRun
+        Where all padding lies, zero or not, that of frozen parameters too.
     files : list of SourceFile
+    claims : dict of str to Claim
+        What other files are that belong to it, by path: an index, `latest`.
     duplicates : list of Duplicate
         Copies that the files hold beside what is read.
     leftovers : dict of str to str
@@ -339,10 +355,13 @@ class Checkpoint:
     optimizer_metadata: dict[str, object] = field(default_factory=dict)
     origin: object = None
     padding: list[Padding] = field(default_factory=list)
+    padding_runs: list[Iterable[PaddingRun]] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
+    claims: dict[str, Claim] = field(default_factory=dict)
     duplicates: list[Duplicate] = field(default_factory=list)
     leftovers: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    opened: str = ""
 
     def owner(self, name: str) -> Parameter:
         """Return the parameter or buffer called `name`; for a tied one, the parameter that has its slots.

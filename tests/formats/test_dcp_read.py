@@ -35,7 +35,7 @@ from zckpt.errors import (
     ZckptError,
 )
 from zckpt.formats import dcp as adapter
-from zckpt.formats import safetensors_file, safetensors_shards
+from zckpt.formats import open_checkpoint, safetensors_file, safetensors_shards
 from zckpt.formats.dcp import items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.opened import OpenedCheckpoint
@@ -103,7 +103,7 @@ def test_real_checkpoint_is_the_truth(name):
 @pytest.mark.parametrize("name", REAL)
 def test_real_checkpoint_is_recognised_and_its_files_are_described(name):
     assert adapter.is_dcp(source(name))
-    checkpoint = read(source(name))
+    checkpoint = open_checkpoint(source(name))
     on_disk = {path for path in source(name).rglob("*") if path.is_file()}
     assert {Path(file.path) for file in checkpoint.files} == on_disk
     assert all(file.nbytes == Path(file.path).stat().st_size for file in checkpoint.files)

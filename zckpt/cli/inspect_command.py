@@ -14,7 +14,7 @@ from zckpt.cli.pages import check_page, page_options, write_page
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--parameters", is_flag=True, help="List every parameter.")
-@click.option("--files", is_flag=True, help="List every file and rank's share.")
+@click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
 @page_options
 @names_option
@@ -37,7 +37,7 @@ def inspect_command(
 
     check_page(html, overwrite=overwrite)
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
-    document = inspect(checkpoint, include_globals=with_globals)
+    document = inspect(checkpoint, include_globals=with_globals, include_inventory=files)
     if html is not None:
         from zckpt.operations.map import layout_map
         from zckpt.report.page import inspect_page

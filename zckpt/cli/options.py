@@ -95,6 +95,12 @@ def write_options(command: Command) -> Command:
                 "--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers."
             ),
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
+            click.option(
+                "--drop",
+                multiple=True,
+                metavar="PATTERN",
+                help="Write without this, which nothing reads: FILE or FILE:PLACE, * for any; may be repeated.",
+            ),
             click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
             click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),

@@ -55,6 +55,39 @@ def open_checkpoint(
         path.stat()
     except (OSError, ValueError) as error:
         raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
+    checkpoint = _read(path, roots, tag, names, tp_rules)
+    checkpoint.opened = str(path)
+    if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
+        from zckpt.formats.beside import read_beside
+
+        read_beside(checkpoint, path)
+    return checkpoint
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Tell by its names whether a directory holds a checkpoint of its own."""
+    from zckpt.formats import consolidated, dcp, native, safetensors_file
+
+    try:
+        return (
+            deepspeed.find(path) is not None
+            or universal.find(path) is not None
+            or native.is_native(path)
+            or dcp.find(path) is not None
+            or consolidated.find(path) is not None
+            or safetensors_file.is_safetensors(path)
+        )
+    except SourceError:
+        return True  # a damaged one
+
+
+def _read(
+    path: Path,
+    roots: Sequence[str | os.PathLike[str]],
+    tag: str | None,
+    names: Sequence[str] | None,
+    tp_rules: str | os.PathLike[str] | None,
+) -> Checkpoint:
     only_deepspeed = bool(roots) or tag is not None or tp_rules is not None
     inside = _own_of_run(path, tag) if path.is_dir() and not roots and tp_rules is None else None
     if inside is not None:
@@ -76,7 +109,7 @@ def open_checkpoint(
     if checkpoint is not None:
         return checkpoint
     if safetensors_file.is_safetensors(path):
-        return safetensors_file.read(path)
+        return _read_safetensors(path)
     if path.is_dir():
         raise UnknownFormatError(
             "no checkpoint recognised",
@@ -86,6 +119,18 @@ def open_checkpoint(
             advice=_advice(path),
         )
     return torch_file.read(path, names=names)
+
+
+def _read_safetensors(path: Path) -> Checkpoint:
+    """Read a file, or a directory and the optimizer that `consolidate` has put into it."""
+    from zckpt.formats import safetensors_file
+    from zckpt.formats.optimizer_file import attach_optimizer, optimizer_names
+
+    checkpoint = safetensors_file.read(path)
+    optimizer = path / optimizer_names(torch=False)
+    if path.is_dir() and optimizer.is_file():
+        attach_optimizer(checkpoint, optimizer)
+    return checkpoint
 
 
 def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | None:

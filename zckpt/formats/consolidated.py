@@ -17,9 +17,9 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.optimizer_file import optimizer_tree
-from zckpt.formats.remainder import KEY, remainder, restore
+from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.tensors import describe
-from zckpt.formats.torch_optimizer import attach, parse
+from zckpt.formats.torch_optimizer import attach, optimizer_rules, parse
 from zckpt.plan import TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.torchfile import OrderedMapping, read_torchfile
@@ -147,9 +147,9 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     optimizer = path / OPTIMIZER_NAME
     if optimizer.is_file():
         file = read_torchfile(optimizer)
-        checkpoint.files.append(describe(file, "optimizer"))
+        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
         attach(checkpoint, parse(file.root, str(optimizer)), str(optimizer), names=names)
     rest = read_torchfile(path / METADATA_NAME)
-    checkpoint.files.append(describe(rest, "metadata"))
+    checkpoint.files.append(describe(rest, "metadata", rules=remainder_rules()))
     restore(checkpoint, rest.root, rest)
     return checkpoint

@@ -1,4 +1,4 @@
-"""The optimizer of a checkpoint as one file.
+"""The optimizer of a checkpoint as one file; read where it lies in a directory beside the model's.
 
 optimizer.safetensors   `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
 optimizer.pt            {state: {number: {slot: tensor}}, param_groups}, for `torch.optim.Optimizer.load_state_dict`
@@ -7,14 +7,30 @@ optimizer.pt            {state: {number: {slot: tensor}}, param_groups}, for `to
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from zckpt.errors import DamagedFileError
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.jsonable import jsonable
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.scalars import encode
+from zckpt.inventory import STATE, Rule
 from zckpt.plan import TargetFile
-from zckpt.state import MASTER, Checkpoint, Parameter, Scalar, Slot
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
+
+GROUPS = "param_groups"
+"""Under which the header's metadata have the param groups, as JSON."""
+
+_RULES = (
+    *safetensors_file.RULES,
+    *(
+        Rule((safetensors_file.METADATA_KEY, key), STATE, "param groups and single values")
+        for key in (GROUPS, "state", "step")
+    ),
+)
 
 
 def optimizer_names(*, torch: bool) -> str:
@@ -50,11 +66,84 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         if one.state
     }
     metadata = {
-        "param_groups": json.dumps(groups),
+        GROUPS: json.dumps(groups),
         "state": json.dumps(state),
         "step": json.dumps(checkpoint.step),
     }
     return safetensors_file.lay_out(name, entries, metadata)
+
+
+def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
+    """Give a model that was read from a directory the optimizer in the `optimizer.safetensors` there.
+
+    A file of that name which does not say what its param groups are is none of ours, and is not read.
+
+    Raises
+    ------
+    DamagedFileError
+        It is malformed, or belongs to another model.
+    """
+    tensors, texts, nbytes = safetensors_file.read_header(path)
+    if GROUPS not in texts:
+        return
+    groups, state = _parsed(texts, GROUPS, list, path), _parsed(texts, "state", dict, path)
+    members = {name: index for index, group in enumerate(groups) for name in _members(group, path)}
+    for name, index in members.items():
+        parameter = checkpoint.parameters.get(name)
+        if parameter is None:
+            parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
+        parameter.group = index
+        own = state.get(name, {})
+        parameter.state |= own if isinstance(own, dict) else {}
+    for key, slot in tensors.items():
+        kind, _, name = key.partition("/")
+        if name not in members:
+            raise DamagedFileError(
+                f"{key} belongs to no parameter", path=path, expected="SLOT/NAME of its param groups"
+            )
+        parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
+        if name in checkpoint.unnamed:
+            parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
+        elif kind == MASTER and slot.shape != parameter.shape:
+            raise DamagedFileError(f"{key} has another shape", path=path, expected=parameter.shape, found=slot.shape)
+        parameter.slots[kind] = replace(slot, name=kind)
+    for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
+        del checkpoint.unnamed[name]
+    checkpoint.param_groups = [
+        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state")}, _members(group, path),
+                   dict(group.get("state", {})))
+        for group in groups
+    ]  # fmt: skip
+    step = _parsed(texts, "step", object, path)
+    checkpoint.step = step if type(step) is int else checkpoint.step
+    checkpoint.files.append(
+        SourceFile(
+            str(path),
+            nbytes,
+            "optimizer",
+            tensor_nbytes=sum(slot.nbytes for slot in tensors.values()),
+            tree={safetensors_file.METADATA_KEY: texts, **tensors},
+            rules=_RULES,
+        )
+    )
+
+
+def _parsed(texts: Mapping[str, str], key: str, kind: type, path: Path) -> Any:  # noqa: ANN401  # it is JSON
+    """Return what a text of the header says, as JSON."""
+    try:
+        found = json.loads(texts.get(key, "null"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"unreadable {key}", path=path, expected="JSON", found=str(error)) from error
+    if not isinstance(found, kind):
+        raise DamagedFileError(f"unreadable {key}", path=path, expected=kind.__name__, found=type(found).__name__)
+    return found
+
+
+def _members(group: object, path: Path) -> list[str]:
+    names = group.get("parameters") if isinstance(group, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DamagedFileError("unreadable param group", path=path, expected="a list of names in `parameters`")
+    return list(names)
 
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.formats.jsonable import jsonable
 from zckpt.formats.tensors import carried
+from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.torchfile import TorchFile
 
@@ -21,6 +22,12 @@ KEY = "zckpt"
 """Under which the tree is kept in a dict that others read too."""
 
 VERSION = 1
+
+
+def remainder_rules(*place: str) -> tuple[Rule, ...]:
+    """Return the inventory's rules for the tree, which lies at some place in a file's own."""
+    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters")
+    return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
 
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:

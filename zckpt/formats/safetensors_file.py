@@ -21,6 +21,7 @@ from typing import Any
 from zckpt.codes import TRUNCATED
 from zckpt.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.inventory import IMPLIED, Claim, Rule
 from zckpt.plan import Hole, Literal, TargetFile
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.storage import opened, read_at
@@ -28,6 +29,11 @@ from zckpt.storage import opened, read_at
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
 """Names of the files of a directory that `consolidate` writes."""
+
+METADATA_KEY = "__metadata__"
+
+RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are for"),)
+"""Of the texts in a header."""
 
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
@@ -143,7 +149,14 @@ def read(source: Path) -> Checkpoint:
         if "param_groups" in metadata:
             checkpoint.metadata["param_groups"] = metadata["param_groups"]
         checkpoint.files.append(
-            SourceFile(str(path), nbytes, "model", tensor_nbytes=sum(slot.nbytes for slot in slots.values()))
+            SourceFile(
+                str(path),
+                nbytes,
+                "model",
+                tensor_nbytes=sum(slot.nbytes for slot in slots.values()),
+                tree={METADATA_KEY: metadata, **slots},
+                rules=RULES,
+            )
         )
         for name, slot in slots.items():
             if name in checkpoint.parameters or name in checkpoint.buffers:
@@ -152,6 +165,7 @@ def read(source: Path) -> Checkpoint:
             target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
             where[name] = path.name
     if source.is_dir() and (source / INDEX_NAME).is_file():
+        checkpoint.claims[str(source / INDEX_NAME)] = Claim(IMPLIED, "which file each tensor is in")
         for name, file in _weight_map(source / INDEX_NAME).items():
             if where.get(name) != file:
                 raise DamagedFileError(
@@ -216,7 +230,7 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         text = read_at(descriptor, 8, length, path=str(path))
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
         ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])

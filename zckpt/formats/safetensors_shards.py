@@ -21,10 +21,17 @@ from typing import Any
 from zckpt.dtypes import is_floating
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
-from zckpt.formats.safetensors_file import INDEX_NAME, read_header
+from zckpt.formats.safetensors_file import INDEX_NAME, METADATA_KEY, RULES, read_header
+from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 
 SUFFIX = ".safetensors"
+PIECE_RULES = (
+    Rule((METADATA_KEY, SHARDING_KEY), IMPLIED, "where each piece begins"),
+    Rule((METADATA_KEY, "DCP_VERSION"), IMPLIED, "which version of the writer"),
+)
+"""Of the texts in a shard's header."""
+
 _SHARD = re.compile(r"shard-([0-9]{1,9})-model-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
 
 
@@ -66,7 +73,15 @@ def read(path: Path) -> Checkpoint:
         used = sum(slot.nbytes for slot in slots.values())
         rank = _SHARD.fullmatch(file.name)
         checkpoint.files.append(
-            SourceFile(str(file), nbytes, "model", int(rank[1]) - 1 if rank else None, tensor_nbytes=used)
+            SourceFile(
+                str(file),
+                nbytes,
+                "model",
+                int(rank[1]) - 1 if rank else None,
+                tensor_nbytes=used,
+                tree={METADATA_KEY: metadata, **slots},
+                rules=(*RULES, *PIECE_RULES),
+            )
         )
     numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
     for name, pieces in tensors.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from zckpt.inventory import Rule
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
 
@@ -17,8 +20,15 @@ def span_of(tensor: Tensor, path: str) -> Span:
     return Span(Extent.whole(tensor.shape), path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
 
 
-def describe(file: TorchFile, role: str, dp_rank: int | None = None, mp_rank: int | None = None) -> SourceFile:
-    """Return a file's size, its share of tensor bytes, and the bytes of storages that no tensor uses."""
+def describe(
+    file: TorchFile,
+    role: str,
+    dp_rank: int | None = None,
+    mp_rank: int | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+) -> SourceFile:
+    """Return a file's size, its share of tensor bytes, the bytes of storages that no tensor uses, and its tree."""
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:
@@ -27,7 +37,20 @@ def describe(file: TorchFile, role: str, dp_rank: int | None = None, mp_rank: in
             used.setdefault(tensor.storage.key, []).append((start, start + reach * tensor.itemsize))
     total = sum(storage.nbytes for storage in file.storages.values())
     covered = sum(_union(ranges) for ranges in used.values())
-    return SourceFile(file.path, file.nbytes, role, dp_rank, mp_rank, covered, total - covered, file.globals)
+    records = {record.name: record.nbytes for record in file.records}
+    return SourceFile(
+        file.path,
+        file.nbytes,
+        role,
+        dp_rank,
+        mp_rank,
+        covered,
+        total - covered,
+        file.globals,
+        tree=file.root,
+        records=records,
+        rules=tuple(rules),
+    )
 
 
 def carried(file: TorchFile, node: object) -> object:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
-from zckpt.formats.remainder import KEY, restore
+from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.tensors import carried, describe, slot_of
-from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, parse
+from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, optimizer_rules, parse
+from zckpt.inventory import Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
 from zckpt.torchfile import Object, Tensor, read_torchfile
 
@@ -42,7 +43,6 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """
     file = read_torchfile(path)
     checkpoint = Checkpoint(str(path), "torch")
-    checkpoint.files.append(describe(file, "model"))
     root = file.root
     if isinstance(root, Object):
         raise UnsupportedError(
@@ -72,7 +72,16 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint.step = _step(checkpoint, root)
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
+    checkpoint.files.append(describe(file, "model", rules=_rules(file.root, optimizer_key)))
     return checkpoint
+
+
+def _rules(root: object, optimizer_key: object) -> tuple[Rule, ...]:
+    """Return what is known of the values in the file."""
+    if looks_like_optimizer(root):
+        return (*optimizer_rules(), *remainder_rules(KEY))
+    key = str(optimizer_key)
+    return (*optimizer_rules(key), *optimizer_rules(key, "0"), *remainder_rules(KEY))
 
 
 def _is_state_dict(node: object) -> bool:

@@ -13,6 +13,7 @@ from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.formats.scalars import read_scalars, with_scalars
 from zckpt.formats.tensors import slot_of
+from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor
 
@@ -42,6 +43,16 @@ class OptimizerState:
     def numbers(self) -> list[list[int]]:
         """The parameter numbers of each group."""
         return [[int(n) for n in g["params"]] for g in self.groups]
+
+
+def optimizer_rules(*place: str) -> tuple[Rule, ...]:
+    """Return the inventory's rules for an optimizer's state dict that lies at some place in a file's tree."""
+    return (
+        Rule((*place, "state", "*", "*"), STATE, "single values of a parameter"),
+        Rule((*place, "param_groups", "*", "params", "**"), IMPLIED, "numbers of the parameters"),
+        Rule((*place, "param_groups", "*", "param_names", "**"), IMPLIED, "names of the parameters"),
+        Rule((*place, "param_groups", "*", "*", "**"), STATE, "hyperparameters"),
+    )
 
 
 def looks_like_optimizer(node: object) -> bool:

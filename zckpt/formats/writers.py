@@ -108,7 +108,9 @@ def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted:
 def _deepspeed(job: Job) -> Made:
     from zckpt.formats import remainder
     from zckpt.formats.deepspeed import foreign, names, writer
+    from zckpt.formats.deepspeed.decide import decide
     from zckpt.formats.deepspeed.origin import Origin
+    from zckpt.formats.deepspeed.other_files import files_beside
     from zckpt.formats.deepspeed.target import Options
 
     checkpoint, wanted = job.checkpoint, job.wanted
@@ -131,9 +133,13 @@ def _deepspeed(job: Job) -> Made:
         checkpoint = foreign.adopt(checkpoint, stage=stage)
     run_directory = not own or job.source.resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size or 1, stage, wanted.elastic, wanted.round_robin, wanted.parameter_alignment)
+    target = decide(checkpoint, options)
+    beside, notes = files_beside(checkpoint, job.source, target) if own and run_directory else ([], [])
+    copied = {one.name for one in beside}
     return Made(
-        writer.lay_out(checkpoint, options, run_directory=run_directory),
-        lambda name: names.is_own(name.rpartition("/")[2]),
+        [*writer.target_files(target, run_directory=run_directory), *beside],
+        lambda name: names.is_own(name.rpartition("/")[2]) or name in copied,
+        notes=tuple(notes),
     )
 
 

@@ -11,6 +11,7 @@ from zckpt.errors import TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
+from zckpt.operations.left_out import check_nothing_lost
 from zckpt.plan import Plan, TargetFile, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -34,6 +35,8 @@ class Consolidated:
     memory : int, bytes
         Upper bound of the copy buffers.
     warnings : tuple of str
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
     """
 
     files: tuple[Path, ...]
@@ -43,6 +46,7 @@ class Consolidated:
     compared: int
     memory: int
     warnings: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 def consolidate(
@@ -59,6 +63,7 @@ def consolidate(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -91,6 +96,9 @@ def consolidate(
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
         Told of progress.
+    drop : sequence of str
+        What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
+        with shell wildcards. Without, such a source is refused.
     roots, tag, names
         As for `open`.
 
@@ -114,6 +122,7 @@ def consolidate(
     checkpoint = (
         source if isinstance(source, Checkpoint) else open_checkpoint(source, roots=roots, tag=tag, names=names)
     )
+    dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
     files = _model_files(path, tensors, max_shard_size)
@@ -125,7 +134,14 @@ def consolidate(
     if not dry_run:
         _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter)
     return Consolidated(
-        tuple(paths), made.read_nbytes, made.write_nbytes, len(tensors), compared, memory, tuple(checkpoint.warnings)
+        tuple(paths),
+        made.read_nbytes,
+        made.write_nbytes,
+        len(tensors),
+        compared,
+        memory,
+        tuple(checkpoint.warnings),
+        dropped,
     )
 
 

@@ -11,6 +11,7 @@ from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint
 from zckpt.formats.writers import Made, Wanted, lay_out
+from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -31,6 +32,8 @@ class Converted:
     verified : int, bytes
         What was compared with the source after writing.
     notes, warnings : tuple of str
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
     """
 
     files: tuple[Path, ...]
@@ -41,6 +44,7 @@ class Converted:
     verified: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 def convert(
@@ -61,6 +65,7 @@ def convert(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -88,7 +93,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, overwrite, dry_run, memory, reporter, roots, tag, names
+    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag, names
         As for `consolidate`.
 
     Raises
@@ -103,6 +108,7 @@ def convert(
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    dropped = check_nothing_lost(checkpoint, drop)
     if to != "deepspeed":  # whose own writer keeps what each rank has
         _round_means(checkpoint)
     path = Path(target)
@@ -113,7 +119,8 @@ def convert(
     compared = _compared(checkpoint) if weight_check else 0
     verified = 0
     if not dry_run:
-        proof = Proof(checkpoint, path, verify, to == "zckpt" if fingerprint is None else fingerprint, memory, reporter)
+        recorded = to == "zckpt" if fingerprint is None else fingerprint
+        proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop)
         verified = _write(proof, made, planned, overwrite)
     inside = [path if made.is_file else path / one.name for one in made.files]
     return Converted(
@@ -125,6 +132,7 @@ def convert(
         verified,
         made.notes,
         tuple(checkpoint.warnings),
+        dropped,
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zckpt.formats.account import take_inventory
 from zckpt.formats.jsonable import jsonable
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 
 
-def inspect(checkpoint: Checkpoint, *, include_globals: bool = False) -> dict[str, object]:
+def inspect(
+    checkpoint: Checkpoint, *, include_globals: bool = False, include_inventory: bool = False
+) -> dict[str, object]:
     """Describe a checkpoint.
 
     Parameters
@@ -16,12 +19,15 @@ def inspect(checkpoint: Checkpoint, *, include_globals: bool = False) -> dict[st
     checkpoint : Checkpoint
     include_globals : bool
         Also list, for each pickle in each file, the globals that it mentions.
+    include_inventory : bool
+        Also list everything that the files hold, and what became of it; what is left out is listed in any case.
 
     Returns
     -------
     dict
         JSON-able. `num_parameters` and `num_elements` count each parameter once, tied names and buffers aside.
     """
+    inventory = take_inventory(checkpoint)
     owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
     document: dict[str, object] = {
         "source": checkpoint.source,
@@ -53,8 +59,11 @@ def inspect(checkpoint: Checkpoint, *, include_globals: bool = False) -> dict[st
         "unreferenced_nbytes": sum(file.unreferenced_nbytes for file in checkpoint.files),
         "details": jsonable(checkpoint.details),
         "metadata": sorted(checkpoint.metadata),
+        "left_out": [item.as_dict() for item in inventory.left_out],
         "warnings": list(checkpoint.warnings),
     }
+    if include_inventory:
+        document["inventory"] = inventory.as_dict()
     return document
 
 

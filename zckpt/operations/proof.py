@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from zckpt.digests import FILE_NAME, digests_path, write_digests
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
+from zckpt.formats.account import take_inventory
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 
@@ -79,6 +80,10 @@ class Proof:
         Record the fingerprint with it; of one file, beside it.
     memory : int, bytes
     reporter : Reporter or None
+    drop : sequence of str
+        What may be lost.
+    whole : bool
+        Whether all metadata have to arrive: what ranks have of their own need not, where there are other ranks.
     verified : int, bytes
         What was compared.
     """
@@ -89,12 +94,15 @@ class Proof:
     fingerprint: bool
     memory: int
     reporter: Reporter | None
+    drop: Sequence[str] = ()
+    whole: bool = True
     verified: int = 0
 
     def of(self, written: Path) -> None:
         """Open what was written under a temporary name; raise LayoutError unless all is there."""
         found = open_checkpoint(written)
         prove(self.checkpoint, found, self.target)
+        prove_rest(self.checkpoint, found, self.target, drop=self.drop, whole=self.whole)
         if self.verify:
             self.verified = verify_bytes(
                 self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
@@ -131,6 +139,30 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
                     advice="please report this",
                 )
             fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+
+
+def prove_rest(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, drop: Sequence[str], whole: bool) -> None:
+    """Hold what was written besides slots against the source: all of it can be read again, and no key is missing.
+
+    Raises
+    ------
+    LayoutError
+        Something did not arrive, or nothing reads it.
+    """
+    _, others, _ = take_inventory(written).without(drop)
+    if others:
+        raise LayoutError(
+            f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}",
+            path=target,
+            advice="please report this",
+        )
+    pairs = (
+        (checkpoint.metadata, written.metadata),
+        (checkpoint.optimizer_metadata, written.optimizer_metadata),
+    )
+    missing = [key for source, found in pairs for key in source if key not in found]
+    if whole and missing:
+        raise LayoutError(f"{missing[0]} did not arrive", path=target, advice="please report this")
 
 
 def _same(parameter: Parameter, written: Checkpoint) -> dict[str, object]:

@@ -13,11 +13,12 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.carried import notes
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.names import is_own
-from zckpt.formats.deepspeed.other_files import is_trainers, is_trainers_own, trainer_files
-from zckpt.formats.deepspeed.target import Options, Target
+from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
+from zckpt.formats.deepspeed.target import Options
 from zckpt.formats.deepspeed.writer import target_files
+from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
-from zckpt.plan import TargetFile, plan
+from zckpt.plan import plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Resharded:
     notes : tuple of str
         What was carried over and may not mean anything at another number of ranks, and what could not be.
     warnings : tuple of str
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
     """
 
     files: tuple[Path, ...]
@@ -47,6 +50,7 @@ class Resharded:
     verified: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 def reshard(
@@ -69,6 +73,7 @@ def reshard(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
 ) -> Resharded:
@@ -99,7 +104,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, overwrite, dry_run, memory, reporter, roots, tag
+    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag
         As for `consolidate`.
 
     Raises
@@ -112,6 +117,7 @@ def reshard(
         The target exists or cannot be written.
     """
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules)
+    dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     for place in (source, *roots):
         if Path(place).resolve() in path.resolve().parents:
@@ -120,7 +126,8 @@ def reshard(
     options = Options(world_size, stage, elastic, round_robin, parameter_alignment, expert_parallel_size,
                       tensor_parallel_size, padded_vocab_size)  # fmt: skip
     wanted = decide(checkpoint, options)
-    beside, told = _beside(source, roots, wanted) if run_directory else ([], [])
+    others = [Path(root) for root in roots]
+    beside, told = files_beside(checkpoint, Path(source), wanted, roots=others) if run_directory else ([], [])
     copied = {one.name for one in beside}
     check_apart(
         checkpoint,
@@ -136,7 +143,7 @@ def reshard(
         from zckpt.weight_check import check_weights
 
         compared = check_weights(checkpoint) + check_slices(wanted)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter)
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, whole=False)
     if not dry_run:
         execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
     files = tuple(path / one.file.name for one in made.files)
@@ -149,15 +156,5 @@ def reshard(
         proof.verified,
         tuple(told),
         tuple(checkpoint.warnings),
+        dropped,
     )
-
-
-def _beside(
-    source: str | os.PathLike[str], roots: Sequence[str | os.PathLike[str]], target: Target
-) -> tuple[list[TargetFile], list[str]]:
-    """Return what goes with a checkpoint that lies in a directory of Hugging Face's Trainer."""
-    if not is_trainers(Path(source)):
-        return [], []
-    processes = target.world_size * len(target.ranks)
-    directory = target.origin.directory.path
-    return trainer_files(Path(source), directory, processes=processes, roots=[Path(root) for root in roots])

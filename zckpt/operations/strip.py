@@ -11,6 +11,7 @@ from zckpt.errors import LayoutError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, strippers
 from zckpt.formats.stripping import Request, Stripping
+from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import check_apart
 from zckpt.plan import Hole, fill, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
@@ -42,6 +43,8 @@ class Stripped:
         What to know about the target.
     warnings : tuple of str
         What to know about the source.
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
     """
 
     files: tuple[Path, ...]
@@ -52,6 +55,7 @@ class Stripped:
     compared: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
 
 def strip(
@@ -67,6 +71,7 @@ def strip(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
 ) -> Stripped:
@@ -92,7 +97,7 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, overwrite, dry_run, memory, reporter, roots, tag
+    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag
         As for `consolidate`.
 
     Raises
@@ -109,6 +114,7 @@ def strip(
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
     checkpoint = open_checkpoint(source, roots=roots, tag=tag)
+    dropped = check_nothing_lost(checkpoint, drop)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = Path(source), Path(target)
     _check_request(checkpoint, origin, request)
@@ -133,6 +139,7 @@ def strip(
         compared,
         made.notes,
         tuple(checkpoint.warnings),
+        dropped,
     )
 
 

@@ -11,6 +11,10 @@ SHOWN_RANKS = 8
 """Ranks of which the padding is listed; more are added up."""
 
 
+SHOWN_LEFT_OUT = 8
+"""Things left out that are listed without `--files`."""
+
+
 def render(document: dict[str, Any], *, parameters: bool, files: bool, with_globals: bool) -> str:
     """Return the document as text.
 
@@ -32,6 +36,9 @@ def render(document: dict[str, Any], *, parameters: bool, files: bool, with_glob
         lines += ["", *_files(document)]
     if with_globals:
         lines += ["", *_globals(document)]
+    if files and "inventory" in document:
+        lines += ["", *_inventory(document["inventory"]["items"])]
+    lines += _left_out(document["left_out"])
     lines += [f"warning: {warning}" for warning in document["warnings"]]
     return "\n".join(lines)
 
@@ -136,6 +143,24 @@ def _files(document: dict[str, Any]) -> list[str]:
         for one in document["files"]
     ]
     return table(("file", "role", "dp", "mp", "size", "tensors", "unused"), rows, right=(2, 3, 4, 5, 6))
+
+
+def _inventory(items: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for one in items:
+        name = f"{one['file']}:{one['place']}" if one["place"] else one["file"]
+        more = f" and {one['count'] - 1} more" if one["count"] > 1 else ""
+        rows.append((one["fate"], one["kind"], f"{name}{more}", size(one["nbytes"]), one["about"]))
+    return table(("fate", "kind", "what", "size", "as"), rows, right=(3,))
+
+
+def _left_out(items: list[dict[str, Any]]) -> list[str]:
+    """Name what no one has read; with `--files` it is in the list above, too."""
+    names = [f"{one['file']}:{one['place']}" if one["place"] else one["file"] for one in items]
+    lines = [f"left out: {name} ({one['about']})" for name, one in zip(names, items, strict=True)][:SHOWN_LEFT_OUT]
+    if len(items) > SHOWN_LEFT_OUT:
+        lines.append(f"left out: {len(items) - SHOWN_LEFT_OUT} more; --files lists them")
+    return lines
 
 
 def _globals(document: dict[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ def document(done: Stripped, *, dry_run: bool) -> dict[str, object]:
         "memory_nbytes": done.memory,
         "checked_elements": done.compared,
         "notes": list(done.notes),
+        "dropped": list(done.dropped),
         "warnings": list(done.warnings),
     }
 
@@ -38,5 +39,6 @@ def render(done: Stripped, *, dry_run: bool) -> str:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
     rows = [(kind, nbytes) for kind, nbytes in sorted(done.saved.items(), key=lambda one: -one[1])]
     lines += table(["saved", "bytes"], [*rows, ("in all", sum(done.saved.values()))], right=(1,))
+    lines += [f"dropped {one}" for one in done.dropped]
     lines += [f"note: {note}" for note in done.notes]
     return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])

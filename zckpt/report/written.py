@@ -43,6 +43,10 @@ class Done(Protocol):
         """What to know about the target."""
 
     @property
+    def dropped(self) -> tuple[str, ...]:
+        """What the source holds, nothing has read, and the user has named."""
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What to know about the source."""
 
@@ -58,6 +62,7 @@ def document(done: Done, *, dry_run: bool) -> dict[str, object]:
         "checked_elements": done.compared,
         "verified_nbytes": done.verified,
         "notes": list(done.notes),
+        "dropped": list(done.dropped),
         "warnings": list(done.warnings),
     }
 
@@ -76,5 +81,6 @@ def render(done: Done, *, dry_run: bool) -> str:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
     if done.verified:
         lines.append(f"{size(done.verified)} compared with the source, byte for byte")
+    lines += [f"dropped {one}" for one in done.dropped]
     lines += [f"note: {note}" for note in done.notes]
     return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])

@@ -20,16 +20,12 @@ LIGHTNING_NAME = "meta.pt"
 OWN_NAME = "zckpt.pt"
 
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
-_BESIDE = re.compile(
-    r"(?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_[0-9]+)?\.(?:bin|pt|pkl)|scaler\.pt"
-    r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth"
-)
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The folders with a `.metadata`, by name where there are several, and files of `torch.save` beside them."""
+    """The folders with a `.metadata`, by name where there are several, and Lightning's file beside it."""
 
     path: Path
     folders: dict[str, Path]
@@ -58,8 +54,7 @@ def find(path: Path) -> Directory | None:
     names = [e.name for e in entries if _FOLDER.fullmatch(e.name) and (Path(e.path) / NAME).is_file()]
     if not names:
         return None
-    files = tuple(path / e.name for e in entries if _BESIDE.fullmatch(e.name) and e.is_file())
-    return Directory(path, {name: path / name for name in names}, files, None)
+    return Directory(path, {name: path / name for name in names}, (), None)
 
 
 def rank_of(path: str) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEn
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage import opened
 from zckpt.torchfile import Storage, Tensor, TorchFile
+from zckpt.torchfile.archive_writer import ALIGNMENT
 from zckpt.torchfile.reader import read_source
 from zckpt.torchfile.source import FileRange
 
@@ -84,6 +85,8 @@ class ItemFile:
     is_safetensors : bool
     archives : list of (int, int)
         Offset and length of the items that are torch files.
+    tree : dict of str to object
+        What each item holds, by key; chunks of tensors by where they begin.
     """
 
     path: str
@@ -93,6 +96,24 @@ class ItemFile:
     globals: set[str] = field(default_factory=set)
     is_safetensors: bool = False
     archives: list[tuple[int, int]] = field(default_factory=list)
+    tree: dict[str, object] = field(default_factory=dict)
+
+    def add_chunk(self, key: str, offsets: Offsets, node: Tensor) -> None:
+        """Add a chunk of a tensor to the tree."""
+        chunks = self.tree.setdefault(key, {})
+        if isinstance(chunks, dict):
+            chunks[str(list(offsets))] = node
+
+    def add_gaps(self, used: Iterable[tuple[int, int]]) -> None:
+        """Add the bytes that no item lies in to the tree, alignment aside; `used` are offsets and lengths."""
+        at = 0
+        for offset, nbytes in [*sorted(used), (self.nbytes, 0)]:
+            aligned = offset - at < ALIGNMENT and offset % ALIGNMENT == 0
+            if offset > at and not aligned:
+                extent = Extent.whole((offset - at,))
+                spans = (Span(extent, self.path, at, "uint8"),)
+                self.tree[f"bytes {at} to {offset}"] = Slot("bytes", "uint8", (offset - at,), spans)
+            at = max(at, offset + nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +142,9 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
         A chunk is something other than a dense tensor.
     """
     wanted, alike = _by_file(metadata), Alike()
+    places: dict[str, list[tuple[int, int]]] = {}
+    for place in [*metadata.objects.values(), *metadata.chunks.values()]:
+        places.setdefault(place.file, []).append((place.offset, place.nbytes))
     files, objects = [], {}
     nodes: dict[tuple[str, Offsets], tuple[Tensor, str]] = {}
     for name, (chunks, here) in wanted.items():
@@ -129,12 +153,16 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
             for key, place in here.items():
                 found = _torch_file(descriptor, file, key, place)
                 objects[key] = ObjectItem(key, found, found.root)
+                file.tree[key] = found.root
             blob = _has_blob(descriptor, file, chunks)
             read = _blob_chunks(descriptor, file, chunks) if blob else _torch_chunks(descriptor, file, chunks, alike)
             for index, node in read:
                 nodes[index] = node, file.path
+                file.add_chunk(*index, node)
                 file.tensor_nbytes += node.nbytes
                 file.unreferenced_nbytes += max(node.storage.nbytes - node.nbytes, 0)
+            if not blob:
+                file.add_gaps(places[name])
     tensors = {key: _tensor(key, entry, nodes, metadata) for key, entry in metadata.tensors.items()}
     return Items(tensors, objects, files)
 
@@ -278,6 +306,8 @@ def _has_blob(descriptor: int, file: ItemFile, chunks: Wanted) -> bool:
 def _blob_chunks(descriptor: int, file: ItemFile, chunks: Wanted) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
     place = next(iter(chunks.values()))[0]
     blob: Mapping[str, Blob] = read_blob(descriptor, place.offset, file.nbytes, file.path)
+    for key, one in blob.items():
+        file.add_chunk(key, one.offsets, one.tensor)
     for index, (_, chunk, entry) in chunks.items():
         key, offsets = index
         found = blob.get(key)

@@ -14,13 +14,16 @@ from collections.abc import Mapping, Sequence
 from zckpt.dtypes import DTYPES
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.dcp.optimizer import OptimizerState
-from zckpt.formats.remainder import restore
+from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.scalars import with_scalars
 from zckpt.formats.tensors import describe
+from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import Checkpoint, Parameter
 from zckpt.torchfile import TorchFile
 
 KEY = "dcp"
+
+RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
 
 
 def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
@@ -71,7 +74,7 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
     DamagedFileError
         The file is malformed, or speaks of what is not there.
     """
-    checkpoint.files.append(describe(file, "metadata"))
+    checkpoint.files.append(describe(file, "metadata", rules=RULES))
     for label, (shape, dtype) in _abouts(file, "unnamed").items():
         if label in checkpoint.unnamed:
             checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = shape, dtype

@@ -8,16 +8,17 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.attach import attach
-from zckpt.formats.dcp.directory import LIGHTNING_NAME, Directory, find, rank_of
+from zckpt.formats.dcp.directory import OWN_NAME, Directory, find, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.names import ModelPart, find_models, find_optimizers, prefixes
+from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, prefixes
 from zckpt.formats.dcp.optimizer import read_optimizer
 from zckpt.formats.dcp.own import complete, name_unnamed, restore_own
 from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import carried, describe
 from zckpt.formats.torch_file import STEP_KEYS
+from zckpt.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
 from zckpt.torchfile import TorchFile, read_torchfile
 
@@ -50,9 +51,10 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if directory is None:
         raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
     checkpoint = Checkpoint(str(path), FORMAT)
-    root = _root(directory, checkpoint)
+    root, paths = _root(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own)
+    _say_what_values_are(checkpoint, paths, rewritten=own is not None)
     if own is None:
         _read_beside(checkpoint, directory)
     if lost:
@@ -112,15 +114,55 @@ def _shown(keys: Sequence[str]) -> str:
     return ", ".join(keys[:SHOWN_KEYS]) + more
 
 
-def _root(directory: Directory, checkpoint: Checkpoint) -> Branch:
-    """Return the dict that was saved; of several folders, a dict by their names."""
+Paths = dict[str, dict[str, Keys]]
+"""By folder, the path in the saved dict of each key, that of the folder included."""
+
+
+def _say_what_values_are(checkpoint: Checkpoint, paths: Paths, *, rewritten: bool) -> None:
+    """Give files the rules for values that are no tensors: by the key that state or metadata have them under.
+
+    What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
+    """
+    known = {PARAMS, *(key for group in checkpoint.param_groups for key in (*group.hyperparameters, *group.state))}
+    known |= {key for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] for key in (*p.state, *p.slots)}
+    kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
+    for file in checkpoint.files:
+        own = paths.get(str(Path(file.path).parent))
+        if own is None or not isinstance(file.tree, dict):
+            continue
+        rules = []
+        for key in file.tree:
+            steps = own.get(key, (key,))
+            name = next((name for name in _joined(steps) if name in kept), None)
+            if name is not None:
+                fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
+                rules.append(Rule((key, REST), fate, about, tensors=rewritten))
+            elif key in STEP_KEYS and checkpoint.step is not None:
+                rules.append(Rule((key, REST), IMPLIED, "the step"))
+            elif known & {part for step in steps for part in (str(step), str(step).rpartition(".")[2])}:
+                rules.append(Rule((key, REST), STATE, "single values and hyperparameters"))
+        file.rules = (*file.rules, *rules)
+
+
+def _joined(steps: Keys) -> Iterator[str]:
+    """Yield the names that metadata may have what lies at a path, or something around it, under."""
+    for start in range(len(steps)):
+        for end in range(start + 1, len(steps) + 1):
+            yield ".".join(map(str, steps[start:end]))
+
+
+def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, Paths]:
+    """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
     trees: dict[str | int, Node] = {}
     used: list[ItemFile] = []
+    paths: Paths = {}
     for name, folder in directory.folders.items():
         metadata = read_metadata(folder)
         items = read_items(folder, metadata)
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         used += items.files
+        above = (name,) if name else ()
+        paths[str(folder)] = {key: (*above, *steps) for key, steps in metadata.paths.items()}
         _describe(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
@@ -131,19 +173,20 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> Branch:
     checkpoint.details["serialization"] = "safetensors" if any(f.is_safetensors for f in used) else "torch_save"
     if list(trees) == [""]:
         only = trees[""]
-        return only if isinstance(only, dict) else {}
+        return only if isinstance(only, dict) else {}, paths
     checkpoint.details["folders"] = list(map(str, trees))
-    return trees
+    return trees, paths
 
 
 def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
     size = Path(metadata.path).stat().st_size
     checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
+    checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")
     for file in sorted(files, key=lambda one: (rank_of(one.path) or 0, one.path)):
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned, tuple(file.archives))
+                       file.unreferenced_nbytes, mentioned, tuple(file.archives), file.tree)
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)
@@ -201,18 +244,11 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
 
 
 def _read_beside(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what files beside the folders hold: all keys of Lightning's, and the others by their names."""
+    """Keep what Lightning's file beside the folders holds, by its keys."""
     for path in directory.beside:
-        try:
-            file = read_torchfile(path)
-        except UnknownFormatError:
-            checkpoint.warnings.append(f"not read: {path.name}")
-            continue
+        file = read_torchfile(path)
         checkpoint.files.append(describe(file, "metadata"))
-        if path.name == LIGHTNING_NAME and isinstance(file.root, dict):
-            _merge(checkpoint, file)
-        else:
-            checkpoint.metadata[path.stem] = carried(file, file.root)
+        _merge(checkpoint, file)
 
 
 def _merge(checkpoint: Checkpoint, file: TorchFile) -> None:

@@ -6,17 +6,13 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from zckpt.formats.deepspeed.per_rank import is_same
 from zckpt.formats.deepspeed.rules_file import INFO_KEY
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
-from zckpt.storage import opened, read_at
 from zckpt.torchfile import FromFile
-from zckpt.torchfile.pickle_writer import Mentioned, dump
-
-COMPARED_NBYTES = 1 << 20
-"""Bytes of tensors of one key that are compared: random states are a few kilobytes."""
 
 _MADE_ANEW = frozenset({
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
@@ -72,29 +68,9 @@ def _differing(models: Sequence[ModelShard]) -> list[str]:
 def _same(one: ModelShard, other: ModelShard, key: str) -> bool:
     if (key in one.content) != (key in other.content):
         return False
-    return _equal(FromFile.of(one.file, one.content[key]), FromFile.of(other.file, other.content[key]))
+    return is_same(FromFile.of(one.file, one.content[key]), FromFile.of(other.file, other.content[key]))
 
 
 def _same_buffer(one: ModelShard, other: ModelShard, name: str) -> bool:
     a, b = one.module[name], other.module.get(name)
-    return b is not None and _equal(FromFile.of(one.file, a), FromFile.of(other.file, b))
-
-
-def _equal(one: FromFile, other: FromFile) -> bool:
-    """Tell whether two parts of files would be written alike, as far as `COMPARED_NBYTES`."""
-    a, b = dump(one), dump(other)
-    if a.data != b.data or [s.storage.nbytes for s in a.storages] != [s.storage.nbytes for s in b.storages]:
-        return False
-    return all(x == y for x, y in zip(_head(a.storages), _head(b.storages), strict=True))
-
-
-def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
-    left = COMPARED_NBYTES
-    for one in storages:
-        count = min(left, one.storage.nbytes)
-        left -= count
-        if not count or one.path is None:
-            yield b""
-            continue
-        with opened(one.path) as descriptor:
-            yield read_at(descriptor, one.storage.offset, count, path=one.path)
+    return b is not None and is_same(FromFile.of(one.file, a), FromFile.of(other.file, b))

@@ -104,8 +104,10 @@ def element_slots(cases: Iterable[Case]) -> set[str]:
     return {key for key, found in votes.items() if False not in found}
 
 
-def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]) -> tuple[Slots, list[Padding]]:
-    """Return the slots of a group's parameters, and the padding of each rank.
+def cut_group(
+    group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]
+) -> tuple[Slots, list[Padding], list[PaddingRun]]:
+    """Return the slots of a group's parameters, the padding of each rank, and where all of it lies, zero or not.
 
     Parameters
     ----------
@@ -126,7 +128,8 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
     slots: Slots = {name: {} for name in names}
     spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
     present = {key for m in members for key in m.tensors[group.index]} & keys
-    paddings = []
+    paddings: list[Padding] = []
+    runs: list[PaddingRun] = []
     dealt = [list(flat_fragments(group.numels, starts, partition, position)) for position in range(len(members))]
     for position, member in enumerate(members):
         fragments = dealt[position]
@@ -140,12 +143,14 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
                 spans[name, key].append(_span(tensor, shape, fragment, member.path))
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
-        zeros = tuple(_zeros(member, group.index, partition, fragments))
+        own = list(_padding_runs(member, group.index, partition, fragments, keys))
+        zeros = tuple(run for run in own if run.slot == MASTER or run.slot in ZERO_WITHOUT_GRADIENTS)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
+        runs += own
     for name, shape in group.shapes.items():
         for key in (MASTER, *sorted(present)):
             slots[name][key] = Slot(key, _dtype(members, group.index, key), shape, tuple(spans[name, key]))
-    return slots, paddings
+    return slots, paddings, runs
 
 
 def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
@@ -297,18 +302,19 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
     return next(iter(dtypes))
 
 
-def _zeros(member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment]) -> Iterator[PaddingRun]:
-    """Yield where the padding of a rank's partition is zero: at its end and between aligned parameters.
+def _padding_runs(
+    member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment], keys: set[str]
+) -> Iterator[PaddingRun]:
+    """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
 
-    A stripped tensor may still have it behind its end, in its storage.
+    A stripped tensor may still have it behind its end, in its storage. Of masters, and of state that is zero without
+    gradients, it is zero.
     Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
     """
     ends = [0, *(f.position + f.numel for f in fragments)]
     gaps = [gap for gap in zip(ends, [*(f.position for f in fragments), partition], strict=True) if gap[0] < gap[1]]
-    tensors = {MASTER: member.masters[group], **member.tensors[group]}
+    tensors = {MASTER: member.masters[group], **{k: t for k, t in member.tensors[group].items() if k in keys}}
     for key, tensor in tensors.items():
-        if key != MASTER and (key not in ZERO_WITHOUT_GRADIENTS or len(tensor.shape) != 1):
-            continue
         limit = tensor.storage.offset + tensor.storage.nbytes
         for start, end in gaps:
             low = tensor.offset + start * tensor.itemsize

@@ -14,9 +14,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from zckpt.formats.beside import METADATA_ROLE
 from zckpt.formats.deepspeed.names import classify
+from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.files_below import copy_of, files_below
 from zckpt.plan import TargetFile
+from zckpt.state import Checkpoint
 
 LATEST = "latest"
 TRAINER_STATE = "trainer_state.json"
@@ -46,6 +49,39 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
     ]
     gone = (f"{LATEST}_universal",) if others else ()
     return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
+
+
+def files_beside(
+    checkpoint: Checkpoint, source: Path, target: Target, *, roots: Sequence[Path] = ()
+) -> tuple[list[TargetFile], list[str]]:
+    """Return copies of what goes with a checkpoint whose directory lies in another program's, and what to tell of it.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    source : Path
+        The directory that was opened, which holds the checkpoint's.
+    target : Target
+        For how many processes they are.
+    roots : sequence of Path
+        The same directory on other nodes.
+
+    Raises
+    ------
+    SourceError
+        Something cannot be read.
+    """
+    processes = target.world_size * len(target.ranks)
+    if is_trainers(source):
+        return trainer_files(source, target.origin.directory.path, processes=processes, roots=roots)
+    own = os.path.realpath(source)
+    carried = [Path(file.path) for file in checkpoint.files if file.role == METADATA_ROLE]
+    paths = [path for path in carried if os.path.realpath(path.parent) == own]
+    states = [path.name for path in paths if "rng" in path.name or "random" in path.name]
+    notes = (
+        [f"{', '.join(states[:4])}: as saved by {len(states)} processes"] if len(states) not in (0, processes) else []
+    )
+    return [copy_of(path, path.name) for path in paths], notes
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -6,20 +6,21 @@ The padding of a shard is memory that nobody initialised; it is never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.partition import shard_fragment, shard_numel
-from zckpt.state import MASTER, WEIGHT, Extent, Padding, Slot, Span
+from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.torchfile import Tensor
 
 
 def cut_parameters(
     shapes: Shapes, members: Sequence[OptimizerShard], keys: set[str]
 ) -> tuple[Slots, dict[str, int], list[Padding]]:
-    """Return the slots of all parameters, the sub-group of each, and the padding of each rank.
+    """Return the slots of all parameters, the sub-group of each, and how much padding each rank has.
 
     Parameters
     ----------
@@ -66,6 +67,55 @@ def cut_parameters(
     for (name, key), found in spans.items():
         slots[name][key] = Slot(key, found[0].dtype, shapes[name], tuple(s for s in found if s.extent.numel))
     return slots, sub_groups, paddings
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPadding:
+    """Where the padding of all ranks' shards is: worked out anew each time, for there may be millions of places.
+
+    Parameters
+    ----------
+    shapes, members, keys
+        As for `cut_parameters`.
+    """
+
+    shapes: Shapes
+    members: Sequence[OptimizerShard]
+    keys: frozenset[str]
+
+    def __iter__(self) -> Iterator[PaddingRun]:
+        """Yield a run for each slot of each parameter that a rank has padding of."""
+        world = len(self.members)
+        for position, member in enumerate(self.members):
+            for name, index, at in _walk(self.shapes, member, world):
+                numel = math.prod(self.shapes[name])
+                _, count = shard_fragment(numel, world, position)
+                left = shard_numel(numel, world) - count
+                tensors = {MASTER: member.masters[index], **member.tensors[index]}
+                for key, tensor in tensors.items():
+                    if left and (key == MASTER or key in self.keys):
+                        offset = tensor.offset + (at + count) * tensor.itemsize
+                        yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentPadding:
+    """Where the padding of frozen parameters' fragments is; with one model file for each rank."""
+
+    models: Sequence[ModelShard]
+
+    def __iter__(self) -> Iterator[PaddingRun]:
+        """Yield a run for each fragment that has some."""
+        world = len(self.models)
+        for position, model in enumerate(self.models):
+            for name, tensor in (model.frozen_fragments or {}).items():
+                shape = (model.frozen_shapes or {}).get(name)
+                if shape is None:
+                    continue
+                _, count = shard_fragment(math.prod(shape), world, position)
+                if count < tensor.numel:
+                    low = tensor.offset + count * tensor.itemsize
+                    yield PaddingRun(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
 def _bytes_per_element(member: OptimizerShard, index: int, keys: set[str]) -> int:

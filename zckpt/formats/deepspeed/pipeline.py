@@ -140,6 +140,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
             raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
         joined.buffers.update(stage.buffers)
         joined.padding += stage.padding
+        joined.padding_runs += stage.padding_runs
         joined.duplicates += stage.duplicates
         for name in [name for name in stage.parameters if name in joined.parameters]:
             joined.duplicates += _kept_by(name, stage.parameters[name], joined.parameters[name], stage.mp_rank)

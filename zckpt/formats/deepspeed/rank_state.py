@@ -7,7 +7,7 @@ param group has it; frozen otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.codes import MISSING_FILE
@@ -21,11 +21,11 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.flat import Case, cut_group, element_slots, flat_cases
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
-from zckpt.formats.deepspeed.per_parameter import cut_parameters, frozen_weight
+from zckpt.formats.deepspeed.per_parameter import FragmentPadding, ShardPadding, cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Padding, PaddingRun, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
@@ -41,6 +41,7 @@ class RankState:
     buffers: dict[str, Parameter] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
     padding: list[Padding] = field(default_factory=list)
+    padding_runs: list[Iterable[PaddingRun]] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expert_parallel: int = 1
@@ -108,8 +109,9 @@ def _read_flat(
         state.expert_parallel = max(state.expert_parallel, ep)
         names: list[str] = []
         for expert_rank in range(ep):
-            slots, padding = cut_group(group, members[expert_rank::ep], keys)
+            slots, padding, runs = cut_group(group, members[expert_rank::ep], keys)
             state.padding += padding
+            state.padding_runs.append(runs)
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
@@ -137,6 +139,7 @@ def _read_parameterwise(
     sizes = [(member, index, master.numel) for member in members for index, master in enumerate(member.masters)]
     keys = element_slots(Case(member, index, numel, numel) for member, index, numel in sizes)
     slots, sub_groups, state.padding = cut_parameters(shapes, members, keys)
+    state.padding_runs = [ShardPadding(shapes, members, frozenset(keys)), FragmentPadding(models)]
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
     group_of = {sub: index for index, one in enumerate(subs) for sub in one}
@@ -252,6 +255,11 @@ def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, paramete
         copy = slot_of(WEIGHT, tensor, path)
         if owner is not None and owner.spans != copy.spans and owner.shape == copy.shape:
             state.duplicates.append(Duplicate("tied", name, parameter.tied_to, copy, owner))
+    for name, tensor in (models[0].frozen_fragments or {}).items() if not parameterwise else ():
+        weight = state.parameters[name].slots.get(WEIGHT) if name in state.parameters else None
+        copy = slot_of(WEIGHT, tensor, path)
+        if weight is not None and weight.spans != copy.spans and weight.shape == copy.shape:
+            state.duplicates.append(Duplicate("parameter", name, name, copy, weight))
     for model in models[1:]:
         for name in state.buffers:
             tensor, first = model.module.get(name), state.buffers[name].slots[WEIGHT]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.formats.deepspeed.claims import MODEL_RULES, shard_rules
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
+from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
@@ -28,6 +30,13 @@ VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
 
 OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """What an optimizer file holds beside the optimizer's state and how it is cut."""
+
+
+KEPT_KEYS = (
+    "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps", "global_samples", "num_experts",
+    "ds_config", "sparse_tensor_module_names",
+)  # fmt: skip
+"""DeepSpeed's own keys of a model file that go along as they are; so do all of the client's."""
 
 
 def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rules: Path | None = None) -> Checkpoint:
@@ -62,7 +71,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
     for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside]:
-        checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank))
+        known = MODEL_RULES if shard.role == MODEL else ()
+        checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known))
     _refuse_unknown(directory, models)
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
@@ -76,7 +86,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         state.buffers,
         state.groups,
     )
-    checkpoint.padding = state.padding
+    checkpoint.padding, checkpoint.padding_runs = state.padding, state.padding_runs
     checkpoint.duplicates = state.duplicates
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
@@ -84,6 +94,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     )
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
+    _keep_others(checkpoint, models, optimizers, members)
     if not optimizers:
         for parameter in checkpoint.parameters.values():
             parameter.frozen = False  # a file without groups does not say
@@ -230,24 +241,36 @@ def _describe(
     checkpoint.metadata = {
         key: carried(model.file, value) for key, value in model.content.items() if key not in MODEL_KEYS
     }
-    kept = (
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "num_experts",
-        "ds_config",
-    )
     checkpoint.metadata |= {
-        key: carried(model.file, model.content[key]) for key in kept if model.content.get(key) is not None
+        key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
     if members:
         content = members[0].content
         checkpoint.optimizer_metadata = {
             key: carried(members[0].file, content[key]) for key in OPTIMIZER_METADATA_KEYS if key in content
         }
+
+
+def _keep_others(
+    checkpoint: Checkpoint,
+    models: Sequence[ModelShard],
+    optimizers: Sequence[OptimizerShard],
+    members: Sequence[OptimizerShard],
+) -> None:
+    """Keep what ranks have of their own, and say of everything else in their files what it is."""
+    first = models[0]
+    keys = dict.fromkeys(key for m in models for key in m.content if key not in MODEL_KEYS or key in KEPT_KEYS)
+    metadata, rules = keep_others((first.file, first.content), [(m.file, m.content) for m in models[1:]], [*keys])
+    checkpoint.metadata |= metadata
+    if members:
+        lead = members[0]
+        others = [(o.file, o.content) for o in optimizers if o is not lead]
+        own, more = keep_others((lead.file, lead.content), others, OPTIMIZER_METADATA_KEYS, ("optimizer_state_dict",))
+        checkpoint.optimizer_metadata |= own
+        rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
+        rules[lead.path] = shard_rules(first=True)
+    for file in checkpoint.files:
+        file.rules = (*file.rules, *rules.get(file.path, ()))
 
 
 def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.slices import Run, moved
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
-from zckpt.state import WEIGHT, Duplicate, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, PaddingRun, Parameter, ParamGroup, Slot
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
@@ -50,6 +51,8 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel)
     for name in names:
         merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
+    if not padded:
+        merged.padding_runs.append(VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     merged.duplicates = [one for state in states for one in state.duplicates]
@@ -57,8 +60,48 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         merged.duplicates += _kept_by(state, first, merged)
     for state in states:
         merged.padding += state.padding
+        merged.padding_runs += state.padding_runs
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPadding:
+    """Where the rows are that pad a vocabulary to a multiple of the ranks: in the slices, and not in the whole.
+
+    Parameters
+    ----------
+    states : sequence of RankState
+        By tensor-parallel rank.
+    rules : Rules
+    """
+
+    states: Sequence[RankState]
+    rules: Rules
+
+    def __iter__(self) -> Iterator[PaddingRun]:
+        """Yield a run for the rows that no segment of the rule has, for each slot of each rank."""
+        for name, first in self.states[0].parameters.items():
+            if first.tied_to is not None or not self.rules.is_vocabulary(name):
+                continue
+            rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
+            for state, segments in zip(self.states, rule.segments, strict=False):
+                parameter = state.parameters[name]
+                rows = _outside(segments, parameter.shape[rule.dim])
+                for key, slot in parameter.slots.items():
+                    for span in moved(slot.spans, rule.dim, rows):
+                        low, high = reach(span)
+                        yield PaddingRun(key, span.path, low, high - low)
+
+
+def _outside(segments: Sequence[Segment], size: int) -> list[Run]:
+    """Return the indices of a slice that no segment has, as runs from where they are to there."""
+    found, at = [], 0
+    for low, high in [*sorted((s.local, s.local + s.size) for s in segments), (size, size)]:
+        if low > at:
+            found.append(Run(at, at, low - at))
+        at = max(at, high)
+    return found
 
 
 def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[Duplicate]:

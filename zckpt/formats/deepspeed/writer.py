@@ -6,36 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zckpt.formats import torch_archive
-from zckpt.formats.deepspeed.decide import decide
-from zckpt.formats.deepspeed.target import Options, Target, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.plan import Literal, TargetFile
-from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
 
-def lay_out(checkpoint: Checkpoint, options: Options, *, run_directory: bool) -> list[TargetFile]:
-    """Return the files of a checkpoint cut anew.
+def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
+    """Return the files of a target, as `decide` has decided on it.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-        Read from DeepSpeed's files.
-    options : Options
+    target : Target
     run_directory : bool
-        Whether the target is a run directory, with `latest` and the tag's directory in it, or the latter alone.
-
-    Raises
-    ------
-    UsageError, UnsupportedError, LayoutError
-        As `decide`.
+        Whether they are a run directory, with `latest` and the tag's directory in it, or the latter alone.
     """
-    return target_files(decide(checkpoint, options), run_directory=run_directory)
-
-
-def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
-    """Return the files of a target; see `lay_out`."""
     tag = target.origin.directory.tag
     folder = f"{tag}/" if run_directory else ""
     files = []

@@ -17,8 +17,19 @@ from zckpt.errors import DamagedFileError, LayoutError, SourceError, Unsupported
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import describe, slot_of
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM, SUFFIX
+from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, SourceFile, Span
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+
+_RULES = (
+    *(
+        Rule((key, "**"), IMPLIED, "how the tensor is sliced")
+        for key in ("cat_dim", "vocab_tensor", "is_expert_param", "sub_param_shape", "param_n_sub_params")
+    ),
+    Rule((), STATE, "the step"),
+    Rule(("param",), STATE, "the step"),
+)
+"""Of the values in a folder's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,7 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
     root, path = file.root, file.path
     if stem in (WEIGHT, MASTER):
         raise UnsupportedError(f"a slot named {stem!r}, which means something else", path=path)
-    found.files.append(describe(file, "optimizer"))
+    found.files.append(describe(file, "optimizer", rules=_RULES))
     if stem == STEP_STEM and isinstance(root, (int, float)):
         found.values[stem] = root
         return

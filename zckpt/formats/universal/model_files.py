@@ -33,10 +33,13 @@ class ModelFiles:
         By model-parallel rank those of all data-parallel ranks; of ZeRO-1 and 2 one each.
     parameterwise : bool
         Whether they are of ZeRO-3: without whole weights.
+    unused : list of ModelShard
+        Those of ZeRO-3 that say nothing more, beside files with whole weights.
     """
 
     ranks: list[list[ModelShard]]
     parameterwise: bool
+    unused: list[ModelShard]
 
     @property
     def firsts(self) -> list[ModelShard]:
@@ -200,7 +203,7 @@ def read_models(directory: Path) -> ModelFiles:
     ranks = [[read_model(shard) for shard in one] for one in by_rank.values()]
     if not whole:
         _check_complete(ranks)
-    return ModelFiles(ranks, not whole)
+    return ModelFiles(ranks, not whole, [read_model(s) for s in shards if s.dp_rank is not None] if whole else [])
 
 
 def _check(directory: Path, by_rank: Mapping[int, list[Shard]]) -> None:

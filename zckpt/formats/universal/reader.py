@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.formats.deepspeed.claims import MODEL_RULES
 from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.per_parameter import FragmentPadding
+from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
-from zckpt.formats.remainder import KEY, restore
+from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.tensors import carried, describe, slot_of
+from zckpt.formats.torch_optimizer import optimizer_rules
 from zckpt.formats.universal.folder_files import StoredFolder, read_folder
 from zckpt.formats.universal.groups import give_state, read_groups
 from zckpt.formats.universal.model_files import ModelFiles, read_models
-from zckpt.formats.universal.names import FOLDER, OPTIMIZER_NAME
+from zckpt.formats.universal.names import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.formats.universal.write_model import STRUCTURE
 from zckpt.formats.universal.write_optimizer import OWN_KEYS
+from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
@@ -25,6 +31,20 @@ CUT_KEYS = OWN_KEYS | {
     "group_paddings", "param_alignment_paddings", "partition_count", "fp32_flat_groups", "ds_zero_partition_groups",
 }  # fmt: skip
 """Keys of DeepSpeed's optimizer file that say how the source was cut."""
+
+OPTIMIZER_RULES = (
+    *optimizer_rules(),
+    *optimizer_rules("optimizer_state_dict")[1:],
+    *remainder_rules(KEY),
+    *(Rule((KEY, key, "**"), IMPLIED, "what is said of parameters and of the source")
+      for key in ("groups", "filled_in", "made", "without_master")),
+    Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
+    *(Rule((*place, "**"), IMPLIED, "the first rank's part of what the folders hold", tensors=True)
+      for place in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
+    *(Rule((key, "**"), IMPLIED, "how the state is cut") for key in sorted(CUT_KEYS - OWN_KEYS)),
+    *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
+)  # fmt: skip
+"""Of the values in `optimizer_state.pt`."""
 
 SHOWN_NAMES = 4
 
@@ -52,15 +72,20 @@ def read(directory: Path) -> Checkpoint:
     models = read_models(directory)
     checkpoint = Checkpoint(str(directory), "universal")
     checkpoint.files = [
-        describe(m.file, "model", m.shard.dp_rank, m.shard.mp_rank) for one in models.ranks for m in one
+        describe(m.file, "model", m.shard.dp_rank, m.shard.mp_rank, rules=MODEL_RULES)
+        for one in [*models.ranks, models.unused]
+        for m in one
     ]
-    checkpoint.files.append(describe(file, "optimizer"))
+    checkpoint.files.append(describe(file, "optimizer", rules=OPTIMIZER_RULES))
+    checkpoint.padding_runs = [FragmentPadding(one) for one in models.ranks if models.parameterwise]
     checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
     _place_untrained(checkpoint, models, shapes)
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
     checkpoint.parameters = _ordered(checkpoint, models)
     _complete_aliases(checkpoint, models.first.shard.path)
     _note_duplicates(checkpoint, models)
+    _note_folders(checkpoint, directory / FOLDER)
+    _note_ranks(checkpoint, models)
     give_state(checkpoint, values)
     _describe(checkpoint, models, content)
     _carry(checkpoint, models, file, content, rest)
@@ -115,13 +140,21 @@ def _place_trained(
             parameter.group = index
             own = {str(k): carried(file, v) for k, v in _mapping(extra.get(name, {}), file.path).items()}
             own = {**stored.values, **own}
-            for key in _names(made.get(name, []), file.path):
+            for key in [*_names(made.get(name, []), file.path), *((MASTER,) if name in without_master else ())]:
                 parameter.slots.pop(key, None)
                 own.pop(key, None)
-            if name in without_master:
-                parameter.slots.pop(MASTER, None)
+                _mark_made(stored, key)
             checkpoint.parameters[name], values[name] = parameter, own
     return values
+
+
+def _mark_made(stored: StoredFolder, key: str) -> None:
+    """Say of a file that DeepSpeed's loaders need and the source did not have that it means nothing."""
+    name = f"{MASTER_STEM if key == MASTER else key}{SUFFIX}"
+    made = tuple(Rule(place, IMPLIED, "made for DeepSpeed's loaders", tensors=True) for place in ((), ("param",)))
+    for file in stored.files:
+        if Path(file.path).name == name:
+            file.rules = (*made, *file.rules)
 
 
 def _names(node: object, path: str) -> list[str]:
@@ -172,6 +205,42 @@ def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
             checkpoint.duplicates.append(Duplicate("tied", name, str(parameter.tied_to), copy, owner))
 
 
+def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
+    """Note the copies that DeepSpeed's converter makes of what is not trained: in folders, as float32."""
+    for name in [*checkpoint.parameters, *checkpoint.buffers]:
+        one = checkpoint.parameters.get(name) or checkpoint.buffers[name]
+        if one.group is not None or "/" in name or "\0" in name or name in ("", ".", ".."):
+            continue
+        path = folder / name / f"{MASTER_STEM}{SUFFIX}"
+        if not path.is_file():
+            continue
+        stored = read_folder(folder / name)
+        checkpoint.files += stored.files
+        slots, copy = checkpoint.owner(name).slots, stored.tensors[MASTER]
+        owner = slots.get(MASTER) or slots.get(WEIGHT)
+        if owner is not None and copy.tensor.numel == owner.numel and (copy.flat or copy.tensor.shape == owner.shape):
+            held = copy.slot(MASTER, owner.shape)
+            same = replace(owner, dtype=held.dtype)
+            checkpoint.duplicates.append(Duplicate("tied" if one.tied_to else "parameter", name, one.tied_to or name,
+                                                   held, same))  # fmt: skip
+
+
+def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:
+    """Note what the model files of other ranks hold, as DeepSpeed's converter copies them."""
+    first, *others = (model for one in [*models.ranks, models.unused] for model in one)
+    for model in others:
+        for name, buffer in checkpoint.buffers.items():
+            tensor, kept = model.module.get(name), buffer.slots[WEIGHT]
+            if tensor is not None and tensor.shape == kept.shape:
+                copy = slot_of(WEIGHT, tensor, model.shard.path)
+                checkpoint.duplicates.append(Duplicate("buffer", name, name, copy, kept, model.shard.dp_rank))
+    keys = dict.fromkeys(key for model in others for key in model.content if key not in STRUCTURE)
+    own, rules = keep_others((first.file, first.content), [(m.file, m.content) for m in others], [*keys])
+    checkpoint.metadata |= own
+    for file in checkpoint.files:
+        file.rules = (*file.rules, *rules.get(file.path, ()))
+
+
 def _describe(checkpoint: Checkpoint, models: ModelFiles, content: Mapping[object, object]) -> None:
     """Fill in what is true of the checkpoint as a whole; ranks are those of the run that it is from."""
     model = models.first
@@ -205,6 +274,9 @@ def _carry(
             parameter.frozen = parameter.name in frozen
         restore(checkpoint, rest, file)
     filled_in = set(_names(rest.get("filled_in", []), file.path))
+    made = tuple(Rule((key, "**"), IMPLIED, "filled in for DeepSpeed's loaders") for key in sorted(filled_in))
+    for one in checkpoint.files:
+        one.rules = (*one.rules, *made) if one.role == "model" else one.rules
     model = models.first
     checkpoint.metadata |= {
         key: carried(model.file, value)

@@ -62,8 +62,9 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
-    if checkpoint.unnamed:
-        names = list(checkpoint.unnamed)
+    listed = [name for group in checkpoint.param_groups for name in group.parameters]
+    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed if n not in checkpoint.parameters)]))
+    if names:
         raise UnsupportedError(
             "a universal checkpoint has a folder for each parameter by name, and the names of some are not known",
             path=checkpoint.source,

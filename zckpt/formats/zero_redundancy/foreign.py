@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from zckpt.errors import UnknownFormatError, UnsupportedError
+from zckpt.errors import LayoutError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats import torch_file
 from zckpt.formats.tensors import carried
 from zckpt.formats.torch_optimizer import OptimizerState
 from zckpt.formats.zero_redundancy.directory import FORMAT, Directory
 from zckpt.formats.zero_redundancy.order import told_by_names, told_by_the_model
 from zckpt.formats.zero_redundancy.ranks import RankFile, attach_ranks, read_ranks
-from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
+from zckpt.inventory import COPY, Claim
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.torchfile import Tensor
 
 
 def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
@@ -21,9 +24,7 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     checkpoint = _model(directory, names)
     checkpoint.source, checkpoint.format = path, FORMAT
     if checkpoint.param_groups:
-        checkpoint.warnings.append(
-            f"{Path(checkpoint.files[0].path).name} holds the state of all ranks; their own files are not read"
-        )
+        _note_ranks(checkpoint, directory)
         return checkpoint
     ranks = read_ranks(checkpoint, directory.ranks)
     states = [rank.state for rank in ranks]
@@ -43,20 +44,64 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
     return checkpoint
 
 
+def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
+    """Note the state in the ranks' own files as copies, where one file holds that of all of them."""
+    known = {**checkpoint.unnamed, **checkpoint.parameters}
+    labels = [group.parameters for group in checkpoint.param_groups]
+    parts = Checkpoint(checkpoint.source, FORMAT)
+    for p in known.values():
+        parts.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
+    try:
+        ranks = read_ranks(parts, directory.ranks)
+        if _shapes_of(known.values()) != Counter(_shapes_in(ranks)):
+            checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
+            return
+        named = all(label in known for group in labels for label in group)
+        order = labels if named else told_by_the_model([rank.state for rank in ranks], checkpoint, checkpoint.source)
+        if [len(group) for group in order] != [len(group) for group in labels]:
+            return
+        attach_ranks(parts, ranks, order)
+    except (LayoutError, UnsupportedError):  # which is which cannot be told, for some have no state; all are there
+        claim = Claim(COPY, "the ranks' own parts of the state, alike in number and shapes")
+        checkpoint.claims |= {str(path): claim for path in directory.ranks}
+        return
+    except SourceError as error:
+        checkpoint.warnings.append(f"the ranks' own files are not read: {error}")
+        return
+    checkpoint.files += parts.files
+    pairs = zip((n for group in order for n in group), (n for group in labels for n in group), strict=True)
+    for name, label in pairs:
+        for key, slot in parts.parameters[name].slots.items():
+            original = known[label].slots.get(key) if label in known else None
+            if original is not None and original.shape == slot.shape:
+                checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))
+
+
+def _shapes_of(parameters: Iterable[Parameter]) -> Counter[tuple[object, ...]]:
+    """Count the slots of each name, shape and type that are the optimizer's."""
+    slots = (slot for p in parameters for slot in p.slots.values() if slot.name != WEIGHT)
+    return Counter((slot.name, slot.shape, slot.dtype) for slot in slots)
+
+
+def _shapes_in(ranks: Sequence[RankFile]) -> Iterator[tuple[object, ...]]:
+    """Yield the same of ranks' files."""
+    for rank in ranks:
+        for state in rank.state.state.values():
+            for key, tensor in state.items():
+                if isinstance(tensor, Tensor):
+                    yield key, tensor.shape, tensor.dtype
+
+
 def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     """Return the content of the file that has the model: one beside the ranks' files, or else rank 0's own."""
     found: list[Checkpoint] = []
-    unread = []
     for path in directory.others:
         try:
             checkpoint = torch_file.read(path)
         except UnsupportedError:  # no state dict: a scheduler's state, a random state
-            unread.append(path.name)
             continue
         if checkpoint.parameters:
             found.append(torch_file.read(path, names=names) if checkpoint.param_groups and names else checkpoint)
-        else:
-            unread.append(path.name)
     if len(found) > 1:
         raise UnknownFormatError(
             "several files hold a model",
@@ -74,8 +119,6 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
         )
     if not found:
         checkpoint.warnings.append(f"the model is read from {directory.ranks[0].name}")
-    if unread:
-        checkpoint.warnings.append(f"not read: {', '.join(unread)}")
     return checkpoint
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.remainder import restore
+from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.tensors import describe, slot_of
-from zckpt.formats.torch_optimizer import parse
+from zckpt.formats.torch_optimizer import optimizer_rules, parse
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory
 from zckpt.formats.zero_redundancy.order import Order, told_by_names
 from zckpt.formats.zero_redundancy.ranks import Shares, attach_named, attach_ranks, read_ranks
+from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
@@ -37,7 +38,8 @@ def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | N
         parameter = checkpoint.parameters.pop(name)
         if parameter.slots or parameter.state:
             checkpoint.unnamed[name] = parameter
-    checkpoint.files.append(describe(metadata, "metadata"))
+    rules = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "which rank has which parameters"))
+    checkpoint.files.append(describe(metadata, "metadata", rules=rules))
     restore(checkpoint, metadata.root, metadata)
     return checkpoint
 
@@ -58,7 +60,7 @@ def _attach(checkpoint: Checkpoint, directory: Directory, order: Order, held: Sh
         attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
     elif order:
         file = read_torchfile(directory.path / OPTIMIZER_NAME)
-        checkpoint.files.append(describe(file, "optimizer"))
+        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
         every = [name for group in order for name in group]
         attach_named(checkpoint, parse(file.root, file.path), file.path, every)
 

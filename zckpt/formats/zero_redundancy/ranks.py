@@ -9,9 +9,10 @@ from pathlib import Path
 from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UsageError
 from zckpt.formats.tensors import describe
-from zckpt.formats.torch_optimizer import OptimizerState, attach, parse
+from zckpt.formats.torch_optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.zero_redundancy.directory import optimizer_key
 from zckpt.formats.zero_redundancy.order import Order
+from zckpt.inventory import COPY, IMPLIED, Rule
 from zckpt.partition import greedy_partition
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -44,13 +45,14 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     ranks: list[RankFile] = []
     for rank, path in enumerate(paths):
         file = read_torchfile(path)
-        checkpoint.files.append(describe(file, "optimizer", dp_rank=rank))
         try:
             key = optimizer_key(file.root)
         except KeyError:
             raise DamagedFileError(
                 "unexpected content", path=path, expected="one optimizer's state dict, as in rank 0's file"
             ) from None
+        rules = rank_rules(key, first=rank == 0)
+        checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=rules))
         root = file.root if isinstance(file.root, dict) else {}
         ranks.append(RankFile(file, key, parse(root if key is None else root[key], str(path))))
         for name, expected in (("rank", rank), ("world_size", len(paths))):
@@ -63,6 +65,14 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
     checkpoint.world_size = len(paths)
     checkpoint.topology = Topology(dp=len(paths))
     return ranks
+
+
+def rank_rules(key: object, *, first: bool) -> tuple[Rule, ...]:
+    """Return the inventory's rules for a rank's file: the hyperparameters of all are those of the first."""
+    place = () if key is None else (str(key),)
+    same = Rule((*place, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
+    about = tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if place)
+    return (*optimizer_rules(*place), *about) if first else (*optimizer_rules(*place)[:1], same, *about)
 
 
 def _check_groups(first: RankFile, other: RankFile) -> None:

@@ -7,8 +7,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.codes import COVERAGE, DTYPES_DIFFER, GROUP_STEPS_DIFFER, LEFTOVER, REMARK, SLOT_MISSING, STEPS_DIFFER
+from zckpt.codes import (
+    COVERAGE,
+    DTYPES_DIFFER,
+    GROUP_STEPS_DIFFER,
+    LEFT_OUT,
+    LEFTOVER,
+    REMARK,
+    SLOT_MISSING,
+    STATE_LEFT_OUT,
+    STEPS_DIFFER,
+)
 from zckpt.errors import LayoutError
+from zckpt.formats.account import take_inventory
+from zckpt.inventory import Item
 from zckpt.operations.verify.findings import Finding, listed
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
@@ -32,12 +44,32 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
     yield from _coverage(checkpoint, ranks)
     yield from _uneven(checkpoint, ranks)
     yield from _steps(checkpoint, ranks)
+    yield from _left_out(checkpoint, ranks)
     for path, said in checkpoint.leftovers.items():
         name = Path(path).name
         yield Finding(LEFTOVER, f"{name} is not part of the checkpoint", path, ranks.get(path, ()), found=said)
     for warning in checkpoint.warnings:
         if warning not in checkpoint.leftovers.values():
             yield Finding(REMARK, warning)
+
+
+def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+    """Yield what nothing has read, by file."""
+    root = Path(checkpoint.opened or checkpoint.source)
+    by_file: dict[tuple[str, bool], list[Item]] = {}
+    for item in take_inventory(checkpoint).left_out:
+        by_file.setdefault((item.file, item.trained), []).append(item)
+    for (file, trained), items in by_file.items():
+        path = str(root / file) if root.is_dir() else str(root)
+        places = [item.place for item in items if item.place]
+        what = f"{listed(places)}: " if places else ""
+        yield Finding(
+            STATE_LEFT_OUT if trained else LEFT_OUT,
+            f"{what}{items[0].about}",
+            path,
+            ranks.get(path, ()),
+            found=f"{sum(item.nbytes for item in items)} bytes",
+        )
 
 
 def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:

@@ -1,0 +1,176 @@
+"""Every file below the directory that was opened, and what it is where no tree of it is looked through.
+
+What is foreign, a rule says, and each has a name. A file that no rule knows is left out; it is state of a model or of
+an optimizer if it holds tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, Claim, Item
+from zckpt.state import Checkpoint
+from zckpt.torchfile import read_torchfile, walk_tensors
+
+_STATE = re.compile(
+    r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|custom_checkpoint|dl_state_dict|sampler)[^/]*"
+    r"|(?:pytorch_model|model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(?:bin|pt|pth|safetensors)",
+    re.IGNORECASE,
+)
+"""Names that programs give files of training state which they keep beside a checkpoint's own directory."""
+
+MAXIMUM_DEPTH = 16
+"""Folders below a directory that are looked into."""
+
+TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".safetensors", ".distcp", ".th")
+"""Of files that hold tensors, as a rule: none of them is foreign by its name alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A rule: files whose names fit are not of a checkpoint."""
+
+    about: str
+    pattern: re.Pattern[str]
+
+
+FOREIGN_RULES = (
+    Foreign("a tokenizer", re.compile(
+        r"(?:tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|chat_template|bpe)"
+        r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE)),
+    Foreign("a configuration of the model", re.compile(
+        r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"
+        r"|[^/]+_config\.json")),
+    Foreign("the Trainer's account of the training", re.compile(r"trainer_state\.json|all_results\.json")),
+    Foreign("logs", re.compile(r"events\.out\.tfevents\..*|.*\.(?:log|out|err|jsonl|csv|tsv)", re.IGNORECASE)),
+    Foreign("notes", re.compile(
+        r"(?:README|LICENSE|NOTICE|USE_POLICY|CHANGELOG)(?:\..*)?|.*\.(?:md|rst|txt|html?|pdf|png|jpe?g|svg|gif)",
+        re.IGNORECASE)),
+    Foreign("settings", re.compile(r".*\.(?:json|ya?ml|toml|cfg|ini|conf|jinja|env)", re.IGNORECASE)),
+    Foreign("programs", re.compile(r".*\.(?:py|sh|ipynb|slurm|sbatch)", re.IGNORECASE)),
+    Foreign("the system's or a version control's", re.compile(
+        r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]",
+        re.IGNORECASE)),
+)  # fmt: skip
+"""In this order, by the last part of a file's path."""
+
+POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
+"""Files that name the newest checkpoint of a run."""
+
+FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache"})
+
+
+def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
+    """Yield an item for each file that no tree of is looked through.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    read : dict of str to str
+        Real paths of those that are, and their names.
+    """
+    root = Path(checkpoint.opened or checkpoint.source)
+    if not root.is_dir():
+        return
+    own = os.path.realpath(checkpoint.source)
+    claims = {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
+    said = {os.path.realpath(path): about for path, about in checkpoint.leftovers.items()}
+    others = _other_checkpoints(root, own)
+    outside = os.path.realpath(root) != own
+    for path, name, about in _below(root, others):
+        real = os.path.realpath(path)
+        if real in read:
+            continue
+        nbytes = _size(path)
+        claim = claims.get(real)
+        if claim is None and real in said:
+            claim = Claim(FOREIGN, said[real])
+        if claim is None and path.name in POINTERS:
+            claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
+        if claim is None and about is not None:
+            claim = Claim(FOREIGN, about)
+        if claim is None:
+            rule = next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
+            claim = Claim(FOREIGN, rule.about) if rule is not None and nbytes is not None else None
+        if claim is None and outside and not within(real, own) and not _STATE.fullmatch(path.name):
+            claim = Claim(FOREIGN, "beside the checkpoint's own directory")
+        if claim is None and nbytes == 0:
+            claim = Claim(IMPLIED, "empty files")
+        if claim is not None:
+            yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
+        elif nbytes is None:
+            yield Item(name, "", FILE, LEFT_OUT, "it is no regular file, or cannot be read")
+        else:
+            reason, trained = _what(path)
+            yield Item(name, "", FILE, LEFT_OUT, reason, nbytes, trained=trained)
+
+
+def within(path: str, directory: str) -> bool:
+    """Tell whether a real path lies below a directory's."""
+    return path.startswith(directory.rstrip(os.sep) + os.sep)
+
+
+def _below(root: Path, others: dict[str, str]) -> Iterator[tuple[Path, str, str | None]]:
+    """Yield path, name and what makes it foreign of every file, those of one directory sorted."""
+    waiting: list[tuple[Path, str, str | None, int]] = [(root, "", None, 0)]
+    while waiting:
+        directory, prefix, about, depth = waiting.pop()
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        folders = []
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False) and depth < MAXIMUM_DEPTH:
+                why = about or others.get(os.path.realpath(entry.path))
+                if why is None and entry.name in FOREIGN_FOLDERS:
+                    why = f"in the folder {entry.name}"
+                folders.append((Path(entry.path), f"{name}/", why, depth + 1))
+            else:
+                yield Path(entry.path), name, about
+        waiting.extend(reversed(folders))
+
+
+def _other_checkpoints(root: Path, own: str) -> dict[str, str]:
+    """Return the directories beside the one that was read which hold a checkpoint of their own, by real path."""
+    if os.path.realpath(root) == own:
+        return {}
+    from zckpt.formats import is_checkpoint
+
+    return {
+        os.path.realpath(entry.path): "another checkpoint"
+        for entry in os.scandir(root)
+        if entry.is_dir() and os.path.realpath(entry.path) != own and is_checkpoint(Path(entry.path))
+    }
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _what(path: Path) -> tuple[str, bool]:
+    """Return why a file is left out, and whether it is state of a model or an optimizer."""
+    if not path.name.endswith(TENSOR_SUFFIXES):
+        return "no rule knows such a file", False
+    try:
+        if path.suffix == ".safetensors":
+            from zckpt.formats.safetensors_file import read_header
+
+            return f"nothing has read its {len(read_header(path)[0])} tensors", True
+        if path.suffix == ".distcp":
+            return "nothing has read it", True
+        dims = sum(bool(tensor.shape) for _, tensor in walk_tensors(read_torchfile(path).root))
+    except SourceError as error:
+        return f"it cannot be read: {error.message}", True
+    if not dims:
+        return "nothing has read it", False
+    return f"nothing has read its {dims} tensors", True

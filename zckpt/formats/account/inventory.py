@@ -1,0 +1,52 @@
+"""The inventory of a checkpoint that was opened: all files, and of each that was read all records and leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zckpt.formats.account.files import file_items
+from zckpt.formats.account.ranges import covered, shares
+from zckpt.formats.account.trees import FileAccount, taken
+from zckpt.inventory import FILE, STATE, Claim, Inventory, Item
+from zckpt.state import Checkpoint
+
+
+def take_inventory(checkpoint: Checkpoint) -> Inventory:
+    """Return what became of everything that a checkpoint's files hold. Reads no tensor.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        As `open_checkpoint` returned it: not one whose slots were changed.
+
+    Returns
+    -------
+    Inventory
+        What is left out comes last.
+    """
+    found = Inventory()
+    known, values = covered(checkpoint), taken(checkpoint)
+    root = Path(checkpoint.opened or checkpoint.source)
+    read = {os.path.realpath(file.path): shown(file.path, root) for file in checkpoint.files}
+    for file in checkpoint.files:
+        name = read[os.path.realpath(file.path)]
+        if file.tree is None:
+            claim = checkpoint.claims.get(file.path, Claim(STATE, "read whole: what it does not know is an error"))
+            found.items.append(Item(name, "", FILE, claim.fate, claim.about, file.nbytes))
+            found.nbytes[name] = {claim.fate: file.nbytes}
+            continue
+        account = FileAccount(file, name, known.get(file.path, {}), values)
+        found.items += account.items()
+        found.nbytes[name] = shares(file.nbytes, account.ranges)
+    found.items += file_items(checkpoint, read)
+    lost = found.left_out
+    found.items = [*(item for item in found.items if item not in lost), *lost] if lost else found.items
+    return found
+
+
+def shown(path: str, root: Path) -> str:
+    """Return a file's name within the directory that was opened; of others the path."""
+    real, base = os.path.realpath(path), os.path.realpath(root)
+    inside = os.path.relpath(real, base)
+    return Path(path).name if inside == "." else path if inside.startswith("..") else Path(inside).as_posix()

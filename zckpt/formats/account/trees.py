@@ -1,0 +1,338 @@
+"""Every leaf of a file's tree: the tensor or value there, and what has become of it.
+
+A tensor with elements is what its bytes are: all of them have to lie in spans, copies or padding. What lies below a
+node that the checkpoint's metadata or state has taken over goes with it. Of any other value a rule of the adapter says
+what it is, and a value that is said to be state has to be under a key that some parameter or param group has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.formats.account.ranges import ORDER, Known, Range, merge, reach, spans_of
+from zckpt.inventory import (
+    ANY,
+    CARRIED,
+    IMPLIED,
+    LEFT_OUT,
+    RECORD,
+    REST,
+    STATE,
+    TENSOR,
+    VALUE,
+    Item,
+    Rule,
+)
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
+from zckpt.torchfile import FromFile, OrderedMapping, Storage, Tensor
+from zckpt.torchfile.walk import LEAVES, children
+
+Steps = tuple[str, ...]
+
+TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "shard", "rank"})
+"""Roles of files whose tensors are state of a model or an optimizer, whatever else they may be."""
+
+SHOWN_STEP = 200
+"""Characters of a key that a place shows: a name in a file may have any length."""
+
+
+@dataclass(slots=True)
+class Taken:
+    """What a checkpoint has taken of its files, other than elements.
+
+    Parameters
+    ----------
+    nodes : dict of int to (str, str)
+        Fate, and under which key, by the id of a node; the checkpoint keeps them alive.
+    metadata : mapping of str to object
+        What is carried, by key.
+    keys : set of str
+        Of single values that parameters and param groups have.
+    """
+
+    nodes: dict[int, tuple[str, str]] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+
+
+def taken(checkpoint: Checkpoint) -> Taken:
+    """Return what a checkpoint has taken of its files, other than elements."""
+    found = Taken()
+    every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
+    for values in (checkpoint.metadata, checkpoint.optimizer_metadata):
+        for key, value in values.items():
+            found.metadata[key] = value.node if isinstance(value, FromFile) else value
+            _mark(found.nodes, value, CARRIED, key)
+    for number, group in enumerate(checkpoint.param_groups):
+        for values in (group.hyperparameters, group.state):
+            found.keys.update(values)
+            for key, value in values.items():
+                _mark(found.nodes, value, STATE, f"{key} of param group {number}")
+    for parameter in every:
+        found.keys.update(parameter.state)
+        found.keys.update(key for key in parameter.slots if key not in (WEIGHT, MASTER))
+        for key, value in parameter.state.items():
+            _mark(found.nodes, value, STATE, f"{key} of {parameter.name}")
+    return found
+
+
+def _mark(nodes: dict[int, tuple[str, str]], value: object, fate: str, key: str) -> None:
+    """Note a node and all below it that are more than plain values."""
+    waiting = [value.node if isinstance(value, FromFile) else value]
+    while waiting:
+        node = waiting.pop()
+        if type(node) in LEAVES and not isinstance(node, Storage):
+            continue
+        if isinstance(node, FromFile):
+            waiting.append(node.node)
+            continue
+        if id(node) in nodes:
+            continue
+        nodes[id(node)] = fate, key
+        waiting.extend(child for _, child in children(node))
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Items of one kind, fate and reason: the place of the first, and how many there are."""
+
+    place: str
+    nbytes: int = 0
+    count: int = 0
+
+
+class FileAccount:
+    """Goes through one file.
+
+    Parameters
+    ----------
+    file : SourceFile
+    shown : str
+        Its name in the inventory.
+    known : mapping of str to Known
+        What the checkpoint has of its bytes, by fate.
+    taken : Taken
+    """
+
+    def __init__(self, file: SourceFile, shown: str, known: Mapping[str, Known], taken: Taken) -> None:
+        self.file = file
+        self.shown = shown
+        self.known = known
+        self.taken = taken
+        self.ranges: dict[str, list[Range]] = {}
+        self._sums: dict[tuple[str, str, str], _Sum] = {}
+        self._lost: list[Item] = []
+
+    def items(self) -> list[Item]:
+        """Return what the file holds: one item for each reason, and each thing that is left out by itself."""
+        self._records()
+        if self.file.tree is not None:
+            self._walk()
+        sums = [
+            Item(self.shown, one.place, kind, fate, about, one.nbytes, one.count)
+            for (kind, fate, about), one in self._sums.items()
+        ]
+        return [*sums, *self._lost]
+
+    def _records(self) -> None:
+        for name, nbytes in self.file.records.items():
+            inside = name.partition("/")[2]
+            if inside in _RECORDS or inside.startswith(_DATA):
+                self._add(RECORD, IMPLIED, "records of the archive", inside, nbytes)
+            else:
+                self._lose(RECORD, "no file of torch.save has such a record", inside, nbytes, trained=False)
+
+    def _walk(self) -> None:
+        """Go through the tree, each object once; nothing recurses."""
+        seen: set[int] = set()
+        waiting: list[tuple[object, Steps, Sequence[Rule]]] = [(self.file.tree, (), self.file.rules)]
+        while waiting:
+            node, steps, rules = waiting.pop()
+            below = self._visit(node, steps, rules, seen)
+            waiting.extend(reversed(below))
+
+    def _visit(
+        self, node: object, steps: Steps, rules: Sequence[Rule], seen: set[int]
+    ) -> list[tuple[object, Steps, Sequence[Rule]]]:
+        """Account for a node; return what is below it and has to be looked at."""
+        leaf = type(node) in LEAVES
+        if not leaf:
+            if id(node) in seen:
+                return []
+            seen.add(id(node))
+        fate, about = self.taken.nodes.get(id(node), ("", "")) if not leaf else ("", "")
+        if fate:
+            return self._take(node, steps, fate, about)
+        if isinstance(node, Slot):
+            self._slot(node, steps)
+            return []
+        rule = next((rule for rule in rules if _ends(rule, steps)), None)
+        if isinstance(node, Tensor):
+            self._tensor(node, steps, rule)
+        elif leaf:
+            self._value(node, steps, rule)
+            return []
+        depth = len(steps)
+        return [
+            (child, (*steps, _text(step)), [one for one in rules if _leads(one, depth, _text(step))])
+            for step, child in children(node)
+            if not self._is_carried(node, step, child, steps) and not self._is_versions(node, child, steps)
+        ]
+
+    def _is_versions(self, node: object, child: object, steps: Steps) -> bool:
+        """Tell whether a part is what `state_dict` sets on its result: the version of each module's layout."""
+        if not isinstance(node, OrderedMapping) or child is not node.state or not isinstance(child, dict):
+            return False
+        if list(child) != [_VERSIONS]:
+            return False
+        self._add(VALUE, IMPLIED, "versions of modules", "/".join((*steps, _VERSIONS)))
+        return True
+
+    def _is_carried(self, node: object, step: object, child: object, steps: Steps) -> bool:
+        """Tell whether a plain value is what the metadata have under its key."""
+        if type(child) not in LEAVES or child is None or not isinstance(node, dict):
+            return False
+        if not isinstance(step, str) or self.taken.metadata.get(step, _NOTHING) is not child:
+            return False
+        self._add(VALUE, CARRIED, step, "/".join((*steps, _text(step))))
+        return True
+
+    def _take(self, node: object, steps: Steps, fate: str, about: str) -> list[tuple[object, Steps, Sequence[Rule]]]:
+        """Account for a node that was taken over, with the tensors below it."""
+        waiting, seen, held = [node], set(), 0
+        while waiting:
+            one = waiting.pop()
+            if type(one) in LEAVES or id(one) in seen:
+                continue
+            seen.add(id(one))
+            if isinstance(one, Tensor):
+                low, high = _range(one)
+                self.ranges.setdefault(fate, []).append((low, high))
+                held += high - low
+            waiting.extend(child for _, child in children(one))
+        self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, "/".join(steps), held)
+        return []
+
+    def _slot(self, slot: Slot, steps: Steps) -> None:
+        """Account for a tensor of a file that is no torch file."""
+        ranges = [reach(span) for span in spans_of(slot)]
+        self._elements(ranges, steps, None)
+
+    def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
+        low, high = _range(tensor)
+        if low == high:
+            self._add(TENSOR, IMPLIED, "tensors without elements", "/".join(steps))
+            return
+        if rule is not None and rule.tensors:
+            self._add(TENSOR, rule.fate, rule.about, "/".join(steps), high - low)
+            self.ranges.setdefault(rule.fate, []).append((low, high))
+            return
+        is_value = rule is not None and tensor.numel == 1 and rule.fate != LEFT_OUT
+        if is_value and self._uncovered([(low, high)]) and self._value(tensor, steps, rule, high - low):
+            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append((low, high))
+            return
+        self._elements([(low, high)], steps, tensor)
+
+    def _uncovered(self, ranges: Sequence[Range]) -> list[Range]:
+        for known in self.known.values():
+            ranges = known.rest(ranges)
+        return list(ranges)
+
+    def _elements(self, ranges: Sequence[Range], steps: Steps, tensor: Tensor | None) -> None:
+        """Account for elements by where their bytes are."""
+        nbytes = sum(high - low for low, high in ranges)
+        place = "/".join(steps)
+        if not nbytes:
+            self._add(TENSOR, IMPLIED, "tensors without elements", place)
+            return
+        left, found = list(ranges), []
+        for fate in ORDER:
+            known = self.known.get(fate)
+            rest = left if known is None else known.rest(left)
+            if known is not None and rest != left:
+                self.ranges.setdefault(fate, []).extend(ranges if not rest else _difference(left, rest))
+                found.append((fate, known))
+            left = rest
+        if left:
+            self.ranges.setdefault(LEFT_OUT, []).extend(left)
+            lost = sum(high - low for low, high in left)
+            reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
+            if tensor is not None and tensor.subclass is not None:
+                reason += f"; it is a {tensor.subclass.qualified}"
+            self._lose(TENSOR, reason, place, lost, trained=self.file.role in TRAINED_ROLES)
+            return
+        fate, known = found[0]
+        slots = dict.fromkeys(slot for low, high in ranges for slot in known.slots(low, high))
+        self._add(TENSOR, fate, ", ".join(slots), place, nbytes)
+
+    def _value(self, node: object, steps: Steps, rule: Rule | None, nbytes: int = 0) -> bool:
+        """Account for a value; tell whether it has any other fate than to be left out."""
+        place = "/".join(steps)
+        if rule is not None and (rule.fate != STATE or _key(rule, steps) in (None, *self.taken.keys)):
+            self._add(TENSOR if nbytes else VALUE, rule.fate, rule.about, place, nbytes)
+            return True
+        if node is None or (rule is not None and not nbytes and node in ("", False)):
+            self._add(VALUE, IMPLIED, "nothing: None", place)
+            return True
+        if not nbytes:
+            reason = "nothing has read it" if rule is None else "no parameter and no param group has it"
+            self._lose(VALUE, reason, place, 0, trained=False)
+        return False
+
+    def _add(self, kind: str, fate: str, about: str, place: str, nbytes: int = 0) -> None:
+        one = self._sums.setdefault((kind, fate, about), _Sum(place))
+        one.nbytes += nbytes
+        one.count += 1
+
+    def _lose(self, kind: str, reason: str, place: str, nbytes: int, *, trained: bool) -> None:
+        self._lost.append(Item(self.shown, place, kind, LEFT_OUT, reason, nbytes, trained=trained))
+
+
+_RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
+                      ".data/serialization_id"})  # fmt: skip
+_DATA = "data/"
+_NOTHING = object()
+_VERSIONS = "_metadata"
+
+
+def _range(tensor: Tensor) -> Range:
+    """Return the bytes from the first to the last element of a tensor."""
+    if not tensor.numel:
+        return tensor.offset, tensor.offset
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+    return tensor.offset, tensor.offset + (1 + last) * tensor.itemsize
+
+
+def _difference(ranges: Sequence[Range], rest: Sequence[Range]) -> Iterator[Range]:
+    """Yield what of ranges is not in `rest`, which lies within them."""
+    known = Known([(low, high, "") for low, high in rest])
+    known.close()
+    yield from known.rest(merge(ranges))
+
+
+def _text(step: object) -> str:
+    text = step if isinstance(step, str) else ":".join(map(str, step)) if isinstance(step, tuple) else str(step)
+    return text if len(text) <= SHOWN_STEP else text[: SHOWN_STEP - 3] + "..."
+
+
+def _key(rule: Rule, steps: Steps) -> str | None:
+    """Return the key that a value which is said to be state has: the step that the last `*` stands for."""
+    stars = [at for at, step in enumerate(rule.pattern) if step == ANY]
+    return steps[stars[-1]] if stars else None
+
+
+def _leads(rule: Rule, depth: int, step: str) -> bool:
+    """Tell whether a rule that fits the steps so far fits one more."""
+    pattern = rule.pattern
+    if len(pattern) <= depth:
+        return bool(pattern) and pattern[-1] == REST
+    return pattern[depth] in (step, ANY, REST)
+
+
+def _ends(rule: Rule, steps: Steps) -> bool:
+    """Tell whether a rule, whose steps fit, speaks for what is here."""
+    pattern = rule.pattern
+    if pattern and pattern[-1] == REST:
+        return len(steps) >= len(pattern) - 1
+    return len(pattern) == len(steps)
