@@ -179,11 +179,13 @@ def elements(piece: Piece, descriptor: Descriptor) -> memoryview:
 
 def _values(copy: Copy, descriptor: Descriptor) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    from zckpt.cast import cast, mean, swapped
+    from zckpt.cast import cast, mean, resolved, swapped
 
     arrays = [_gather(copy, source, descriptor) for source in copy.sources]
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
+    if copy.unresolved:
+        arrays = [resolved(array, copy.source_dtype, copy.unresolved) for array in arrays]
     array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
     return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 

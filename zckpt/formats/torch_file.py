@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, restore
-from zckpt.formats.tensors import carried, describe, slot_of
+from zckpt.formats.tensors import carried, describe, identity_of, slot_of
 from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, parse
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
 from zckpt.torchfile import Object, Tensor, read_torchfile
@@ -132,8 +132,7 @@ def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) ->
         if not _trainable(tensor) or _is_running_statistic(name, model):
             checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
             continue
-        place = (tensor.storage.key, tensor.storage_offset, tensor.shape, tensor.strides)
-        owner = owners.setdefault(place, name) if tensor.numel else name
+        owner = owners.setdefault(identity_of(tensor), name) if tensor.numel else name
         if owner != name:
             checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
         else:
