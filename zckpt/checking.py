@@ -161,7 +161,7 @@ class Checks:
         """Add parts. A record is done with as soon as they tile it."""
         for part in parts:
             one = self._sum_of(part)
-            if one is not None and one not in self._done:
+            if one is not None and part.nbytes and one not in self._done:
                 self._parts.setdefault(one, []).append(part)
                 self._nbytes[one] = self._nbytes.get(one, 0) + part.nbytes
                 if self._nbytes[one] >= one.nbytes:
