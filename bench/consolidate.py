@@ -22,6 +22,7 @@ from contest import (
     clear,
     make_checkpoint,
     make_source,
+    paired,
     run,
     table,
     touch_memory,
@@ -35,8 +36,11 @@ INSPECT_RUNS = 3  # per turn: it is short, and short times vary more
 COPY_RATIO = 1.10  # consolidate / (cp + sync), at most
 REFERENCE_SPEEDUP = 6.0  # zero_to_fp32 / consolidate, at least
 CONSOLIDATE_MB = 150.0
+CHECKSUM_RATIO = 1.05  # consolidate / consolidate --no-checksums, at most
 INSPECT_SECONDS = 0.25
 INSPECT_MB = 60.0
+
+UNCHECKED = "--no-checksums"
 
 COMPARE = """
 import sys
@@ -82,10 +86,10 @@ class Commands:
         """Return the copy that lasts: the least that any tool must do to write such a file."""
         return ["sh", "-c", 'cp "$1" "$2" && sync "$2"', "sh", str(self.source), str(self.copied)]
 
-    def consolidate(self) -> list[str]:
+    def consolidate(self, *options: str) -> list[str]:
         """Return the command line of zckpt consolidate."""
         program = [sys.executable, "-m", "zckpt", "consolidate"]
-        return [*program, str(self.checkpoint / TAG), str(self.model), "--quiet", "--overwrite"]
+        return [*program, str(self.checkpoint / TAG), str(self.model), "--quiet", "--overwrite", *options]
 
     def inspect(self, *options: str) -> list[str]:
         """Return the command line of zckpt inspect."""
@@ -99,7 +103,7 @@ class Commands:
 
 def measure(commands: Commands, repeat: int, *, reference: bool) -> dict[str, Timing]:
     """Warm the cache, check the two results against each other, and time all commands in turns."""
-    timings = {name: Timing() for name in ("cp + sync", "consolidate", "inspect", "inspect --json")}
+    timings = {name: Timing() for name in ("cp + sync", "consolidate", UNCHECKED, "inspect", "inspect --json")}
     touch_memory()
     run(commands.consolidate())
     run(commands.inspect())
@@ -113,6 +117,7 @@ def measure(commands: Commands, repeat: int, *, reference: bool) -> dict[str, Ti
         contest = [
             (commands.copied, commands.copy(), timings["cp + sync"]),
             (commands.model, commands.consolidate(), timings["consolidate"]),
+            (commands.model, commands.consolidate("--no-checksums"), timings[UNCHECKED]),
         ]
         for written, command, timing in contest[:: 1 if turn % 2 else -1]:  # neither is always the first
             clear(written)
@@ -138,6 +143,7 @@ def judge(timings: dict[str, Timing]) -> list[Target]:
     consolidate, inspect, as_json = (timings[k] for k in ("consolidate", "inspect", "inspect --json"))
     targets = [
         Target("consolidate / cp + sync", consolidate.median / timings["cp + sync"].median, COPY_RATIO),
+        Target(f"consolidate / {UNCHECKED}", paired(consolidate, timings[UNCHECKED]), CHECKSUM_RATIO),
         Target("consolidate, peak MB", consolidate.peak, CONSOLIDATE_MB),
         Target("inspect, seconds", inspect.median, INSPECT_SECONDS),
         Target("inspect, peak MB", inspect.peak, INSPECT_MB),

@@ -59,6 +59,11 @@ class Timing:
         return max(self.peaks)
 
 
+def paired(one: Timing, other: Timing) -> float:
+    """Return the median of what one command took over the other in each turn, in which both ran one after the other."""
+    return statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
+
+
 @dataclass(frozen=True)
 class Target:
     """A promise about a measured value."""

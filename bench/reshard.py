@@ -24,6 +24,7 @@ from contest import (
     clear,
     disk_use,
     make_checkpoint,
+    paired,
     run,
     table,
     touch_memory,
@@ -34,9 +35,12 @@ from contest import (
 REFERENCE_RUNS = 3  # ds_to_universal is slow
 WORLD_SIZE = 6
 
+UNCHECKED = "--no-checksums"
+
 # The targets.
 COPY_RATIO = 1.15  # reshard / (cp + sync), at most
 REFERENCE_SPEEDUP = 8.0  # ds_to_universal / convert, at least
+CHECKSUM_RATIO = 1.05  # reshard / reshard --no-checksums, at most
 PEAK_MB = 200.0
 DISK_RATIO = 1.05  # disk taken at most / the target
 
@@ -78,9 +82,9 @@ class Commands:
         script = 'cp -r "$1" "$2" && find "$2" -type f -exec sync {} +'
         return ["sh", "-c", script, "sh", str(self.checkpoint), str(self.copied)]
 
-    def reshard(self) -> list[str]:
+    def reshard(self, *options: str) -> list[str]:
         """Return the command line of zckpt reshard."""
-        program = [sys.executable, "-m", "zckpt", "reshard", "--world-size", str(WORLD_SIZE), "--quiet"]
+        program = [sys.executable, "-m", "zckpt", "reshard", "--world-size", str(WORLD_SIZE), "--quiet", *options]
         return [*program, str(self.checkpoint), str(self.resharded)]
 
     def convert(self) -> list[str]:
@@ -124,9 +128,10 @@ def measure(commands: Commands, repeat: int, *, reference: bool) -> tuple[dict[s
     """Watch every command once, check the two universal checkpoints against each other, and time all in turns."""
     ours = {"cp + sync": commands.copy(), "reshard": commands.reshard(), "universal": commands.convert()}
     theirs = {"ds_to_universal": commands.reference()} if reference else {}
-    timings = {name: Timing() for name in ours | theirs}
     touch_memory()
     peaks = watched(commands, ours | theirs)
+    ours[UNCHECKED] = commands.reshard("--no-checksums")
+    timings = {name: Timing() for name in ours | theirs}
     if reference:
         run([sys.executable, "-c", COMPARE, str(commands.universal), str(commands.reference_folder)])
         print("the tensors of zckpt and ds_to_universal are equal, bit for bit", file=sys.stderr)
@@ -154,7 +159,10 @@ def watched(commands: Commands, all_of_them: dict[str, list[str]]) -> dict[str, 
 def judge(timings: dict[str, Timing], peaks: dict[str, Peak]) -> list[Target]:
     """Return the targets with what was measured."""
     copy, reshard, universal = (timings[name] for name in ("cp + sync", "reshard", "universal"))
-    targets = [Target("reshard / cp + sync", reshard.median / copy.median, COPY_RATIO)]
+    targets = [
+        Target("reshard / cp + sync", reshard.median / copy.median, COPY_RATIO),
+        Target(f"reshard / {UNCHECKED}", paired(reshard, timings[UNCHECKED]), CHECKSUM_RATIO),
+    ]
     if "ds_to_universal" in timings:
         speedup = timings["ds_to_universal"].median / universal.median
         targets.append(Target("ds_to_universal / universal", speedup, REFERENCE_SPEEDUP, at_least=True))

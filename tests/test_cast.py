@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.strategies import byte_strings
-from zckpt.cast import cast, mean, numpy_dtype, swapped
+from zckpt.cast import cast, mean, numpy_dtype, resolved, swapped
 from zckpt.dtypes import DTYPES, itemsize
 from zckpt.errors import UnsupportedError
 
@@ -179,3 +179,25 @@ def test_mean_leaves_what_is_averaged_alone():
     first = np.ones(3, np.float32)
     mean([first, np.zeros(3, np.float32)], "float32")
     assert first.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", *COMPLEX, *INTEGERS[:5]])
+@given(data=st.binary(min_size=16, max_size=160), bits=st.sampled_from([("conj",), ("neg",), ("conj", "neg")]))
+def test_lazy_views_are_resolved_as_torch_does(dtype: str, data: bytes, bits: tuple[str, ...]) -> None:
+    size = itemsize(dtype)
+    array = np.frombuffer(data[: len(data) // size * size], numpy_dtype(dtype))
+    lazy = in_torch(array, dtype)
+    for bit in bits:
+        lazy = lazy.conj() if bit == "conj" else torch._neg_view(lazy)
+    found = resolved(array, dtype, bits)
+    if dtype != "complex32":  # which torch does not negate on a CPU
+        expected = lazy.resolve_conj().resolve_neg()
+        usual = ~expected.isnan()
+        assert in_torch(found, dtype)[usual].view(torch.uint8).equal(expected[usual].view(torch.uint8))
+    assert resolved(found, dtype, bits).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn", "quint4x2"])
+def test_what_torch_does_not_negate_is_refused(dtype: str) -> None:
+    with pytest.raises(UnsupportedError, match="not negated"):
+        resolved(np.zeros(4, numpy_dtype(dtype)), dtype, ("neg",))

@@ -217,7 +217,7 @@ def assert_pieces_fill(tiles: list[Extent], shape: tuple[int, ...], extent: Exte
         hole = Hole(100, "w", slot_of(*spans, shape=shape), extent, "int32")
         found = sorted(pieces(Fill(hole, tuple(fill(hole))), most, most), key=lambda piece: piece.offset)
         with Sources() as sources:
-            content = [bytes(elements(piece, sources.descriptor)) for piece in found]
+            content = [bytes(elements(piece, sources)) for piece in found]
     assert b"".join(content) == part_of(tensor, extent).tobytes()
     assert [piece.nbytes for piece in found] == [len(data) for data in content]
     assert all(0 < piece.nbytes <= most for piece in found)

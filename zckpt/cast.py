@@ -5,12 +5,13 @@ What NaN a NaN becomes is not defined: torch itself gives different ones on diff
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
-from zckpt.dtypes import itemsize
+from zckpt.dtypes import is_complex, is_floating, is_negatable, itemsize
 from zckpt.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 else:
     Array = np.ndarray  # numpy.typing takes as long to load as half of numpy
 
-_COMPLEX = {"complex32", "complex64", "complex128"}
 _EXTENDED = {
     "bfloat16",
     "float8_e4m3fn",
@@ -45,11 +45,45 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def swapped(array: Array, dtype: str) -> Array:
     """Return the elements with their bytes in the other order; a complex number is two numbers."""
     size = itemsize(dtype)
-    part = size // 2 if dtype in _COMPLEX else size
+    part = size // 2 if is_complex(dtype) else size
     if part == 1:
         return array
     parts: Array = np.ascontiguousarray(array).view(f"u{part}").byteswap()
     return parts.view(array.dtype).reshape(array.shape)
+
+
+def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
+    """Return the elements after what torch's lazy views leave to be done, bit for bit as torch does it.
+
+    Parameters
+    ----------
+    array : ndarray
+        In the machine's byte order.
+    dtype : str
+    unresolved : iterable of {"conj", "neg"}
+
+    Raises
+    ------
+    UnsupportedError
+        Elements of the type are not negated.
+
+    Notes
+    -----
+    Source: `Tensor.resolve_conj`, `Tensor.resolve_neg` (torch 2.13): signs are turned, of zeros and NaN too.
+    """
+    if not is_negatable(dtype):
+        raise UnsupportedError(f"elements of type {dtype} are not negated", expected="numbers with a sign of their own")
+    size = itemsize(dtype) // (2 if is_complex(dtype) else 1)
+    words: Array = np.ascontiguousarray(array).reshape(-1).view(f"u{size}").copy()
+    for bit in unresolved:
+        if bit == "conj" and not is_complex(dtype):
+            continue
+        chosen = words[1::2] if bit == "conj" else words
+        if is_floating(dtype) or is_complex(dtype):
+            chosen ^= chosen.dtype.type(1 << (8 * size - 1))
+        else:
+            np.negative(chosen, out=chosen)
+    return words.view(array.dtype).reshape(array.shape)
 
 
 def cast(array: Array, target: str) -> Array:

@@ -89,3 +89,14 @@ def is_floating(dtype: str) -> bool:
     """Tell whether values of `dtype` are real floating-point numbers."""
     info = DTYPES.get(dtype)
     return info is not None and info.floating
+
+
+def is_complex(dtype: str) -> bool:
+    """Tell whether an element of `dtype` is two numbers, a real and an imaginary part."""
+    return dtype.startswith("complex")
+
+
+def is_negatable(dtype: str) -> bool:
+    """Tell whether torch negates elements of `dtype`: not bools, and neither packed nor 8-bit floating types."""
+    integer = dtype.removeprefix("u").startswith("int")
+    return integer or is_complex(dtype) or (is_floating(dtype) and itemsize(dtype) > 1)

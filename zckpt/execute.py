@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -18,12 +17,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from zckpt.crc32 import combine, crc32
+from zckpt.checking import Checked, Checks, Part, WatchedSources, part_of
+from zckpt.crc32 import crc32
 from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
 from zckpt.errors import TargetError
 from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Copy, FilePlan, Literal, Plan
-from zckpt.storage import Sources, read_into
+from zckpt.storage import read_into
+from zckpt.written_sums import Written, patch_checksums
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
 """Bytes that all copy buffers together may take."""
@@ -78,21 +79,16 @@ class SilentReporter:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Pieces of one target file, or of memory, that one worker runs in order, and the size of its buffer."""
+    """Pieces of one target file, or of memory, that one worker runs in order, and the size of its buffer.
+
+    What it reads of the source files in `watched` is summed.
+    """
 
     path: str
     pieces: tuple[Piece | Literal, ...]
     checksummed: bool
     buffer_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A contiguous run of a target file that has been written: byte offset, length, CRC-32 where it was computed."""
-
-    offset: int
-    nbytes: int
-    crc32: int | None
+    watched: frozenset[str] = frozenset()
 
 
 def execute(
@@ -104,7 +100,8 @@ def execute(
     reporter: Reporter | None = None,
     executor: Executor | None = None,
     check: Callable[[list[Path]], None] | None = None,
-) -> None:
+    checks: Checks | None = None,
+) -> Checked:
     """Write the files of a plan, each under its target's name, whole or not at all.
 
     Parameters
@@ -121,13 +118,19 @@ def execute(
         Runs the batches; by default threads of this process.
     check : callable, optional
         Called with what was written, still under temporary names; what it raises leaves no target behind.
+    checks : Checks, optional
+        Hold what is copied against the checksums of the sources, before a target gets its name.
+
+    Returns
+    -------
+    Checked
 
     Raises
     ------
     TargetError
         A target exists, or cannot be written.
     DamagedFileError
-        A source file ends before the bytes that the plan reads.
+        A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
     paths = [Path(target) for target in targets]
     with _write_errors(paths[-1]):
@@ -135,9 +138,10 @@ def execute(
             check_target(path, overwrite=overwrite)
         check_space(paths[0].parent, plan.write_nbytes)
     with _write_errors(paths[-1]), written_files(paths, overwrite=overwrite) as partials:
-        _write(plan, partials, memory, reporter or SilentReporter(), executor)
+        checked = _write(plan, partials, memory, reporter or SilentReporter(), executor, checks or Checks())
         if check is not None:
             check(partials)
+    return checked
 
 
 def execute_directory(
@@ -149,10 +153,11 @@ def execute_directory(
     reporter: Reporter | None = None,
     executor: Executor | None = None,
     check: Callable[[Path], None] | None = None,
-) -> None:
+    checks: Checks | None = None,
+) -> Checked:
     """Write the files of a plan, by their names, into a new directory that appears whole or not at all.
 
-    Parameters and errors are those of `execute`; `check` gets the directory.
+    Parameters, result and errors are those of `execute`; `check` gets the directory.
     """
     path = Path(target)
     with _write_errors(path):
@@ -162,9 +167,10 @@ def execute_directory(
         names = [partial / one.file.name for one in plan.files]
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
-        _write(plan, names, memory, reporter or SilentReporter(), executor)
+        checked = _write(plan, names, memory, reporter or SilentReporter(), executor, checks or Checks())
         if check is not None:
             check(partial)
+    return checked
 
 
 @contextmanager
@@ -183,7 +189,9 @@ def _write_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, executor: Executor | None) -> None:
+def _write(
+    plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, executor: Executor | None, checks: Checks
+) -> Checked:
     reporter.begin(plan.copy_nbytes)
     threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
     limit = max(memory // threads // BUFFERS_PER_WORKER, MINIMUM_PIECE_NBYTES)
@@ -191,28 +199,33 @@ def _write(plan: Plan, paths: Sequence[Path], memory: int, reporter: Reporter, e
     try:
         large = LARGE_LITERAL_NBYTES if executor is None else sys.maxsize  # what is in memory stays in this process
         batches = (
-            batch for path, one in zip(paths, plan.files, strict=True) for batch in _batches(path, one, limit, large)
+            batch
+            for path, one in zip(paths, plan.files, strict=True)
+            for batch in _batches(path, one, limit, large, checks)
         )
+        made: set[tuple[int, int]] = set()
         for path, one in zip(paths, plan.files, strict=True):
-            _write_literals(path, one, large)
-        written = _run(pool, batches, reporter)
+            _write_literals(path, one, large, made)
+        written = _run(pool, batches, reporter, checks)
+        checked = checks.finish(pool.map)
         for path, one in zip(paths, plan.files, strict=True):
             if one.file.checksums:
-                _patch_checksums(path, one, written.get(str(path), []), large)
+                patch_checksums(path, one, written.get(str(path), []), large)
+        return checked
     finally:
         reporter.end()
         if executor is None:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[str, list[Written]]:
+def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter, checks: Checks) -> dict[str, list[Written]]:
     """Run batches; the first failure stops the rest. Return what was written, for files that have checksums.
 
     Batches that are running when one fails are waited for: none writes to a file that a later run may have made.
     """
     written: dict[str, list[Written]] = {}
     waiting = iter(batches)
-    pending: dict[Future[list[Written]], Batch] = {}
+    pending: dict[Future[tuple[list[Written], list[Part]]], Batch] = {}
     try:
         while True:
             for batch in islice(waiting, QUEUED_BATCHES - len(pending)):
@@ -222,7 +235,8 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
                 batch = pending.pop(future)
-                runs = future.result()
+                runs, parts = future.result()
+                checks.add(parts)
                 if batch.checksummed:
                     written.setdefault(batch.path, []).extend(runs)
                 reporter.advance(sum(piece.nbytes for piece in batch.pieces if isinstance(piece, Piece)))
@@ -234,7 +248,7 @@ def _run(pool: Executor, batches: Iterable[Batch], reporter: Reporter) -> dict[s
     return written
 
 
-def _batches(path: Path, one: FilePlan, limit: int, large: int) -> Iterator[Batch]:
+def _batches(path: Path, one: FilePlan, limit: int, large: int, checks: Checks) -> Iterator[Batch]:
     checksummed = bool(one.file.checksums)
     buffer = min(limit, BUFFER_NBYTES)
     for literal in one.file.literals:
@@ -245,19 +259,31 @@ def _batches(path: Path, one: FilePlan, limit: int, large: int) -> Iterator[Batc
     batch: list[Piece] = []
     nbytes = 0
     for fill in one.fills:
-        for piece in pieces(fill, min(limit, BATCH_NBYTES), BATCH_NBYTES):
+        for piece in checks.cut(pieces(fill, min(limit, BATCH_NBYTES), BATCH_NBYTES)):
             batch.append(piece)
             nbytes += piece.nbytes
             if nbytes >= BATCH_NBYTES:
-                yield Batch(str(path), tuple(batch), checksummed, buffer)
+                yield Batch(str(path), tuple(batch), checksummed, buffer, _watched(batch, checks))
                 batch, nbytes = [], 0
     if batch:
-        yield Batch(str(path), tuple(batch), checksummed, buffer)
+        yield Batch(str(path), tuple(batch), checksummed, buffer, _watched(batch, checks))
 
 
-def _write_literals(path: Path, one: FilePlan, large: int) -> None:
-    """Make a file of its size, with the literals that are not large."""
+def _watched(batch: Iterable[Piece], checks: Checks) -> frozenset[str]:
+    return checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
+
+
+def _write_literals(path: Path, one: FilePlan, large: int, made: set[tuple[int, int]]) -> None:
+    """Make a file of its size, with the literals that are not large; `made` tells the files by device and inode."""
     with path.open("wb") as file:
+        there = os.fstat(file.fileno())
+        if (there.st_dev, there.st_ino) in made:
+            raise TargetError(
+                "the file system takes two names for one",
+                path=path,
+                advice="write to one that tells upper and lower case apart",
+            )
+        made.add((there.st_dev, there.st_ino))
         file.truncate(one.file.nbytes)
         for literal in one.file.literals:
             if len(literal.data) < large:
@@ -265,32 +291,39 @@ def _write_literals(path: Path, one: FilePlan, large: int) -> None:
                 file.write(literal.data)
 
 
-def run_batch(batch: Batch) -> list[Written]:
-    """Run the pieces of a batch in order and return the runs written; may run in another process."""
+def run_batch(batch: Batch) -> tuple[list[Written], list[Part]]:
+    """Run the pieces of a batch in order and return the runs written and what was read; maybe in another process."""
     target = os.open(batch.path, os.O_WRONLY)
     buffer = bytearray(batch.buffer_nbytes)
     try:
-        with Sources() as sources:
+        with WatchedSources(batch.watched) as sources:
             runs = [_run_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
         first = runs[0].offset
         start_writeback(target, first, runs[-1].offset + runs[-1].nbytes - first)
-        return runs
+        return runs, sources.parts
     finally:
         os.close(target)
 
 
-def _run_piece(piece: Piece | Literal, target: int, sources: Sources, batch: Batch, buffer: bytearray) -> Written:
+def _run_piece(
+    piece: Piece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray
+) -> Written:
     if isinstance(piece, Literal):
         return _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
     if piece.is_bytewise:
-        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed)
+        watched = piece.copies[0].sources[0].path in batch.watched
+        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)
+        if watched and crc is not None:
+            sources.parts.append(part_of(piece, crc))
         return Written(piece.offset, piece.nbytes, crc)
-    data = elements(piece, sources.descriptor)
+    data = elements(piece, sources)
     _write_all(target, data, piece.offset)
     return Written(piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
 
 
-def _copy_bytes(copy: Copy, target: int, sources: Sources, buffer: bytearray, *, checksummed: bool) -> int | None:
+def _copy_bytes(
+    copy: Copy, target: int, sources: WatchedSources, buffer: bytearray, *, checksummed: bool
+) -> int | None:
     """Copy a contiguous run of bytes through a buffer; return its CRC-32 if wanted."""
     source = copy.sources[0]
     descriptor = sources.descriptor(source.path)
@@ -320,45 +353,3 @@ def _write_all(target: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(target, data[done:], offset + done)
-
-
-def _patch_checksums(path: Path, one: FilePlan, written: list[Written], large: int) -> None:
-    """Compute each checksum from those of the runs that were written and put it where it belongs."""
-    runs = sorted(
-        [*written, *(Written(x.offset, len(x.data), crc32(x.data)) for x in one.file.literals if len(x.data) < large)],
-        key=lambda run: run.offset,
-    )
-    starts = [run.offset for run in runs]
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        for checksum in one.file.checksums:
-            crc = _combined(runs, starts, checksum.start, checksum.end)
-            if crc is None:
-                crc = _reread(descriptor, checksum.start, checksum.end, str(path))
-            for offset in checksum.offsets:
-                os.pwrite(descriptor, crc.to_bytes(4, "little"), offset)
-    finally:
-        os.close(descriptor)
-
-
-def _combined(runs: list[Written], starts: list[int], start: int, end: int) -> int | None:
-    """Return the CRC-32 of bytes [start, end), or None where the runs do not tile them."""
-    crc, at = 0, start
-    index = bisect_left(starts, start)
-    while at < end:
-        if index == len(runs) or runs[index].offset != at or runs[index].crc32 is None:
-            return None
-        crc = combine(crc, runs[index].crc32 or 0, runs[index].nbytes)
-        at += runs[index].nbytes
-        index += 1
-    return crc if at == end else None
-
-
-def _reread(descriptor: int, start: int, end: int, path: str) -> int:
-    crc = 0
-    buffer = bytearray(min(end - start, 1 << 20))
-    for at in range(start, end, len(buffer) or 1):
-        view = memoryview(buffer)[: min(len(buffer), end - at)]
-        read_into(descriptor, at, view, path=path)
-        crc = crc32(view, crc)
-    return crc

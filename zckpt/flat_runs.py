@@ -56,7 +56,7 @@ def flat_runs(slot: Slot, dtype: str) -> FlatRuns | None:
     for span in slot.spans:
         if (
             span.dtype != dtype
-            or span.strides is not None
+            or not span.is_run
             or span.extent.sizes != slot.shape
             or (span.byteorder != "little" and itemsize(dtype) > 1)
         ):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,10 @@ from zckpt.boxes import row_major
 from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError
 from zckpt.plan import Copy, Fill, Strided
-from zckpt.storage import read_into
+from zckpt.storage import Sources
 
 if TYPE_CHECKING:
     from zckpt.cast import Array
-
-Descriptor = Callable[[str], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +147,14 @@ def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
     )
 
 
-def elements(piece: Piece, descriptor: Descriptor) -> memoryview:
+def elements(piece: Piece, sources: Sources) -> memoryview:
     """Return the bytes of a piece.
 
     Parameters
     ----------
     piece : Piece
-    descriptor : callable
-        Gives an open descriptor for a source path.
+    sources : Sources
+        That read the source files.
 
     Raises
     ------
@@ -168,27 +166,29 @@ def elements(piece: Piece, descriptor: Descriptor) -> memoryview:
     from zckpt.cast import numpy_dtype
 
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
-        return np.ascontiguousarray(_values(piece.copies[0], descriptor)).reshape(-1).view(np.uint8).data
+        return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
     for copy in piece.copies:
         dtype = numpy_dtype(copy.target_dtype)
         target: Array = np.ndarray(copy.shape, dtype, buffer, copy.offset - piece.offset, copy.strides)
-        target[...] = _values(copy, descriptor)
+        target[...] = _values(copy, sources)
     return memoryview(buffer)
 
 
-def _values(copy: Copy, descriptor: Descriptor) -> Array:
+def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    from zckpt.cast import cast, mean, swapped
+    from zckpt.cast import cast, mean, resolved, swapped
 
-    arrays = [_gather(copy, source, descriptor) for source in copy.sources]
+    arrays = [_gather(copy, source, sources) for source in copy.sources]
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
+    if copy.unresolved:
+        arrays = [resolved(array, copy.source_dtype, copy.unresolved) for array in arrays]
     array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
     return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 
 
-def _gather(copy: Copy, source: Strided, descriptor: Descriptor) -> Array:
+def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
     import numpy as np
 
@@ -198,13 +198,13 @@ def _gather(copy: Copy, source: Strided, descriptor: Descriptor) -> Array:
     reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
     if reach <= 2 * copy.numel * dtype.itemsize:
         buffer = bytearray(reach)
-        read_into(descriptor(source.path), source.offset, memoryview(buffer), path=source.path)
+        sources.read(source.path, source.offset, memoryview(buffer))
         gathered: Array = np.ndarray(copy.shape, dtype, buffer, strides=source.strides)
         return gathered
-    return _gather_mapped(copy, source, descriptor, reach)
+    return _gather_mapped(copy, source, sources, reach)
 
 
-def _gather_mapped(copy: Copy, source: Strided, descriptor: Descriptor, reach: int) -> Array:
+def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
     """Gather elements that lie far apart through a mapping of the file: only the pages they are on are read."""
     import numpy as np
 
@@ -213,7 +213,7 @@ def _gather_mapped(copy: Copy, source: Strided, descriptor: Descriptor, reach: i
     start = source.offset - source.offset % mmap.ALLOCATIONGRANULARITY
     try:
         mapped = mmap.mmap(
-            descriptor(source.path), source.offset - start + reach, access=mmap.ACCESS_READ, offset=start
+            sources.descriptor(source.path), source.offset - start + reach, access=mmap.ACCESS_READ, offset=start
         )
     except ValueError as error:
         raise DamagedFileError(
@@ -221,4 +221,5 @@ def _gather_mapped(copy: Copy, source: Strided, descriptor: Descriptor, reach: i
         ) from error
     view: Array = np.ndarray(copy.shape, numpy_dtype(copy.source_dtype), mapped, source.offset - start, source.strides)
     found: Array = view.copy()
+    sources.touch(source.path, source.offset, reach)
     return found

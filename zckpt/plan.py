@@ -100,6 +100,8 @@ class Copy:
     offset : int, bytes
     strides : tuple of int, bytes
         In the target.
+    unresolved : tuple of {"conj", "neg"}
+        What is to be done to the elements on the way.
     """
 
     shape: tuple[int, ...]
@@ -109,6 +111,7 @@ class Copy:
     byteorder: str
     offset: int
     strides: tuple[int, ...]
+    unresolved: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -127,6 +130,7 @@ class Copy:
         return (
             len(self.sources) == 1
             and self.source_dtype == self.target_dtype
+            and not self.unresolved
             and (self.byteorder == "little" or size == 1)
             and self.strides == self.sources[0].strides == (size,)
         )
@@ -209,7 +213,7 @@ def fill(hole: Hole) -> list[Copy]:
     if not hole.slot.replicas:
         return copies
     sets = [copies] + [_fill_from(hole, spans) for spans in hole.slot.replicas]
-    cut = [[(c.offset, c.shape, c.strides, c.source_dtype, c.byteorder) for c in one] for one in sets]
+    cut = [[(c.offset, c.shape, c.strides, c.source_dtype, c.byteorder, c.unresolved) for c in one] for one in sets]
     if any(one != cut[0] for one in cut):
         raise LayoutError(f"{hole.label}: the tensors to be averaged are stored differently")
     return [
@@ -221,6 +225,7 @@ def fill(hole: Hole) -> list[Copy]:
             first.byteorder,
             first.offset,
             first.strides,
+            first.unresolved,
         )
         for same in zip(*sets, strict=True)
         for first in same[:1]
@@ -253,7 +258,9 @@ def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
     source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
     source = Strided(span.path, span.offset + (low - span.extent.start) * source_size, (source_size,))
     offset = hole.offset + (low - hole.extent.start) * target_size
-    return Copy((high - low,), (source,), span.dtype, hole.dtype, span.byteorder, offset, (target_size,))
+    return Copy(
+        (high - low,), (source,), span.dtype, hole.dtype, span.byteorder, offset, (target_size,), span.unresolved
+    )
 
 
 def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
@@ -269,7 +276,7 @@ def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
         shape, source_steps, target_steps = (1,), (source_size,), (target_size,)
     source = Strided(span.path, span.offset + first * source_size, source_steps)
     offset = hole.offset + target_first * target_size
-    return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps)
+    return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps, span.unresolved)
 
 
 def _locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from zckpt.cast import Array, numpy_dtype
+from zckpt.checking import Checks, Part, WatchedSources
 from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Fill, Hole, fill
 from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
-from zckpt.storage import Sources, read_into
+from zckpt.storage import Sources
 
 READ_PIECE_NBYTES = 8 << 20
 """Read in pieces of this size, so that a gather needs little memory beside its result."""
@@ -46,8 +47,14 @@ class Read:
     into: memoryview
 
 
-def read_all(reads: Sequence[Read]) -> None:
+def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     """Read the elements of many extents, several at a time.
+
+    Parameters
+    ----------
+    reads : sequence of Read
+    checks : Checks, optional
+        Gets what is read; who made them finishes them when all that is to be read has been.
 
     Raises
     ------
@@ -60,13 +67,14 @@ def read_all(reads: Sequence[Read]) -> None:
     """
     batches = list(_batches(reads))
     threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1], len(batches))
+    watching = checks or Checks()
     if threads <= 1:
         for batch in batches:
-            _run(batch)
+            watching.add(_run(batch, watching.watched))
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="zckpt-read") as pool:
-        for done in [pool.submit(_run, batch) for batch in batches]:
-            done.result()
+        for done in [pool.submit(_run, batch, watching.watched) for batch in batches]:
+            watching.add(done.result())
 
 
 def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:
@@ -124,10 +132,11 @@ def _batches(reads: Sequence[Read]) -> Iterator[list[tuple[Piece, memoryview]]]:
         yield batch
 
 
-def _run(batch: Sequence[tuple[Piece, memoryview]]) -> None:
-    with Sources() as sources:
+def _run(batch: Sequence[tuple[Piece, memoryview]], watched: frozenset[str]) -> list[Part]:
+    with WatchedSources(watched) as sources:
         for piece, into in batch:
             read_piece(piece, into, sources)
+        return sources.parts
 
 
 def read_piece(piece: Piece, into: memoryview, sources: Sources) -> None:
@@ -135,6 +144,6 @@ def read_piece(piece: Piece, into: memoryview, sources: Sources) -> None:
     view = into[piece.offset : piece.offset + piece.nbytes]
     if piece.is_bytewise:
         source = piece.copies[0].sources[0]
-        read_into(sources.descriptor(source.path), source.offset, view, path=source.path)
+        sources.read(source.path, source.offset, view)
     else:
-        view[:] = elements(piece, sources.descriptor)
+        view[:] = elements(piece, sources)

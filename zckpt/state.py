@@ -71,6 +71,8 @@ class Span:
         Distance between neighbours along each dimension of the box, for a tensor that is not stored in
         row-major order; the range is then the whole box. None: the range is one contiguous run.
     byteorder : {"little", "big"}
+    unresolved : tuple of {"conj", "neg"}
+        What is still to be done to the elements that are stored, to have their values: torch's bits for lazy views.
     """
 
     extent: Extent
@@ -79,6 +81,12 @@ class Span:
     dtype: str
     strides: tuple[int, ...] | None = None
     byteorder: str = "little"
+    unresolved: tuple[str, ...] = ()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie end to end and as they are, but for the order of their bytes."""
+        return self.strides is None and not self.unresolved
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 OPEN_SOURCES = 32
 """Source files kept open at once by each worker; a checkpoint may have more files than a process may open."""
@@ -72,7 +76,7 @@ class Sources:
     def __init__(self) -> None:
         self._open: dict[str, int] = {}
 
-    def __enter__(self) -> Sources:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,6 +98,13 @@ class Sources:
             except OSError as error:
                 raise SourceError("cannot be opened", path=path, found=error.strerror) from error
         return self._open[path]
+
+    def read(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at byte `offset` of a file; errors are those of `read_into`."""
+        read_into(self.descriptor(path), offset, buffer, path=path)
+
+    def touch(self, path: str, offset: int, nbytes: int) -> None:
+        """Note that some of these bytes are read otherwise."""
 
     def close(self) -> None:
         """Close all."""

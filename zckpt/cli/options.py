@@ -92,6 +92,11 @@ def write_options(command: Command) -> Command:
                 "--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them."
             ),
             click.option(
+                "--no-checksums",
+                is_flag=True,
+                help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
+            ),
+            click.option(
                 "--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers."
             ),
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),

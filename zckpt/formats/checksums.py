@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
+from zckpt.checking import Checks, Sum
+from zckpt.errors import SourceError
+from zckpt.plan import Plan
 from zckpt.state import SourceFile
 from zckpt.storage import opened, read_at
-from zckpt.torchfile.archive import read_archive
+from zckpt.torchfile.archive import has_checksums, read_archive
 from zckpt.torchfile.source import open_range
 
 ZIP = b"PK\3\4"
@@ -15,25 +19,10 @@ ZIP = b"PK\3\4"
 NATIVE_ROLE = "rank"
 """Of files that zckpt's own format deals the elements to."""
 
+__all__ = ["Sum", "checksums", "source_checks"]
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Bytes of a file and the CRC-32 that the file states for them.
-
-    Parameters
-    ----------
-    name : str
-        Of the record or tensor, for messages.
-    path : str
-    offset, nbytes : int, bytes
-    crc32 : int
-    """
-
-    name: str
-    path: str
-    offset: int
-    nbytes: int
-    crc32: int
+ALWAYS_NBYTES = 1 << 12
+"""A record of at most this is always checked: it may be a step count, or say how the others are to be read."""
 
 
 def checksums(file: SourceFile) -> list[Sum]:
@@ -57,7 +46,9 @@ def _found(file: SourceFile) -> Iterator[Sum]:
         return
     for offset, nbytes in file.archives or _whole(file):
         with open_range(file.path, offset, nbytes) as source:
-            for record in read_archive(source).values():
+            records = list(read_archive(source).values())
+        if has_checksums(records):
+            for record in records:
                 yield Sum(record.name, file.path, record.offset, record.nbytes, record.crc32)
 
 
@@ -66,3 +57,34 @@ def _whole(file: SourceFile) -> list[tuple[int, int]]:
         return []
     with opened(file.path) as descriptor:
         return [(0, file.nbytes)] if read_at(descriptor, 0, len(ZIP), path=file.path) == ZIP else []
+
+
+def source_checks(files: Iterable[SourceFile], plan: Plan) -> Checks:
+    """Return the checks of all that a plan reads.
+
+    Parameters
+    ----------
+    files : iterable of SourceFile
+        Of the checkpoint: its small records are checked whether or not the plan reads them.
+    plan : Plan
+        Reads these files, and others that are copied as they are.
+
+    Raises
+    ------
+    SourceError
+        A file of the checkpoint cannot be read, or the structure that states its checksums is damaged.
+    """
+    known = {file.path: file for file in files}
+    found = [replace(one, always=one.nbytes <= ALWAYS_NBYTES) for file in known.values() for one in checksums(file)]
+    read = {s.path for one in plan.files for fill in one.fills for copy in fill.copies for s in copy.sources}
+    for path in sorted(read - known.keys()):
+        found += _of_other(path)
+    return Checks(found)
+
+
+def _of_other(path: str) -> list[Sum]:
+    """Return the checksums of a file that is no part of a checkpoint; none of one that cannot be read as its kind."""
+    try:
+        return checksums(SourceFile(path, Path(path).stat().st_size, "other"))
+    except (SourceError, OSError):
+        return []

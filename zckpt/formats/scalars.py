@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
+from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
+from zckpt.formats.tensors import unresolved
 from zckpt.state import Scalar
 from zckpt.storage import opened, read_at
 from zckpt.torchfile import Tensor
@@ -68,6 +70,15 @@ def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object
 
 
 def _decode(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
+    number = _number(data, tensor, path)
+    if "neg" not in unresolved(tensor, path):
+        return number
+    if not is_floating(tensor.dtype):
+        raise UnsupportedError(f"a single value of type {tensor.dtype} that is still to be negated", path=path)
+    return -number
+
+
+def _number(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
     order = "<" if tensor.byteorder == "little" else ">"
     if tensor.dtype == "bfloat16":
         high = int.from_bytes(data, "little" if order == "<" else "big")

@@ -1,23 +1,122 @@
-"""Tensors of a torch file as slots and spans."""
+"""Tensors of a torch file as slots and spans. Knows which tensors have values that their bytes alone do not give.
+
+No adapter makes a span of a tensor by itself: the bytes of a lazy view would come out as if they were its values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+from zckpt.dtypes import is_negatable
+from zckpt.errors import UnsupportedError
 from zckpt.inventory import Rule
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
 
+Value = TypeVar("Value")
+
+PLAIN_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
+"""Classes of tensors of which the elements are the values. What another class makes of its elements only it knows."""
+
+QUANTISED = frozenset({"quint8", "qint8", "qint32", "quint4x2", "quint2x4"})
+"""Element types that mean something with a scale and a zero point only."""
+
+BITS = ("conj", "neg")
+"""Of torch's lazy views, in a tensor's metadata."""
+
 
 def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
-    """Return a slot that one tensor holds as a whole, in whatever order its elements are stored."""
+    """Return a slot that one tensor holds as a whole, in whatever order its elements are stored.
+
+    Raises
+    ------
+    UnsupportedError
+        Its bytes alone do not give its values.
+    """
     return Slot(name, tensor.dtype, tensor.shape, (span_of(tensor, path),) if tensor.numel else ())
 
 
-def span_of(tensor: Tensor, path: str) -> Span:
-    """Return the place of all elements of a tensor."""
+def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: int = 0) -> Span:
+    """Return the place of elements of a tensor.
+
+    Parameters
+    ----------
+    tensor : Tensor
+    path : str
+    extent : Extent, optional
+        What the elements are, beginning with `first` in the tensor's order. By default those of the whole tensor.
+    first : int, elements
+        Only of a contiguous tensor.
+
+    Raises
+    ------
+    UnsupportedError
+        Its bytes alone do not give its values.
+    """
     strides = None if tensor.is_contiguous else tensor.strides
-    return Span(Extent.whole(tensor.shape), path, tensor.offset, tensor.dtype, strides, tensor.byteorder)
+    if strides is not None and extent is not None and (first or len(extent.sizes) != len(strides)):
+        raise UnsupportedError(
+            "holds a flat tensor that is not stored end to end", path=path, found=f"strides {strides}"
+        )
+    place = Extent.whole(tensor.shape) if extent is None else extent
+    offset = tensor.offset + first * tensor.itemsize
+    return Span(place, path, offset, tensor.dtype, strides, tensor.byteorder, unresolved(tensor, path))
+
+
+def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:
+    """Return what is to be done to a tensor's elements to have its values.
+
+    Raises
+    ------
+    UnsupportedError
+        It has values that cannot be had so.
+    """
+    if tensor.subclass is not None and tensor.subclass.qualified not in PLAIN_CLASSES:
+        raise _not_plain(f"a tensor of class {tensor.subclass}", path)
+    if tensor.dtype in QUANTISED:
+        raise _not_plain(f"a tensor of {tensor.dtype} without its scale", path)
+    if not tensor.metadata:
+        return ()
+    strange = [key for key in tensor.metadata if key not in BITS]
+    if strange:
+        raise _not_plain(f"a tensor with {', '.join(map(repr, strange))[:80]} in its metadata", path)
+    bits = tuple(bit for bit in BITS if tensor.metadata.get(bit))
+    if bits and not is_negatable(tensor.dtype):
+        raise _not_plain(f"a tensor of {tensor.dtype} with {' and '.join(bits)} set", path)
+    return bits
+
+
+def _not_plain(what: str, path: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"holds {what}, whose values its bytes alone do not give",
+        path=path,
+        expected="dense tensors of torch.Tensor",
+        advice="write its values as a plain tensor in the program that made it",
+    )
+
+
+def identity_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two names of a file have in common if they are one tensor: the same elements of the same bytes."""
+    bits = tuple(bit for bit in BITS if (tensor.metadata or {}).get(bit))
+    return (tensor.storage.key, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, bits)
+
+
+def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
+    """Return a dict of a file with its keys as text.
+
+    Raises
+    ------
+    UnsupportedError
+        Two keys are one name: 1 and "1".
+    """
+    found: dict[str, Value] = {}
+    for key, value in mapping.items():
+        name = str(key)
+        if name in found:
+            raise UnsupportedError(f"two keys are the name {name[:80]!r}", path=path, expected="names that are texts")
+        found[name] = value
+    return found
 
 
 def describe(

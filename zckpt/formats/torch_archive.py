@@ -134,7 +134,7 @@ def view(
     strides : tuple of int, elements, optional
         By default it is contiguous.
     like : Tensor, optional
-        Whose gradient flag, class, attributes and so on it is to have.
+        Whose gradient flag, class, attributes and so on it is to have; not its lazy bits: slots have values.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def view(
     if like is None:
         return made
     place = {name: getattr(made, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
-    return replace(like, byteorder="little", rebuild=function, **place)
+    return replace(like, byteorder="little", rebuild=function, metadata=None, **place)
 
 
 def lay_out(name: str, root: object) -> TargetFile:

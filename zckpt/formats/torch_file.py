@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
-from zckpt.formats.tensors import carried, describe, slot_of
+from zckpt.formats.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, optimizer_rules, parse
 from zckpt.inventory import Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
@@ -23,6 +23,9 @@ MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state"
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizer_state")
+
+EXTRA_STATE = "_extra_state"
+"""What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
@@ -67,8 +70,9 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     optimizer = root if looks_like_optimizer(root) else root.get(optimizer_key)
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
-    if model is not root and optimizer is not root:
-        checkpoint.metadata = {str(k): carried(file, v) for k, v in root.items() if k not in (model_key, optimizer_key)}
+    if optimizer is not root:
+        rest_of = _beside(root, model_key, model or {}, optimizer_key)
+        checkpoint.metadata = {key: carried(file, value) for key, value in by_name(rest_of, file.path).items()}
     checkpoint.step = _step(checkpoint, root)
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
@@ -85,11 +89,25 @@ def _rules(root: object, optimizer_key: object) -> tuple[Rule, ...]:
 
 
 def _is_state_dict(node: object) -> bool:
-    return (
-        isinstance(node, dict)
-        and bool(node)
-        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in node.items())
-    )
+    """Tell a dict of tensors; what a module keeps as its extra state may be anything."""
+    if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
+        return False
+    values = [value for key, value in node.items() if isinstance(value, Tensor) or not key.endswith(EXTRA_STATE)]
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
+
+
+def _beside(
+    root: Mapping[object, object], model_key: object, model: Mapping[object, object], optimizer_key: object
+) -> dict[object, object]:
+    """Return what a file holds beside the tensors of its model and its optimizer: every value once.
+
+    What a state dict has that is no tensor stays under the name that the state dict has in the file.
+    """
+    extra = {key: value for key, value in model.items() if not isinstance(value, Tensor)}
+    if model_key is None:  # the tensors are the file's own entries, if any are
+        return {key: value for key, value in root.items() if key not in (*model, optimizer_key)} | extra
+    rest = {key: value for key, value in root.items() if key not in (model_key, optimizer_key)}
+    return {model_key: extra, **rest} if extra else rest
 
 
 def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[object, Mapping[object, object] | None]:
@@ -133,16 +151,14 @@ def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) ->
     running statistics of a batch norm; the rest are taken for parameters.
     """
     owners: dict[tuple[object, ...], str] = {}
-    for key, tensor in model.items():
+    for name, tensor in by_name(model, path).items():
         if not isinstance(tensor, Tensor):
             continue
-        name = str(key)
         slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
         if not _trainable(tensor) or _is_running_statistic(name, model):
             checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
             continue
-        place = (tensor.storage.key, tensor.storage_offset, tensor.shape, tensor.strides)
-        owner = owners.setdefault(place, name) if tensor.numel else name
+        owner = owners.setdefault(identity_of(tensor), name) if tensor.numel else name
         if owner != name:
             checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, tied_to=owner)
         else:

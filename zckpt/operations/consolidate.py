@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.checking import Checked, Checks
 from zckpt.errors import TargetExistsError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.plan import Plan, TargetFile, plan
@@ -32,6 +34,8 @@ class Consolidated:
         Tensors of the model.
     compared : int
         Elements of masters that were held against their weights.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
     memory : int, bytes
         Upper bound of the copy buffers.
     warnings : tuple of str
@@ -44,6 +48,7 @@ class Consolidated:
     write_nbytes: int
     num_tensors: int
     compared: int
+    checksummed: int
     memory: int
     warnings: tuple[str, ...]
     dropped: tuple[str, ...] = ()
@@ -59,6 +64,7 @@ def consolidate(
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
     weight_check: bool = True,
+    checksums: bool = True,
     overwrite: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
@@ -89,6 +95,8 @@ def consolidate(
         Of each file of a directory.
     weight_check : bool
         Hold a sample of every master against the weight beside it before anything is written.
+    checksums : bool
+        Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
     dry_run : bool
         Plan everything, write nothing.
@@ -131,14 +139,17 @@ def consolidate(
     compared = _compared(checkpoint) if weight_check else 0
     paths = _paths(path, made)
     _check_apart(checkpoint, path, paths, overwrite=overwrite)
+    checked = Checked()
     if not dry_run:
-        _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter)
+        checks = source_checks(checkpoint.files, made) if checksums else None
+        checked = _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
     return Consolidated(
         tuple(paths),
         made.read_nbytes,
         made.write_nbytes,
         len(tensors),
         compared,
+        checked.nbytes,
         memory,
         tuple(checkpoint.warnings),
         dropped,
@@ -225,11 +236,20 @@ def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, o
             )
 
 
-def _run(made: Plan, path: Path, paths: list[Path], *, overwrite: bool, memory: int, reporter: Reporter | None) -> None:
+def _run(
+    made: Plan,
+    path: Path,
+    paths: list[Path],
+    *,
+    overwrite: bool,
+    memory: int,
+    reporter: Reporter | None,
+    checks: Checks | None,
+) -> Checked:
     """Write the files; the target's own name appears last."""
     if path in paths:
         order = sorted(range(len(paths)), key=lambda index: paths[index] == path)
         ordered = Plan(tuple(made.files[index] for index in order))
-        execute(ordered, [paths[i] for i in order], overwrite=overwrite, memory=memory, reporter=reporter)
-    else:
-        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter)
+        targets = [paths[i] for i in order]
+        return execute(ordered, targets, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
+    return execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)

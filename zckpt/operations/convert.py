@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zckpt.checking import Checked, Checks
 from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint
+from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
@@ -31,6 +33,8 @@ class Converted:
         Elements of masters that were held against their weights.
     verified : int, bytes
         What was compared with the source after writing.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
     notes, warnings : tuple of str
     dropped : tuple of str
         What the source holds and nothing has read, which `drop` named.
@@ -42,6 +46,7 @@ class Converted:
     memory: int
     compared: int
     verified: int
+    checksummed: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     dropped: tuple[str, ...] = ()
@@ -59,6 +64,7 @@ def convert(
     parameter_alignment: bool | None = None,
     dtype: str | None = None,
     weight_check: bool = True,
+    checksums: bool = True,
     verify: bool = False,
     fingerprint: bool | None = None,
     overwrite: bool = False,
@@ -93,7 +99,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag, names
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
         As for `consolidate`.
 
     Raises
@@ -117,11 +123,13 @@ def convert(
     planned = plan(made.files)
     check_apart(checkpoint, path, overwrite=overwrite, is_own=made.is_own)
     compared = _compared(checkpoint) if weight_check else 0
-    verified = 0
+    proof, checked = None, Checked()
     if not dry_run:
         recorded = to == "zckpt" if fingerprint is None else fingerprint
         proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop)
-        verified = _write(proof, made, planned, overwrite)
+        checked = _write(
+            proof, made, planned, overwrite, source_checks(checkpoint.files, planned) if checksums else None
+        )
     inside = [path if made.is_file else path / one.name for one in made.files]
     return Converted(
         tuple(inside + [path.parent / one.name for one in made.beside]),
@@ -129,7 +137,8 @@ def convert(
         planned.write_nbytes,
         memory,
         compared,
-        verified,
+        0 if proof is None else proof.verified,
+        checked.nbytes,
         made.notes,
         tuple(checkpoint.warnings),
         dropped,
@@ -152,13 +161,23 @@ def _compared(checkpoint: Checkpoint) -> int:
     return check_weights(checkpoint)
 
 
-def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool) -> int:
-    """Write the target, prove it before it gets its name, then write what points to it; return the bytes compared."""
+def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
+    """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path, memory, reporter = proof.target, proof.memory, proof.reporter
     if made.is_file:
-        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: proof.of(w[0]))
+        checked = execute(
+            planned,
+            [path],
+            overwrite=overwrite,
+            memory=memory,
+            reporter=reporter,
+            check=lambda written: proof.of(written[0]),
+            checks=checks,
+        )
     else:
-        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
+        checked = execute_directory(
+            planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of, checks=checks
+        )
     if made.beside:
         execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
-    return proof.verified
+    return checked

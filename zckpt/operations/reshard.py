@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.checking import Checked
 from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.formats import open_checkpoint
+from zckpt.formats.checksums import source_checks
 from zckpt.formats.deepspeed.carried import notes
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.names import is_own
@@ -35,6 +37,8 @@ class Resharded:
         Elements of masters that were held against their weights, and against those of other tensor-parallel ranks.
     verified : int, bytes
         What was compared with the source after writing.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
     notes : tuple of str
         What was carried over and may not mean anything at another number of ranks, and what could not be.
     warnings : tuple of str
@@ -48,6 +52,7 @@ class Resharded:
     memory: int
     compared: int
     verified: int
+    checksummed: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     dropped: tuple[str, ...] = ()
@@ -67,6 +72,7 @@ def reshard(
     tp_rules: str | os.PathLike[str] | None = None,
     padded_vocab_size: int | None = None,
     weight_check: bool = True,
+    checksums: bool = True,
     verify: bool = False,
     fingerprint: bool = False,
     overwrite: bool = False,
@@ -104,7 +110,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
         As for `consolidate`.
 
     Raises
@@ -144,8 +150,12 @@ def reshard(
 
         compared = check_weights(checkpoint) + check_slices(wanted)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, whole=False)
+    checked = Checked()
     if not dry_run:
-        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
+        checks = source_checks(checkpoint.files, made) if checksums else None
+        checked = execute_directory(
+            made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of, checks=checks
+        )
     files = tuple(path / one.file.name for one in made.files)
     return Resharded(
         files,
@@ -154,6 +164,7 @@ def reshard(
         memory,
         compared,
         proof.verified,
+        checked.nbytes,
         tuple(told),
         tuple(checkpoint.warnings),
         dropped,

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.checking import Checked
 from zckpt.errors import LayoutError, UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, strippers
+from zckpt.formats.checksums import source_checks
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import check_apart
@@ -39,6 +41,8 @@ class Stripped:
         Upper bound of the copy buffers.
     compared : int
         Elements of masters that were held against their weights.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
     notes : tuple of str
         What to know about the target.
     warnings : tuple of str
@@ -53,6 +57,7 @@ class Stripped:
     saved: dict[str, int]
     memory: int
     compared: int
+    checksummed: int
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
     dropped: tuple[str, ...] = ()
@@ -67,6 +72,7 @@ def strip(
     unreferenced: bool = False,
     keep_slots: Sequence[str] | None = None,
     weight_check: bool = True,
+    checksums: bool = True,
     overwrite: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
@@ -97,7 +103,7 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
         As for `consolidate`.
 
     Raises
@@ -126,10 +132,22 @@ def strip(
     def check(written: Path) -> None:
         _prove(checkpoint, open_checkpoint(written), request, path)
 
+    checked = Checked()
+    checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
     if not dry_run and origin.is_dir():
-        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check)
+        checked = execute_directory(
+            planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check, checks=checks
+        )
     elif not dry_run:
-        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: check(w[0]))
+        checked = execute(
+            planned,
+            [path],
+            overwrite=overwrite,
+            memory=memory,
+            reporter=reporter,
+            check=lambda written: check(written[0]),
+            checks=checks,
+        )
     return Stripped(
         tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
         planned.read_nbytes,
@@ -137,6 +155,7 @@ def strip(
         _saved(made),
         memory,
         compared,
+        checked.nbytes,
         made.notes,
         tuple(checkpoint.warnings),
         dropped,

@@ -16,6 +16,7 @@ def document(done: Consolidated, *, dry_run: bool) -> dict[str, object]:
         "write_nbytes": done.write_nbytes,
         "memory_nbytes": done.memory,
         "checked_elements": done.compared,
+        "checksummed_nbytes": done.checksummed,
         "dropped": list(done.dropped),
         "warnings": list(done.warnings),
     }
@@ -31,5 +32,7 @@ def render(done: Consolidated, *, dry_run: bool) -> str:
     )
     if done.compared:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
+    if done.checksummed:
+        lines.append(f"{size(done.checksummed)} of the source agree with the checksums in its files")
     lines += [f"dropped {one}" for one in done.dropped]
     return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])

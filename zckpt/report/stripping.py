@@ -19,6 +19,7 @@ def document(done: Stripped, *, dry_run: bool) -> dict[str, object]:
         "saved_nbytes": done.saved,
         "memory_nbytes": done.memory,
         "checked_elements": done.compared,
+        "checksummed_nbytes": done.checksummed,
         "notes": list(done.notes),
         "dropped": list(done.dropped),
         "warnings": list(done.warnings),
@@ -37,6 +38,8 @@ def render(done: Stripped, *, dry_run: bool) -> str:
     )
     if done.compared:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
+    if done.checksummed:
+        lines.append(f"{size(done.checksummed)} of the source agree with the checksums in its files")
     rows = [(kind, nbytes) for kind, nbytes in sorted(done.saved.items(), key=lambda one: -one[1])]
     lines += table(["saved", "bytes"], [*rows, ("in all", sum(done.saved.values()))], right=(1,))
     lines += [f"dropped {one}" for one in done.dropped]

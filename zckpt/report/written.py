@@ -39,6 +39,10 @@ class Done(Protocol):
         """Bytes of the target that were compared with the source."""
 
     @property
+    def checksummed(self) -> int:
+        """Bytes of the source that were held against the checksums in it."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What to know about the target."""
 
@@ -60,6 +64,7 @@ def document(done: Done, *, dry_run: bool) -> dict[str, object]:
         "write_nbytes": done.write_nbytes,
         "memory_nbytes": done.memory,
         "checked_elements": done.compared,
+        "checksummed_nbytes": done.checksummed,
         "verified_nbytes": done.verified,
         "notes": list(done.notes),
         "dropped": list(done.dropped),
@@ -79,6 +84,8 @@ def render(done: Done, *, dry_run: bool) -> str:
     )
     if done.compared:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
+    if done.checksummed:
+        lines.append(f"{size(done.checksummed)} of the source agree with the checksums in its files")
     if done.verified:
         lines.append(f"{size(done.verified)} compared with the source, byte for byte")
     lines += [f"dropped {one}" for one in done.dropped]

@@ -12,6 +12,7 @@ is read; neighbouring small records share one read. Source: PKWARE APPNOTE 6.3.1
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from struct import Struct
 
@@ -62,6 +63,14 @@ class Record:
     offset: int
     nbytes: int
     crc32: int
+
+
+def has_checksums(records: Iterable[Record]) -> bool:
+    """Tell whether an archive states checksums of its records.
+
+    Where torch is told not to compute them (`torch.serialization.set_crc32_options(False)`, torch 2.6), all are zero.
+    """
+    return any(record.crc32 for record in records)
 
 
 class Entry:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 
-from zckpt.codes import TRUNCATED
+from zckpt.codes import CHECKSUM, TRUNCATED
+from zckpt.crc32 import crc32
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError
 from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noqa: F401  # they register their opcodes
-from zckpt.torchfile.archive import Record, read_archive
+from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.legacy import is_legacy, read_legacy
 from zckpt.torchfile.pickle_machine import Machine
 from zckpt.torchfile.source import Buffer, ByteSource, open_range
@@ -150,13 +151,16 @@ def run_pickle(
     *,
     byteorder: str = "little",
     table: StorageTable | None = None,
+    expected: int | None = None,
 ) -> tuple[Machine, object]:
-    """Run one pickle that fills a range exactly; return the machine and the object tree."""
+    """Run one pickle that fills a range exactly, of this CRC-32 if any; return the machine and the object tree."""
     if nbytes > MAX_PICKLE:
         raise UnsupportedError(
             f"{record} is too large", path=source.path, expected=f"at most {MAX_PICKLE} bytes", found=nbytes
         )
     data = source.read(offset, nbytes)
+    if expected is not None:
+        check_record(data, record, expected, source.path)
     machine = Machine(data, path=source.path, record=record, byteorder=byteorder, persistent=table)
     root = machine.run()
     if machine.pos != len(data):
@@ -179,6 +183,7 @@ def read_zip(source: ByteSource) -> TorchFile:
             expected=f"a record {f'{archive}/data.pkl'!r:.120}",
             found=f"{len(records)} records",
         )
+    summed = has_checksums(records.values())
     byteorder = read_byteorder(source, records.get(f"{archive}/byteorder"))
     folder = f"{archive}/data/"
 
@@ -192,7 +197,13 @@ def read_zip(source: ByteSource) -> TorchFile:
 
     table = StorageTable(find)
     machine, root = run_pickle(
-        source, pickle.offset - source.base, pickle.nbytes, "data.pkl", byteorder=byteorder, table=table
+        source,
+        pickle.offset - source.base,
+        pickle.nbytes,
+        "data.pkl",
+        byteorder=byteorder,
+        table=table,
+        expected=pickle.crc32 if summed else None,
     )
     for name, record in records.items():
         key = name.removeprefix(folder)
@@ -210,6 +221,20 @@ def read_zip(source: ByteSource) -> TorchFile:
         tuple(records.values()),
         archive,
     )
+
+
+def check_record(data: bytes, name: str, expected: int, path: str) -> None:
+    """Raise DamagedFileError unless a record that was read whole has the CRC-32 that the archive states for it."""
+    found = crc32(data)
+    if found != expected:
+        raise DamagedFileError(
+            f"{name} is damaged",
+            path=path,
+            expected=f"CRC-32 {expected:08x}",
+            found=f"{found:08x}",
+            advice="copy the file again from where it came from",
+            code=CHECKSUM,
+        )
 
 
 def read_byteorder(source: ByteSource, record: Record | None) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from zckpt.errors import UnsupportedError
-from zckpt.state import Extent, Scalar, Slot, Span
+from zckpt.formats.tensors import slot_of
+from zckpt.state import Extent, Scalar
 from zckpt.tensor_reads import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.torchfile import (
     DefaultMapping,
@@ -95,7 +96,7 @@ class Values:
             raise UnsupportedError(
                 f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"
             )
-        here = value.detach().cpu().contiguous()
+        here = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
         dtype = dtype_name(here.dtype)
         storage = Storage(str(len(self.memory)), dtype, here.nbytes, "cpu", 0)
         self.memory[storage] = memory_of(here)
@@ -156,11 +157,8 @@ def value_of(node: Node, file: FromFile | None = None) -> Value:
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
-    extent = Extent.whole(node.shape)
-    strides = None if node.is_contiguous else node.strides
-    spans = (Span(extent, file.path, node.offset, node.dtype, strides, node.byteorder),) if node.numel else ()
     made = torch.empty(node.shape, dtype=getattr(torch, node.dtype))
-    read_tensors([Wanted(Slot("tensor", node.dtype, node.shape, spans), extent, made)])
+    read_tensors([Wanted(slot_of("tensor", node, file.path), Extent.whole(node.shape), made)])
     return made
 
 

@@ -45,14 +45,14 @@ class Taken:
     ----------
     nodes : dict of int to (str, str)
         Fate, and under which key, by the id of a node; the checkpoint keeps them alive.
-    metadata : mapping of str to object
-        What is carried, by key.
+    values : dict of (str, int) to str
+        Under which key a plain value is carried, by its own key and its id.
     keys : set of str
         Of single values that parameters and param groups have.
     """
 
     nodes: dict[int, tuple[str, str]] = field(default_factory=dict)
-    metadata: dict[str, object] = field(default_factory=dict)
+    values: dict[tuple[str, int], str] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
 
 
@@ -62,35 +62,34 @@ def taken(checkpoint: Checkpoint) -> Taken:
     every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
     for values in (checkpoint.metadata, checkpoint.optimizer_metadata):
         for key, value in values.items():
-            found.metadata[key] = value.node if isinstance(value, FromFile) else value
-            _mark(found.nodes, value, CARRIED, key)
+            found.values[key, id(value)] = key
+            _mark(found, value, CARRIED, key)
     for number, group in enumerate(checkpoint.param_groups):
         for values in (group.hyperparameters, group.state):
             found.keys.update(values)
             for key, value in values.items():
-                _mark(found.nodes, value, STATE, f"{key} of param group {number}")
+                _mark(found, value, STATE, f"{key} of param group {number}")
     for parameter in every:
         found.keys.update(parameter.state)
         found.keys.update(key for key in parameter.slots if key not in (WEIGHT, MASTER))
         for key, value in parameter.state.items():
-            _mark(found.nodes, value, STATE, f"{key} of {parameter.name}")
+            _mark(found, value, STATE, f"{key} of {parameter.name}")
     return found
 
 
-def _mark(nodes: dict[int, tuple[str, str]], value: object, fate: str, key: str) -> None:
-    """Note a node and all below it that are more than plain values."""
-    waiting = [value.node if isinstance(value, FromFile) else value]
+def _mark(found: Taken, value: object, fate: str, key: str) -> None:
+    """Note a node and all below it: those that are more than plain values by themselves, the others by their keys."""
+    waiting = [value]
     while waiting:
         node = waiting.pop()
-        if type(node) in LEAVES and not isinstance(node, Storage):
-            continue
         if isinstance(node, FromFile):
             waiting.append(node.node)
-            continue
-        if id(node) in nodes:
-            continue
-        nodes[id(node)] = fate, key
-        waiting.extend(child for _, child in children(node))
+        elif (type(node) not in LEAVES or isinstance(node, Storage)) and id(node) not in found.nodes:
+            found.nodes[id(node)] = fate, key
+            for step, child in children(node):
+                waiting.append(child)
+                if fate == CARRIED and isinstance(step, str):
+                    found.values.setdefault((step, id(child)), key)
 
 
 @dataclass(slots=True)
@@ -193,9 +192,10 @@ class FileAccount:
         """Tell whether a plain value is what the metadata have under its key."""
         if type(child) not in LEAVES or child is None or not isinstance(node, dict):
             return False
-        if not isinstance(step, str) or self.taken.metadata.get(step, _NOTHING) is not child:
+        key = self.taken.values.get((step, id(child))) if isinstance(step, str) else None
+        if key is None:
             return False
-        self._add(VALUE, CARRIED, step, "/".join((*steps, _text(step))))
+        self._add(VALUE, CARRIED, key, "/".join((*steps, _text(step))))
         return True
 
     def _take(self, node: object, steps: Steps, fate: str, about: str) -> list[tuple[object, Steps, Sequence[Rule]]]:
@@ -292,7 +292,6 @@ class FileAccount:
 _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
                       ".data/serialization_id"})  # fmt: skip
 _DATA = "data/"
-_NOTHING = object()
 _VERSIONS = "_metadata"
 
 

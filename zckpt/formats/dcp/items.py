@@ -23,6 +23,7 @@ from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
+from zckpt.formats.tensors import span_of
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage import opened
 from zckpt.torchfile import Storage, Tensor, TorchFile
@@ -274,7 +275,7 @@ def _torch_chunks(
     for index, (place, chunk, entry) in chunks.items():
         key = index[0]
         node = _node(descriptor, file, key, place, alike)
-        if not isinstance(node, Tensor) or node.metadata is not None:
+        if not isinstance(node, Tensor):
             raise UnsupportedError(
                 f"{key} is no dense tensor", path=file.path, found=getattr(node, "qualified", type(node).__name__)
             )
@@ -339,8 +340,7 @@ def _tensor(
     for chunk in entry.chunks:
         node, path = nodes[key, chunk.offsets]
         extent = Extent(chunk.offsets, chunk.sizes, 0, chunk.numel)
-        strides = None if node.is_contiguous else node.strides
-        spans.append(Span(extent, path, node.offset, entry.dtype, strides, node.byteorder))
+        spans.append(span_of(node, path, extent))
     whole, path = None, metadata.path
     if len(spans) == 1:  # its chunk has every element, or there would be others
         whole, path = nodes[key, entry.chunks[0].offsets]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
+from zckpt.formats.tensors import span_of
 from zckpt.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
 from zckpt.state import MASTER, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.torchfile import Tensor
@@ -280,8 +281,7 @@ def _check_inside(member: OptimizerShard, tensor: Tensor, key: str, fragment: Fr
 
 def _span(tensor: Tensor, shape: tuple[int, ...], fragment: Fragment, path: str) -> Span:
     extent = Extent.flat(shape, fragment.start, fragment.numel)
-    offset = tensor.offset + fragment.position * tensor.itemsize
-    return Span(extent, path, offset, tensor.dtype, None, tensor.byteorder)
+    return span_of(tensor, path, extent, first=fragment.position)
 
 
 def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
+from zckpt.formats.tensors import span_of
 from zckpt.partition import shard_fragment, shard_numel
 from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.torchfile import Tensor
@@ -51,14 +52,7 @@ def cut_parameters(
             pad[index] = pad.get(index, 0) + shard_numel(numel, world) - count
             for key in (MASTER, *sorted(keys & set(member.tensors[index]))):
                 tensor = member.masters[index] if key == MASTER else member.tensors[index][key]
-                span = Span(
-                    Extent.flat(shapes[name], start, count),
-                    member.path,
-                    tensor.offset + at * tensor.itemsize,
-                    tensor.dtype,
-                    None,
-                    tensor.byteorder,
-                )
+                span = span_of(tensor, member.path, Extent.flat(shapes[name], start, count), first=at)
                 spans.setdefault((name, key), []).append(span)
         paddings += [
             Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys))
@@ -195,5 +189,5 @@ def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard
         start, count = shard_fragment(numel, world, position)
         if count:
             extent = Extent.flat(shape, start, count)
-            spans.append(Span(extent, model.shard.path, tensor.offset, tensor.dtype, None, tensor.byteorder))
+            spans.append(span_of(tensor, model.shard.path, extent))
     return Slot(WEIGHT, fragments[0][1].dtype, shape, tuple(spans))

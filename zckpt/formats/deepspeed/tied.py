@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.tensors import identity_of
 
 
 def tied_names(
@@ -39,7 +40,7 @@ def tied_names(
         for name in ordered:
             t = module[name]
             if t.numel and name not in models[0].buffer_names:
-                owner = owners.setdefault((t.storage.key, t.storage_offset, t.shape, t.strides), name)
+                owner = owners.setdefault(identity_of(t), name)
                 if owner != name and name not in trained:
                     found[name] = owner
     result = {}

@@ -15,10 +15,10 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.scalars import read_scalars
-from zckpt.formats.tensors import describe, slot_of
+from zckpt.formats.tensors import describe, slot_of, span_of
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.inventory import IMPLIED, STATE, Rule
-from zckpt.state import MASTER, WEIGHT, Extent, Slot, SourceFile, Span
+from zckpt.state import MASTER, WEIGHT, Extent, Slot, SourceFile
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _RULES = (
@@ -55,7 +55,7 @@ class Stored:
         if tensor.shape == shape:
             return slot_of(name, tensor, self.path)
         if (self.flat or shape == ()) and tensor.numel == math.prod(shape) and tensor.is_contiguous:
-            span = Span(Extent.whole(shape), self.path, tensor.offset, tensor.dtype, None, tensor.byteorder)
+            span = span_of(tensor, self.path, Extent.whole(shape))
             return Slot(name, tensor.dtype, shape, (span,) if tensor.numel else ())
         if self.flat or name == MASTER:
             raise LayoutError(

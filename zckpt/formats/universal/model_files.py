@@ -18,8 +18,8 @@ from zckpt.formats.deepspeed.names import MODEL, Shard, classify
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
 from zckpt.formats.deepspeed.shards import ModelShard, Shapes, read_model
-from zckpt.formats.tensors import slot_of, span_of
-from zckpt.state import WEIGHT, Extent, Parameter, Slot, Span
+from zckpt.formats.tensors import identity_of, slot_of, span_of
+from zckpt.state import WEIGHT, Extent, Parameter, Slot
 from zckpt.torchfile import Tensor
 
 
@@ -107,8 +107,7 @@ class ModelFiles:
         if len(self.ranks) > 1:
             return None
         if padded and tensor.shape[1:] == shape[1:] and shape[0] <= tensor.shape[0]:
-            whole = span_of(tensor, path)
-            span = Span(Extent.whole(shape), path, whole.offset, whole.dtype, whole.strides, whole.byteorder)
+            span = span_of(tensor, path, Extent.whole(shape))
             return Slot(WEIGHT, tensor.dtype, shape, (span,))
         raise LayoutError(f"{name} has two shapes", path=path, expected=shape, found=tensor.shape)
 
@@ -154,7 +153,7 @@ class ModelFiles:
         for name in sorted(model.module, key=lambda name: name not in trained):
             t = model.module[name]
             if t.numel and name not in model.buffer_names:
-                owner = owners.setdefault((t.storage.key, t.storage_offset, t.shape, t.strides), name)
+                owner = owners.setdefault(identity_of(t), name)
                 if owner != name:
                     found[name] = owner
         return found

@@ -155,7 +155,7 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
     free = _free_weights(p for _, p in kinds)
-    seen: set[tuple[str, int, int, str]] = set()
+    seen: set[tuple[str, int, int, str, tuple[str, ...]]] = set()
     for kind, parameter in kinds:
         partners = _partners(parameter, free)
         for key in sorted(parameter.slots, key=_order):
@@ -164,11 +164,11 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
             if key == MASTER and partners is None and _is_compared(parameter):
                 found.apart.append(Apart(subject, slot, Extent.whole(slot.shape), parameter.slots[WEIGHT]))
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
-                place = (span.path, span.offset, span.extent.numel, span.dtype)
+                place = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
                 if place in seen or not span.extent.numel:
                     continue
                 seen.add(place)
-                if span.strides is not None:
+                if not span.is_run:
                     found.apart.append(Apart(subject, replace(slot, spans=(span,), replicas=()), span.extent))
                 elif key == WEIGHT and partners is not None:
                     found.claimed.setdefault(span.path, []).append((span.offset, _end(span)))
@@ -228,7 +228,7 @@ def _free_weights(parameters: Iterable[Parameter]) -> Free:
     for parameter in parameters:
         for slot in parameter.slots.values():
             for span in slot.spans:
-                if span.extent.numel and _dense(span).strides is None:
+                if span.extent.numel and _dense(span).is_run:
                     used.setdefault(span.path, []).append((span.offset, _end(span)))
     for ranges in used.values():
         ranges.sort()
@@ -256,14 +256,14 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
         whole = Extent(span.extent.offsets, span.extent.sizes, 0, span.extent.numel)
         box = (span.extent.offsets, span.extent.sizes)
         numel = Extent.whole(span.extent.sizes).numel
-        if span.strides is not None or span.extent != whole or numel != span.extent.numel or box in boxes:
+        if not span.is_run or span.extent != whole or numel != span.extent.numel or box in boxes:
             return None
         if not _is_alone(span, used):
             return None
         boxes[box], covered[box] = span, 0
     for span in map(_dense, master.spans):
         box = (span.extent.offsets, span.extent.sizes)
-        if span.strides is not None or (span.extent.numel and box not in boxes):
+        if not span.is_run or (span.extent.numel and box not in boxes):
             return None
         covered[box] = covered.get(box, 0) + span.extent.numel
     exact = all(covered[box] == span.extent.numel for box, span in boxes.items())

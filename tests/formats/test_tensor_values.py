@@ -1,0 +1,167 @@
+"""Tensors whose bytes are not their values: what torch still has to do to them is done, or they are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.errors import UnsupportedError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.tensors import slot_of, span_of
+from zckpt.operations.verify import verify
+from zckpt.state import WEIGHT, Extent
+from zckpt.torchfile import read_torchfile
+
+
+def lazy_views() -> dict[str, torch.Tensor]:
+    """Return tensors with each bit set, with both, and views of them, beside the plain ones that share their memory."""
+    torch.manual_seed(0)
+    square = torch.randn(6, 5, dtype=torch.complex64)
+    square[0, 0] = complex(0.0, -0.0)
+    wide = torch.randn(64, dtype=torch.complex128)
+    return {
+        "conjugate": square.conj(),
+        "plain": square,  # the same place in the file, and other values
+        "adjoint": square.mH[1:4],
+        "both": torch._neg_view(wide).conj(),
+        "imaginary": torch.randn(7, 3, dtype=torch.complex64).conj().imag,
+        "negative": torch._neg_view(torch.randn(33)),
+        "half": torch._neg_view(torch.randn(33).bfloat16()),
+        "integers": torch._neg_view(torch.arange(9)),
+        "nothing": torch.randn(0, 3, dtype=torch.complex64).conj(),
+        "scalar": torch.tensor(2 + 3j).conj(),
+    }
+
+
+def resolved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.resolve_conj().resolve_neg().contiguous().clone() for name, tensor in tensors.items()}
+
+
+def assert_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert the same type, shape and bits; a NaN and a signed zero count as what they are."""
+    assert not found.is_conj()
+    assert not found.is_neg()
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.contiguous().reshape(-1).view(torch.uint8).equal(expected.contiguous().reshape(-1).view(torch.uint8))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.save({"model": lazy_views(), "note": torch.randn(3, dtype=torch.complex64).conj()}, tmp_path / "lazy.pt")
+    return tmp_path / "lazy.pt"
+
+
+def test_lazy_views_are_read_resolved(source: Path) -> None:
+    checkpoint = zckpt.open(source)
+    assert all(one.tied_to is None for one in checkpoint.parameters.values())
+    for name, expected in resolved(lazy_views()).items():
+        assert_bits(checkpoint.read(name, WEIGHT), expected)
+
+
+def test_lazy_views_of_a_legacy_file_are_read_resolved(tmp_path: Path) -> None:
+    torch.save(lazy_views(), tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    checkpoint = zckpt.open(tmp_path / "legacy.pt")
+    for name, expected in resolved(lazy_views()).items():
+        assert_bits(checkpoint.read(name, WEIGHT), expected)
+
+
+def test_lazy_views_are_consolidated_resolved(tmp_path: Path) -> None:
+    tensors = {name: one for name, one in lazy_views().items() if one.dtype != torch.complex128}  # not in safetensors
+    torch.save(tensors, tmp_path / "lazy.pt")
+    for target, load in (("model.safetensors", load_file), ("model.pt", torch.load)):
+        zckpt.consolidate(tmp_path / "lazy.pt", tmp_path / target)
+        found = load(tmp_path / target)
+        for name, expected in resolved(tensors).items():
+            assert_bits(found[name], expected)
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+def test_lazy_views_are_converted_resolved(to: str, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / ("whole.pt" if to == "consolidated" else "target")
+    zckpt.convert(source, target, to=to, verify=True)
+    checkpoint = zckpt.open(target)
+    for name, expected in resolved(lazy_views()).items():
+        assert_bits(checkpoint.read(name, WEIGHT), expected)
+    if to == "consolidated":
+        root = torch.load(target)
+        assert root["zckpt"]["metadata"]["note"].equal(torch.load(source)["note"])
+
+
+def test_lazy_views_have_the_fingerprint_of_their_values(source: Path, tmp_path: Path) -> None:
+    torch.save({"model": resolved(lazy_views()), "note": torch.load(source)["note"].resolve_conj()}, tmp_path / "r.pt")
+    assert zckpt.fingerprint(source).text == zckpt.fingerprint(tmp_path / "r.pt").text
+    assert zckpt.diff(source, tmp_path / "r.pt").equal
+    assert verify(source, deep=True).sound
+
+
+def test_lazy_views_are_loaded_resolved(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    weight = torch.randn(2, 3)
+    torch.save({"weight": torch._neg_view(weight), "bias": torch.ones(2)}, tmp_path / "x.pt")
+    zckpt.load(tmp_path / "x.pt", model=model)
+    assert model.weight.equal(-weight)
+
+
+def test_lazy_views_are_sliced_resolved(tmp_path: Path) -> None:
+    """Items of DCP are torch files, whose tensors may be lazy too."""
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {name: one for name, one in lazy_views().items() if one.numel() > 1}
+    dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp")
+    loaded = {name: torch.zeros_like(one).resolve_conj().resolve_neg() for name, one in tensors.items()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    checkpoint = zckpt.open(tmp_path / "dcp")
+    for name, expected in loaded.items():
+        assert_bits(checkpoint.read(name, WEIGHT), expected)
+
+
+def test_step_counts_may_be_lazy(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    for one in state["state"].values():
+        one["step"] = torch._neg_view(torch.tensor(-5.0))
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "x.pt")
+    assert open_checkpoint(tmp_path / "x.pt").step == 5
+
+
+class Packed(torch.Tensor):
+    """A class of tensors that makes something else of its elements."""
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.ones(5, dtype=torch.uint8).as_subclass(Packed), "Packed"),
+        (torch._neg_view(torch.ones(3).to(torch.float8_e4m3fn)), "float8_e4m3fn with neg set"),
+    ],
+)
+def test_tensors_without_values_of_their_own_are_refused(tensor: torch.Tensor, said: str, tmp_path: Path) -> None:
+    torch.save({"w": tensor, "b": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match=said):
+        zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_metadata_of_other_devices_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    file = read_torchfile(tmp_path / "x.pt")
+    assert isinstance(file.root, dict)
+    plain = replace(file.root["w"], metadata={"conj": False, "neg": False})
+    assert slot_of(WEIGHT, plain, file.path).spans[0].is_run
+    with pytest.raises(UnsupportedError, match="'npu_format' in its metadata"):
+        slot_of(WEIGHT, replace(plain, metadata={"npu_format": 29}), file.path)
+
+
+def test_a_flat_tensor_with_gaps_is_refused_as_a_partition(tmp_path: Path) -> None:
+    torch.save(torch.arange(12.0)[::2], tmp_path / "x.pt")
+    file = read_torchfile(tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match="end to end"):
+        span_of(file.root, file.path, Extent.flat((2, 3), 1, 3), first=1)  # type: ignore[arg-type]
