@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Protocol
 
 from zckpt.crc32 import combine, crc32
-from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
+from zckpt.disk import start_writeback
+from zckpt.durable import check_space, written_directory, written_files
 from zckpt.errors import TargetError
+from zckpt.ownership import Owned, check_target
 from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Copy, FilePlan, Literal, Plan
 from zckpt.storage import Sources, read_into
@@ -104,6 +106,7 @@ def execute(
     reporter: Reporter | None = None,
     executor: Executor | None = None,
     check: Callable[[list[Path]], None] | None = None,
+    beside: Sequence[Path] = (),
 ) -> None:
     """Write the files of a plan, each under its target's name, whole or not at all.
 
@@ -111,9 +114,10 @@ def execute(
     ----------
     plan : Plan
     targets : sequence of path-like
-        One for each file of the plan, in its order; renamed into place in that order when all are written.
+        One for each file of the plan, in its order, all in one directory; the last one is the target itself. They are
+        named when all are written, so that no new one is ever beside an old one.
     overwrite : bool
-        Replace targets that exist.
+        Replace regular files that have these names.
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
@@ -121,6 +125,9 @@ def execute(
         Runs the batches; by default threads of this process.
     check : callable, optional
         Called with what was written, still under temporary names; what it raises leaves no target behind.
+    beside : sequence of Path
+        Further files that belong to the target. `check` is given their temporary names before the others, and writes
+        them.
 
     Raises
     ------
@@ -129,13 +136,13 @@ def execute(
     DamagedFileError
         A source file ends before the bytes that the plan reads.
     """
-    paths = [Path(target) for target in targets]
+    paths = [*beside, *(Path(target) for target in targets)]
     with _write_errors(paths[-1]):
         for path in paths:
             check_target(path, overwrite=overwrite)
         check_space(paths[0].parent, plan.write_nbytes)
     with _write_errors(paths[-1]), written_files(paths, overwrite=overwrite) as partials:
-        _write(plan, partials, memory, reporter or SilentReporter(), executor)
+        _write(plan, partials[len(beside) :], memory, reporter or SilentReporter(), executor)
         if check is not None:
             check(partials)
 
@@ -145,6 +152,7 @@ def execute_directory(
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    owned: Owned | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | None = None,
@@ -152,13 +160,15 @@ def execute_directory(
 ) -> None:
     """Write the files of a plan, by their names, into a new directory that appears whole or not at all.
 
-    Parameters and errors are those of `execute`; `check` gets the directory.
+    Parameters and errors are those of `execute`; `check` gets the directory. `owned` tells which directories may be
+    replaced; by default those that hold files of the plan's names and no others.
     """
     path = Path(target)
+    owned = owned or Owned(frozenset(one.file.name for one in plan.files).__contains__)
     with _write_errors(path):
-        check_target(path, overwrite=overwrite)
+        check_target(path, overwrite=overwrite, owned=owned)
         check_space(path.parent, plan.write_nbytes)
-    with _write_errors(path), written_directory(path, overwrite=overwrite) as partial:
+    with _write_errors(path), written_directory(path, overwrite=overwrite, owned=owned) as partial:
         names = [partial / one.file.name for one in plan.files]
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)

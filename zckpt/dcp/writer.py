@@ -21,12 +21,13 @@ from torch.futures import Future
 
 from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
-from zckpt.durable import partial_name, written_directory
+from zckpt.durable import written_directory
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.execute import execute
-from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.partial import partial_name
 from zckpt.plan import plan as plan_files
 from zckpt.state import Topology
 from zckpt.torchfile import Tensor
@@ -70,7 +71,7 @@ class Writer(StorageWriter):
         A directory that does not exist, on a file system that all ranks share; by default the `checkpoint_id` that
         `dcp.save` is given.
     overwrite : bool
-        Replace the directory if it exists.
+        Replace a directory of zckpt's format, if it exists.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
@@ -129,7 +130,7 @@ class Writer(StorageWriter):
         before = _WRITING.pop(target, None)
         if before is not None:
             before._abandon()
-        made = written_directory(target, overwrite=self._overwrite)
+        made = written_directory(target, overwrite=self._overwrite, owned=OWNED)
         directory = made.__enter__()
         self._made = made
         _WRITING[target] = self

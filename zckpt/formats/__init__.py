@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
+from zckpt.naming import interrupted
 from zckpt.state import Checkpoint
 
 OWN_DOCUMENT = "checkpoint.json"
@@ -54,7 +55,8 @@ def open_checkpoint(
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
+        why = getattr(error, "strerror", str(error))
+        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     only_deepspeed = bool(roots) or tag is not None or tp_rules is not None
     inside = _own_of_run(path, tag) if path.is_dir() and not roots and tp_rules is None else None
     if inside is not None:
@@ -76,7 +78,7 @@ def open_checkpoint(
     if checkpoint is not None:
         return checkpoint
     if safetensors_file.is_safetensors(path):
-        return safetensors_file.read(path)
+        return _warned(safetensors_file.read(path), path)
     if path.is_dir():
         raise UnknownFormatError(
             "no checkpoint recognised",
@@ -85,7 +87,14 @@ def open_checkpoint(
             found=_content(path),
             advice=_advice(path),
         )
-    return torch_file.read(path, names=names)
+    return _warned(torch_file.read(path, names=names), path)
+
+
+def _warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Return a checkpoint with a warning if what is beside its file is not there yet."""
+    told = interrupted(path)
+    checkpoint.warnings += [told] if told else []
+    return checkpoint
 
 
 def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | None:

@@ -141,7 +141,7 @@ def save(
         Return as soon as everything has been copied to the host's memory. At most one save is going on: the next one
         waits for it. Let it finish before the process group is destroyed.
     overwrite : bool
-        Replace the directory if it exists.
+        Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
     fingerprint : bool
         Record the fingerprint with it: what has been written is read again, each rank a part. In zckpt's format only.
     process_group : ProcessGroup, optional

@@ -9,7 +9,7 @@ from typing import Any
 
 from zckpt.durable import written_directory
 from zckpt.execute import execute
-from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES
@@ -40,7 +40,7 @@ def save_workers(path: Path, optimizer: DistributedOptimizer, given: Mapping[str
     beside = whole.beside(given, ModelState(), values)
     stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(beside, values)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_directory(path, overwrite=overwrite) as partial:
+    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         identity = secrets.token_hex(IDENTITY_NBYTES)
         count = optimizer.num_workers
         parts: list[Part] = optimizer.call_each(

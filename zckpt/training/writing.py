@@ -46,7 +46,7 @@ def write(ranks: Ranks, path: Path, prepared: Prepared | Exception, *, overwrite
     ZckptError
         A rank has failed; nothing has been written.
     """
-    with written_together(path, ranks, overwrite=overwrite) as partial:
+    with written_together(path, ranks, overwrite=overwrite, owned=native.OWNED) as partial:
         identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
         error = prepared if isinstance(prepared, Exception) else None
         if isinstance(prepared, Prepared):

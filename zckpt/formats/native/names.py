@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from zckpt.ownership import Owned
+
 DOCUMENT_NAME = "checkpoint.json"
 
 _RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
@@ -32,6 +34,10 @@ def is_own(name: str) -> bool:
 def is_native(path: Path) -> bool:
     """Tell whether a directory is of this format, be it complete or what is left of a save that did not finish."""
     return path.is_dir() and (bool(rank_files(path)) or _is_document(path / DOCUMENT_NAME))
+
+
+OWNED = Owned(is_own, is_native)
+"""The directories of this format."""
 
 
 def rank_files(path: Path) -> list[str]:
