@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint
 from zckpt.formats.writers import Made, Wanted, lay_out
-from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -109,11 +110,16 @@ def convert(
     wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
     made = lay_out(checkpoint, Path(source), path, to, wanted)
     planned = plan(made.files)
-    check_apart(checkpoint, path, overwrite=overwrite, is_own=made.is_own)
+    proof = Proof(checkpoint, path, verify, to == "zckpt" if fingerprint is None else fingerprint, memory, reporter)
+    if made.is_file:
+        check_sources(checkpoint, [path, *proof.beside])
+        if overwrite:
+            check_companions(path, [path, *proof.beside])
+    else:
+        check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
     compared = _compared(checkpoint) if weight_check else 0
     verified = 0
     if not dry_run:
-        proof = Proof(checkpoint, path, verify, to == "zckpt" if fingerprint is None else fingerprint, memory, reporter)
         verified = _write(proof, made, planned, overwrite)
     inside = [path if made.is_file else path / one.name for one in made.files]
     return Converted(
@@ -146,11 +152,12 @@ def _compared(checkpoint: Checkpoint) -> int:
 
 def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool) -> int:
     """Write the target, prove it before it gets its name, then write what points to it; return the bytes compared."""
-    path, memory, reporter = proof.target, proof.memory, proof.reporter
+    path = proof.target
+    common: dict[str, Any] = {"overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter}
     if made.is_file:
-        execute(planned, [path], overwrite=overwrite, memory=memory, reporter=reporter, check=lambda w: proof.of(w[0]))
+        execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
     else:
-        execute_directory(planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
+        execute_directory(planned, path, owned=made.owned, check=proof.of, **common)
     if made.beside:
         execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
     return proof.verified

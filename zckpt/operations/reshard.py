@@ -17,6 +17,7 @@ from zckpt.formats.deepspeed.other_files import is_trainers, is_trainers_own, tr
 from zckpt.formats.deepspeed.target import Options, Target
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.ownership import Owned
 from zckpt.plan import TargetFile, plan
 
 
@@ -122,12 +123,8 @@ def reshard(
     wanted = decide(checkpoint, options)
     beside, told = _beside(source, roots, wanted) if run_directory else ([], [])
     copied = {one.name for one in beside}
-    check_apart(
-        checkpoint,
-        path,
-        overwrite=overwrite,
-        is_own=lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)),
-    )
+    owned = Owned(lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)))
+    check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     made = plan([*target_files(wanted, run_directory=run_directory), *beside])
     told = [*notes(wanted), *told]
     compared = 0
@@ -138,7 +135,9 @@ def reshard(
         compared = check_weights(checkpoint) + check_slices(wanted)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter)
     if not dry_run:
-        execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of)
+        execute_directory(
+            made, path, overwrite=overwrite, owned=owned, memory=memory, reporter=reporter, check=proof.of
+        )
     files = tuple(path / one.file.name for one in made.files)
     return Resharded(
         files,
