@@ -42,6 +42,13 @@ def old_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.zckpt-old")
 
 
+def target_of_old(path: Path) -> Path | None:
+    """Return the target of which something is the old directory, by its name; None: of none."""
+    name = path.name.removesuffix(".zckpt-old").removeprefix(".")
+    target = path.with_name(name) if name else path
+    return target if old_name(target) == path else None
+
+
 def naming_name(target: Path) -> Path:
     """Return the name of the list of files that are being named together with `target`, the last of them."""
     return target.with_name(f".{target.name}.zckpt-naming")
