@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from zckpt.durable import recover, written_directory, written_files
-from zckpt.errors import TargetError, TargetExistsError
+from zckpt.errors import SourceError, TargetError, TargetExistsError
+from zckpt.execute import execute
+from zckpt.formats import open_checkpoint, safetensors_file
 from zckpt.naming import interrupted
 from zckpt.ownership import Owned
+from zckpt.plan import plan
 
 FILES = ("file", "below/file")
 OURS = Owned(FILES.__contains__)
@@ -283,3 +286,20 @@ def test_files_of_several_directories_are_not_named_together(tmp_path: Path) -> 
     ):
         pass
     assert [path.name for path in tmp_path.rglob("*")] == ["d"]
+
+
+# --- what who opens it is told
+
+
+def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / ".t.zckpt-old").mkdir()
+    with pytest.raises(SourceError, match=rf"what was there is {tmp_path}/\.t\.zckpt-old"):
+        open_checkpoint(tmp_path / "t")
+
+
+def test_opening_a_file_whose_companion_is_not_named_yet_warns(tmp_path: Path) -> None:
+    model = tmp_path / "m.safetensors"
+    execute(plan([safetensors_file.lay_out(model.name, [])]), [model])
+    assert open_checkpoint(model).warnings == []
+    (tmp_path / ".m.safetensors.zckpt-naming").touch()
+    assert "names the rest" in open_checkpoint(model).warnings[0]

@@ -27,6 +27,7 @@ from zckpt.execute import execute
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.formats.suffixes import check_directory
 from zckpt.partial import partial_name
 from zckpt.plan import plan as plan_files
 from zckpt.state import Topology
@@ -103,12 +104,13 @@ class Writer(StorageWriter):
         Raises
         ------
         UsageError
-            No path was given, or ranks are to save without telling each other.
+            No path was given, or a file's; ranks are to save without telling each other.
         """
         del is_coordinator, args, kwargs  # torch gives what it sees that there is a place for
         self._abandon()
         if self.path is None:
             raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
+        check_directory(self._target())
         if not use_collectives:
             raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
 
