@@ -28,7 +28,7 @@ def run(*arguments: str | Path) -> None:
 def main() -> int:
     """Run the demonstration; return an exit status."""
     OUTPUT.mkdir(exist_ok=True)
-    model, optimizer = OUTPUT / "model.safetensors", OUTPUT / "optimizer.safetensors"
+    model, optimizer = OUTPUT / "model.safetensors", OUTPUT / "model.optimizer.safetensors"
     run("inspect", SOURCE)
     run("consolidate", SOURCE, model, "--slots", "all", "--overwrite")
     truth = load_file(SOURCE / "truth.safetensors")

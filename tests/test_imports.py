@@ -92,7 +92,7 @@ def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path: P
     done = without(("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model.pt", "--slots", "all")
     assert done.returncode == 0, done.stderr
     model = torch.load(tmp_path / "model.pt", weights_only=True)
-    optimizer = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    optimizer = torch.load(tmp_path / "model.optimizer.pt", weights_only=True)
     assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
     for name, value in Truth(FIXTURES / "s2_bf16_dp2").masters.items():
         assert_same(model[name], value, name)

@@ -96,7 +96,7 @@ def assert_consolidated(
     for name, value in truth.buffers.items():
         assert torch.equal(bits(model[name]), value), name
     if truth.slots:
-        slots = load_file(directory / "optimizer.safetensors")
+        slots = load_file(directory / "model.optimizer.safetensors")
         by_name = {key: _named(key, truth.numbers) for key in slots}
         expected_keys = {f"{slot}/{name}" for slot in truth.slots for name in truth.kind(slot)}
         assert expected_keys <= set(by_name.values())

@@ -11,6 +11,7 @@ import xxhash
 
 from zckpt.durable import written_files
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.ownership import FINGERPRINT_NAME
 from zckpt.state import Checkpoint
 
 VERSION = "zckpt1"
@@ -19,7 +20,7 @@ VERSION = "zckpt1"
 LEAF_NUMEL = 1 << 18
 """Elements of a leaf: of 32 bits, a mebibyte, which a cache holds."""
 
-FILE_NAME = "fingerprint.json"
+FILE_NAME = FINGERPRINT_NAME
 
 MAXIMUM_NBYTES = 1 << 30
 """A larger file of digests is none."""
@@ -68,7 +69,12 @@ def document(found: Fingerprint) -> dict[str, object]:
 def digests_path(checkpoint: Checkpoint) -> Path:
     """Return where the digests of a checkpoint are stored: in its directory, or beside its file."""
     source = Path(checkpoint.source)
-    return source / FILE_NAME if source.is_dir() else source.with_name(f"{source.name}.{FILE_NAME}")
+    return source / FILE_NAME if source.is_dir() else beside_file(source)
+
+
+def beside_file(file: Path) -> Path:
+    """Return where the digests of a checkpoint are stored that is one file."""
+    return file.with_name(f"{file.name}.{FILE_NAME}")
 
 
 def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) -> None:
@@ -80,7 +86,12 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
         The file exists, or cannot be written.
     """
     with written_files([target], overwrite=overwrite) as (partial,):
-        partial.write_text(json.dumps(document(found), indent=1) + "\n", encoding="utf-8")
+        partial.write_text(text_of(found), encoding="utf-8")
+
+
+def text_of(found: Fingerprint) -> str:
+    """Return what a file of digests holds."""
+    return json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:

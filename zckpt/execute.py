@@ -19,8 +19,10 @@ from typing import Protocol
 
 from zckpt.checking import Checked, Checks, Part, WatchedSources, part_of
 from zckpt.crc32 import crc32
-from zckpt.durable import check_space, check_target, start_writeback, written_directory, written_files
+from zckpt.disk import start_writeback
+from zckpt.durable import check_space, written_directory, written_files
 from zckpt.errors import TargetError
+from zckpt.ownership import Owned, check_target
 from zckpt.pieces import Piece, elements, pieces
 from zckpt.plan import Copy, FilePlan, Literal, Plan
 from zckpt.storage import read_into
@@ -101,6 +103,7 @@ def execute(
     executor: Executor | None = None,
     check: Callable[[list[Path]], None] | None = None,
     checks: Checks | None = None,
+    beside: Sequence[Path] = (),
 ) -> Checked:
     """Write the files of a plan, each under its target's name, whole or not at all.
 
@@ -108,9 +111,10 @@ def execute(
     ----------
     plan : Plan
     targets : sequence of path-like
-        One for each file of the plan, in its order; renamed into place in that order when all are written.
+        One for each file of the plan, in its order, all in one directory; the last one is the target itself. They are
+        named when all are written, so that no new one is ever beside an old one.
     overwrite : bool
-        Replace targets that exist.
+        Replace regular files that have these names.
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
@@ -120,6 +124,9 @@ def execute(
         Called with what was written, still under temporary names; what it raises leaves no target behind.
     checks : Checks, optional
         Hold what is copied against the checksums of the sources, before a target gets its name.
+    beside : sequence of Path
+        Further files that belong to the target. `check` is given their temporary names before the others, and writes
+        them.
 
     Returns
     -------
@@ -132,13 +139,14 @@ def execute(
     DamagedFileError
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
-    paths = [Path(target) for target in targets]
+    paths = [*beside, *(Path(target) for target in targets)]
     with _write_errors(paths[-1]):
         for path in paths:
             check_target(path, overwrite=overwrite)
         check_space(paths[0].parent, plan.write_nbytes)
     with _write_errors(paths[-1]), written_files(paths, overwrite=overwrite) as partials:
-        checked = _write(plan, partials, memory, reporter or SilentReporter(), executor, checks or Checks())
+        written = partials[len(beside) :]
+        checked = _write(plan, written, memory, reporter or SilentReporter(), executor, checks or Checks())
         if check is not None:
             check(partials)
     return checked
@@ -149,6 +157,7 @@ def execute_directory(
     target: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    owned: Owned | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | None = None,
@@ -157,13 +166,15 @@ def execute_directory(
 ) -> Checked:
     """Write the files of a plan, by their names, into a new directory that appears whole or not at all.
 
-    Parameters, result and errors are those of `execute`; `check` gets the directory.
+    Parameters, result and errors are those of `execute`; `check` gets the directory. `owned` tells which directories
+    may be replaced; by default those that hold files of the plan's names and no others.
     """
     path = Path(target)
+    owned = owned or Owned(frozenset(one.file.name for one in plan.files).__contains__)
     with _write_errors(path):
-        check_target(path, overwrite=overwrite)
+        check_target(path, overwrite=overwrite, owned=owned)
         check_space(path.parent, plan.write_nbytes)
-    with _write_errors(path), written_directory(path, overwrite=overwrite) as partial:
+    with _write_errors(path), written_directory(path, overwrite=overwrite, owned=owned) as partial:
         names = [partial / one.file.name for one in plan.files]
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)

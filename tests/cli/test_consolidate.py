@@ -220,7 +220,7 @@ def test_optimizer_of_a_directory_is_inside_it(tmp_path: Path) -> None:
 def test_slots_all_writes_every_slot_beside_the_model(name: str, tmp_path: Path) -> None:
     truth = Truth(FIXTURES / name)
     succeeded("consolidate", FIXTURES / name, tmp_path / "model.safetensors", "--slots", "all")
-    optimizer = load_file(tmp_path / "optimizer.safetensors")
+    optimizer = load_file(tmp_path / "model.optimizer.safetensors")
     expected = {f"{slot}/{n}": t for slot in truth.slots for n, t in truth.kind(slot).items()}
     assert {key for key in optimizer if not key.startswith("step/")} == set(expected)
     for key, value in expected.items():
@@ -239,7 +239,7 @@ def test_slots_all_writes_every_slot_beside_the_model(name: str, tmp_path: Path)
 )
 def test_slots_that_are_named_are_written(options: tuple[str, ...], expected: set[str], tmp_path: Path) -> None:
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", *options)
-    optimizer = load_file(tmp_path / "optimizer.safetensors")
+    optimizer = load_file(tmp_path / "model.optimizer.safetensors")
     assert {key.split("/")[0] for key in optimizer} == expected
     truth = Truth(SOURCE)
     for key, value in optimizer.items():
@@ -254,7 +254,7 @@ def test_without_slots_there_is_no_optimizer_file(tmp_path: Path) -> None:
 
 def test_optimizer_metadata_has_every_groups_hyperparameters_and_step(tmp_path: Path) -> None:
     succeeded("consolidate", SOURCE, tmp_path / "model.safetensors", "--slots", "all")
-    with safe_open(tmp_path / "optimizer.safetensors", "pt") as file:
+    with safe_open(tmp_path / "model.optimizer.safetensors", "pt") as file:
         metadata = file.metadata()
     facts = Truth(SOURCE).facts
     groups = json.loads(metadata["param_groups"])
@@ -277,10 +277,74 @@ def test_slots_of_a_model_without_optimizer_are_refused(tmp_path: Path) -> None:
     refused(2, "consolidate", tmp_path / "model.safetensors", tmp_path / "again.safetensors", "--slots", "all")
 
 
-def test_target_may_not_take_the_optimizers_name(tmp_path: Path) -> None:
-    target = tmp_path / "optimizer.safetensors"
-    refused(2, "consolidate", SOURCE, target, "--slots", "all", words=("optimizer",))
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin", ".pth", ".PT"])
+def test_the_optimizers_file_is_named_after_the_target(suffix: str, tmp_path: Path) -> None:
+    for name in ("a", "b", "optimizer"):
+        succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
+    names = {f"{one}{suffix}" for name in ("a", "b", "optimizer") for one in (name, f"{name}.optimizer")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_overwriting_one_target_leaves_the_optimizer_of_another_alone(suffix: str, tmp_path: Path) -> None:
+    """Also the one that an earlier zckpt wrote, under a name that all targets shared."""
+    for name in ("a", "b"):
+        succeeded("consolidate", SOURCE, tmp_path / f"{name}{suffix}", "--slots", "all")
+    (tmp_path / f"optimizer{suffix}").write_bytes(b"an earlier zckpt's")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    succeeded("consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / f"b{suffix}", "--slots", "all", "--overwrite")
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert before.keys() == after.keys()
+    assert {name for name in after if after[name] != before[name]} == {f"b{suffix}", f"b.optimizer{suffix}"}
+
+
+@pytest.mark.parametrize("beside", ["m.optimizer.safetensors", "m.safetensors.fingerprint.json"])
+def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside: str, tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all")
+    succeeded("fingerprint", tmp_path / "m.safetensors", "--write")
+    others = {"m.optimizer.safetensors", "m.safetensors.fingerprint.json"} - {beside}
+    for other in others:
+        (tmp_path / other).unlink()
+    before = (tmp_path / "m.safetensors").read_bytes()
+    words = (beside, "would be taken for the new one's")
+    refused(4, "consolidate", FIXTURES / "s3_fp32_dp2", tmp_path / "m.safetensors", "--overwrite", words=words)
+    assert (tmp_path / "m.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "m.gguf",
+        "m.onnx",
+        "m.h5",
+        "m.npz",
+        "m.ckpt",
+        "m.pkl",
+        "m.GGUF",
+        "m.tar.gz",
+        "m.msgpack",
+        "m.json",
+        "m.safetensor",
+    ],
+)
+@pytest.mark.parametrize("verb", [("consolidate",), ("convert", "--to", "consolidated")])
+def test_names_of_other_programs_files_are_refused(verb: tuple[str, ...], name: str, tmp_path: Path) -> None:
+    words = (Path(name).suffix.lower(), "x.safetensors", "x.pt", "directory")
+    refused(2, verb[0], SOURCE, tmp_path / name, *verb[1:], words=words)
     assert nothing_in(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-8B", "v1.5", "run.2024-01-01", "gguf", ".hidden"])
+def test_names_with_a_dot_are_names_of_directories(name: str, tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / name)
+    assert (tmp_path / name).is_dir()
+
+
+@pytest.mark.parametrize("name", ["M.SafeTensors", "M.PT"])
+def test_case_of_a_suffix_does_not_matter(name: str, tmp_path: Path) -> None:
+    succeeded("consolidate", SOURCE, tmp_path / name)
+    assert (tmp_path / name).is_file()
+    assert inspected(tmp_path / name)["format"] == ("torch" if name == "M.PT" else "safetensors")
 
 
 # --- names, root and tag
@@ -295,7 +359,7 @@ def test_names_file_names_the_optimizers_parameters(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     succeeded("consolidate", directory, out / "model.safetensors", "--slots", "all", "--names", names)
-    optimizer = load_file(out / "optimizer.safetensors")
+    optimizer = load_file(out / "model.optimizer.safetensors")
     for slot in truth.slots:
         for name, value in truth.kind(slot).items():
             assert torch.equal(bits(optimizer[f"{slot}/{name}"]), bits(value)), name
@@ -423,11 +487,11 @@ def test_existing_target_is_refused_and_untouched(target: str, tmp_path: Path) -
 def test_overwrite_replaces_the_target(target: str, tmp_path: Path) -> None:
     path = tmp_path / target
     succeeded("consolidate", FIXTURES / "s3_fp32_dp2", path, "--max-shard-size", "1KB", "--slots", "all")
-    optimizer = {p.name for p in tmp_path.iterdir()} - {target}
-    succeeded("consolidate", SOURCE, path, "--overwrite")
+    names = {p.name for p in tmp_path.iterdir()}
+    succeeded("consolidate", SOURCE, path, "--overwrite", *(("--slots", "all") if path.is_file() else ()))
     truth = Truth(SOURCE)
     assert_model(read_model(path), model_of(truth, None), truth)
-    assert {p.name for p in tmp_path.iterdir()} == {target} | optimizer
+    assert {p.name for p in tmp_path.iterdir()} == names
 
 
 def test_overwrite_replaces_a_file_of_any_kind(tmp_path: Path) -> None:
@@ -445,10 +509,10 @@ def test_overwrite_does_not_remove_a_directory_with_other_files(tmp_path: Path) 
 
 
 def test_existing_optimizer_file_is_refused_before_the_model_is_written(tmp_path: Path) -> None:
-    (tmp_path / "optimizer.safetensors").write_bytes(b"precious")
-    refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("optimizer.safetensors",))
-    assert [p.name for p in tmp_path.iterdir()] == ["optimizer.safetensors"]
-    assert (tmp_path / "optimizer.safetensors").read_bytes() == b"precious"
+    (tmp_path / "m.optimizer.safetensors").write_bytes(b"precious")
+    refused(4, "consolidate", SOURCE, tmp_path / "m.safetensors", "--slots", "all", words=("m.optimizer.safetensors",))
+    assert [p.name for p in tmp_path.iterdir()] == ["m.optimizer.safetensors"]
+    assert (tmp_path / "m.optimizer.safetensors").read_bytes() == b"precious"
 
 
 def test_dangling_link_is_an_existing_target(tmp_path: Path) -> None:

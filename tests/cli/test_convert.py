@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.console import FIXTURES, copy, inspected, refused, succeeded
+from tests.cli.console import FIXTURES, copy, inspected, refused, run, succeeded
 
 FORMATS = ("deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy")
 S2 = FIXTURES / "s2_bf16_dp2"
+S3 = FIXTURES / "s3_bf16_dp2"
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -88,6 +89,36 @@ def test_overwrite_replaces_a_target_of_its_format_only(tmp_path: Path) -> None:
         (tmp_path / to / "mine.txt").write_text("mine")
         refused(4, "convert", S2, tmp_path / to, "--to", to, "--overwrite", words=("mine.txt",))
         assert (tmp_path / to / "mine.txt").read_text() == "mine"
+
+
+def test_a_fingerprint_beside_a_file_is_part_of_the_target(tmp_path: Path) -> None:
+    target, beside = tmp_path / "x.pt", tmp_path / "x.pt.fingerprint.json"
+    beside.write_text("mine")
+    options = ("--to", "consolidated", "--fingerprint")
+    refused(4, "convert", S2, target, *options, words=("x.pt.fingerprint.json", "exists already"))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(beside.name, "mine")]
+    beside.unlink()
+    succeeded("convert", S2, target, *options)
+    first = beside.read_text()
+    assert run("verify", target).returncode == 0
+    without = (*options[:2], "--overwrite")
+    refused(4, "convert", S3, target, *without, words=("would be taken for the new one's",))
+    succeeded("convert", S3, target, *options, "--overwrite")
+    assert beside.read_text() != first
+    assert run("verify", target).returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [target.name, beside.name]
+
+
+@pytest.mark.parametrize("to", [to for to in FORMATS if to != "consolidated"])
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "out.gguf"])
+def test_a_directory_does_not_get_the_name_of_a_file(name: str, to: str, tmp_path: Path) -> None:
+    refused(2, "convert", S2, tmp_path / name, "--to", to, words=("a directory is written",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_lightning_keeps_the_end_of_its_name(tmp_path: Path) -> None:
+    succeeded("convert", S2, tmp_path / "last.ckpt", "--to", "deepspeed")
+    assert (tmp_path / "last.ckpt").is_dir()
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -25,7 +25,7 @@ ADAMW = [
 def written(name: str, directory: Path, **options: Any) -> dict[str, Any]:
     """The state dict that zckpt writes as optimizer.pt."""
     zckpt.consolidate(FIXTURES / name, directory / "model.pt", slots="all", **options)
-    state: dict[str, Any] = torch.load(directory / "optimizer.pt", weights_only=True)
+    state: dict[str, Any] = torch.load(directory / "model.optimizer.pt", weights_only=True)
     return state
 
 

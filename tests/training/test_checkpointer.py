@@ -20,6 +20,8 @@ from zckpt.errors import SourceError, UsageError
 
 pytestmark = pytest.mark.interop
 
+RECORD = "checkpointer.json"
+
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
@@ -58,7 +60,7 @@ def train(
 def test_a_run_that_is_ended_resumes_where_it_was(async_: bool, tmp_path: Path) -> None:
     options = {"keep": 2, "every": 2, "async_": async_}
     whole = run(train, 2, tmp_path / "whole", 9, options, None)[0]
-    assert whole["names"] == ["latest", "step-00000006", "step-00000008"]
+    assert whole["names"] == [RECORD, "latest", "step-00000006", "step-00000008"]
     began = run(train, 2, tmp_path / "run", 9, options, 4)
     assert {told["names"][-1] for told in began} == {"step-00000005"}  # after the step in which it was told
     assert (tmp_path / "run" / "latest").read_text() == "step-00000005"
@@ -66,7 +68,7 @@ def test_a_run_that_is_ended_resumes_where_it_was(async_: bool, tmp_path: Path) 
     ended = run(train, 2, tmp_path / "run", 9, options, None)[0]
     assert ended["extra"] == {"seen": 5}
     assert began[0]["losses"] + ended["losses"] == whole["losses"]
-    assert ended["names"] == ["latest", "step-00000006", "step-00000008"]
+    assert ended["names"] == [RECORD, "latest", "step-00000006", "step-00000008"]
 
 
 def damage(checkpoint: Path, how: str) -> None:
@@ -125,15 +127,15 @@ def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
     for step in (1, 2, 3):
         checkpointer.save(step, model=model)
-        assert names(tmp_path) == ["latest", f"step-0000000{step}"]
+        assert names(tmp_path) == [RECORD, "latest", f"step-0000000{step}"]
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009")
     damage_one = tmp_path / "step-00000009" / "checkpoint.json"
     damage_one.write_bytes(damage_one.read_bytes()[:-9])
     checkpointer.save(4, model=model)
-    assert names(tmp_path) == ["latest", "step-00000004", "step-00000009"]
+    assert names(tmp_path) == [RECORD, "latest", "step-00000004", "step-00000009"]
     (tmp_path / ".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
     checkpointer.save(5, model=model)
-    assert names(tmp_path) == ["latest", "step-00000005", "step-00000009"]
+    assert names(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
 
 
 def test_a_new_run_begins_anew_and_replaces_a_step_of_its_own(tmp_path: Path) -> None:
@@ -179,6 +181,6 @@ def save_in_background_and_fail(rank: int, world_size: int, directory: Path) -> 
 
 def test_a_save_that_fails_in_the_background_does_not_become_the_latest(tmp_path: Path) -> None:
     assert run(save_in_background_and_fail, 2, tmp_path)[0] == [
-        ".step-00000002.zckpt-partial", "latest", "step-00000001",
+        ".step-00000002.zckpt-partial", RECORD, "latest", "step-00000001",
     ]  # fmt: skip
     assert (tmp_path / "latest").read_text() == "step-00000001"

@@ -59,6 +59,15 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
     assert "too few steps" in done.stderr or "is not empty" in done.stderr
 
 
+def test_a_picture_that_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis.png").write_bytes(b"precious")
+    done = example("--quick", "--directory", tmp_path / "run", "--png", tmp_path / "thesis.png")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "exists already" in done.stderr
+    assert (tmp_path / "thesis.png").read_bytes() == b"precious"
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_that_agrees_has_no_disagreements() -> None:
     assert list(disagreements(WHOLE, PARTS, STEPS)) == []
 

@@ -22,7 +22,7 @@ from zckpt.cli.options import ByteSize, names_option, read_names, show, source_o
     "--slots",
     multiple=True,
     metavar="all|SLOT,...",
-    help="Also write these optimizer slots, to optimizer.safetensors or optimizer.pt beside TARGET.",
+    help="Also write these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
 )
 @click.option(
     "--tied",
@@ -61,7 +61,8 @@ def consolidate_command(
     """Turn a sharded checkpoint into one model.
 
     TARGET x.safetensors is one file, x.pt or x.bin a torch state dict, any other name a directory of
-    safetensors shards with an index, as Hugging Face lays it out.
+    safetensors shards with an index, as Hugging Face lays it out. Names that end as other programs' files do
+    (.gguf, .onnx, .ckpt, ...) are refused.
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.consolidate import consolidate

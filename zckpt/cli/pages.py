@@ -21,7 +21,7 @@ def page_options(command: Command) -> Command:
 
 def check_page(page: Path | None, *, overwrite: bool) -> None:
     """Raise TargetError if a page cannot be written, before the work for it is done."""
-    from zckpt.durable import check_target
+    from zckpt.ownership import check_target
 
     if page is not None:
         check_target(page, overwrite=overwrite)

@@ -21,12 +21,14 @@ from torch.futures import Future
 
 from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
-from zckpt.durable import partial_name, written_directory
+from zckpt.durable import written_directory
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.execute import execute
-from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.formats.suffixes import check_directory
+from zckpt.partial import partial_name
 from zckpt.plan import plan as plan_files
 from zckpt.state import Topology
 from zckpt.torchfile import Tensor
@@ -70,7 +72,7 @@ class Writer(StorageWriter):
         A directory that does not exist, on a file system that all ranks share; by default the `checkpoint_id` that
         `dcp.save` is given.
     overwrite : bool
-        Replace the directory if it exists.
+        Replace a directory of zckpt's format, if it exists.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
@@ -102,12 +104,13 @@ class Writer(StorageWriter):
         Raises
         ------
         UsageError
-            No path was given, or ranks are to save without telling each other.
+            No path was given, or a file's; ranks are to save without telling each other.
         """
         del is_coordinator, args, kwargs  # torch gives what it sees that there is a place for
         self._abandon()
         if self.path is None:
             raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
+        check_directory(self._target())
         if not use_collectives:
             raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
 
@@ -129,7 +132,7 @@ class Writer(StorageWriter):
         before = _WRITING.pop(target, None)
         if before is not None:
             before._abandon()
-        made = written_directory(target, overwrite=self._overwrite)
+        made = written_directory(target, overwrite=self._overwrite, owned=OWNED)
         directory = made.__enter__()
         self._made = made
         _WRITING[target] = self

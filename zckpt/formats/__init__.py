@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
+from zckpt.naming import interrupted
 from zckpt.state import Checkpoint
 
 OWN_DOCUMENT = "checkpoint.json"
@@ -54,7 +55,8 @@ def open_checkpoint(
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        raise SourceError("cannot be opened", path=path, found=getattr(error, "strerror", str(error))) from error
+        why = getattr(error, "strerror", str(error))
+        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     checkpoint = _read(path, roots, tag, names, tp_rules)
     checkpoint.opened = str(path)
     if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
@@ -109,7 +111,7 @@ def _read(
     if checkpoint is not None:
         return checkpoint
     if safetensors_file.is_safetensors(path):
-        return _read_safetensors(path)
+        return _warned(_read_safetensors(path), path)
     if path.is_dir():
         raise UnknownFormatError(
             "no checkpoint recognised",
@@ -118,16 +120,23 @@ def _read(
             found=_content(path),
             advice=_advice(path),
         )
-    return torch_file.read(path, names=names)
+    return _warned(torch_file.read(path, names=names), path)
+
+
+def _warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Return a checkpoint with a warning if what is beside its file is not there yet."""
+    told = interrupted(path)
+    checkpoint.warnings += [told] if told else []
+    return checkpoint
 
 
 def _read_safetensors(path: Path) -> Checkpoint:
     """Read a file, or a directory and the optimizer that `consolidate` has put into it."""
     from zckpt.formats import safetensors_file
-    from zckpt.formats.optimizer_file import attach_optimizer, optimizer_names
+    from zckpt.formats.optimizer_file import IN_DIRECTORY, attach_optimizer
 
     checkpoint = safetensors_file.read(path)
-    optimizer = path / optimizer_names(torch=False)
+    optimizer = path / IN_DIRECTORY
     if path.is_dir() and optimizer.is_file():
         attach_optimizer(checkpoint, optimizer)
     return checkpoint

@@ -1,7 +1,10 @@
 """The optimizer of a checkpoint as one file; read where it lies in a directory beside the model's.
 
-optimizer.safetensors   `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
-optimizer.pt            {state: {number: {slot: tensor}}, param_groups}, for `torch.optim.Optimizer.load_state_dict`
+x.optimizer.safetensors     `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
+x.optimizer.pt              {state: {number: {slot: tensor}}, param_groups}, for `Optimizer.load_state_dict`
+
+That is beside a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
+beside a file, too.
 """
 
 from __future__ import annotations
@@ -32,10 +35,18 @@ _RULES = (
     ),
 )
 
+IN_DIRECTORY = "optimizer.safetensors"
+"""The name of the optimizer's file in a model's directory."""
 
-def optimizer_names(*, torch: bool) -> str:
-    """Return the name of the optimizer's file."""
-    return "optimizer.pt" if torch else "optimizer.safetensors"
+
+def beside_model(model: Path) -> Path:
+    """Return where the optimizer's file of a model goes that is one file."""
+    return model.with_name(f"{model.stem}.optimizer{model.suffix}")
+
+
+def is_optimizers(name: str) -> bool:
+    """Tell the name of a file of `<slot>/<parameter>` tensors in a directory that holds a model."""
+    return name == IN_DIRECTORY or name.endswith(f".{IN_DIRECTORY}")
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnsupportedError
 from zckpt.formats import safetensors_file
 from zckpt.formats.files_below import files_below
-from zckpt.formats.optimizer_file import optimizer_names
+from zckpt.formats.optimizer_file import is_optimizers
 from zckpt.formats.stripping import Request, Rewritten, Stripping, as_it_is, replaced, without
 from zckpt.formats.torch_strip import strip_file
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -48,11 +48,13 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
 
 def slot_names(checkpoint: Checkpoint, source: Path) -> list[str]:
     """Return the names of all slots that a source has, those in a file beside a model too."""
-    beside = source / optimizer_names(torch=False)
-    if checkpoint.format != "safetensors" or not beside.is_file():
-        return checkpoint.slot_names()
-    slots, _, _ = safetensors_file.read_header(beside)
-    return list(dict.fromkeys([*checkpoint.slot_names(), *(_kind(key) for key in slots)]))
+    found = checkpoint.slot_names()
+    if checkpoint.format == "safetensors" and source.is_dir():
+        for name, path in files_below(source):
+            if is_optimizers(name):
+                slots, _, _ = safetensors_file.read_header(path)
+                found += [_kind(key) for key in slots]
+    return list(dict.fromkeys(found))
 
 
 def _kind(key: str) -> str:
@@ -74,7 +76,7 @@ def _directory(checkpoint: Checkpoint, source: Path, request: Request) -> Stripp
     known = {file.path for file in checkpoint.files}
     files = []
     for name, path in files_below(source):
-        if name == optimizer_names(torch=False) and request.slots:
+        if is_optimizers(name) and request.slots:
             files.append(_safetensors_slots(path, name, request))
         elif path.suffix in TORCH_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, _slots(checkpoint)))

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from zckpt.errors import UsageError
+from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
+from zckpt.ownership import Owned
 from zckpt.partition import check_world_size
 from zckpt.plan import TargetFile
 from zckpt.state import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
-TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Made:
     ----------
     files : list of TargetFile
         In the target directory; the only one is the target itself where `is_file`.
-    is_own : callable
-        Tells a file of this format by its name within the target.
+    owned : Owned
+        Directories of this format, which may be replaced.
     beside : list of TargetFile
         Small ones of literals only that go into the target's parent, replacing what is there.
     is_file : bool
@@ -57,7 +58,7 @@ class Made:
     """
 
     files: list[TargetFile]
-    is_own: Callable[[str], bool]
+    owned: Owned
     beside: list[TargetFile] = field(default_factory=list)
     is_file: bool = False
     notes: tuple[str, ...] = ()
@@ -138,7 +139,7 @@ def _deepspeed(job: Job) -> Made:
     copied = {one.name for one in beside}
     return Made(
         [*writer.target_files(target, run_directory=run_directory), *beside],
-        lambda name: names.is_own(name.rpartition("/")[2]) or name in copied,
+        Owned(lambda name: names.is_own(name.rpartition("/")[2]) or name in copied),
         notes=tuple(notes),
     )
 
@@ -155,7 +156,7 @@ def _universal(job: Job) -> Made:
 
     return Made(
         universal.lay_out(job.checkpoint),
-        universal.is_own,
+        Owned(universal.is_own),
         beside=[universal.latest_universal(job.target.name)],
         notes=universal.notes(job.checkpoint),
     )
@@ -165,30 +166,31 @@ def _consolidated(job: Job) -> Made:
     from zckpt.formats import consolidated
 
     target, dtype = job.target, _dtype(job)
-    if target.suffix in TORCH_SUFFIXES:
-        return Made(
-            [consolidated.lay_out_file(target.name, job.checkpoint, dtype=dtype)], lambda _: False, is_file=True
-        )
-    if target.suffix == ".safetensors":
+    kind = kind_of_model(target)
+    if kind == TORCH:
+        file = consolidated.lay_out_file(target.name, job.checkpoint, dtype=dtype)
+        return Made([file], Owned(lambda _: False), is_file=True)
+    if kind == SAFETENSORS:
         raise UsageError(
             "one safetensors file holds a model only",
             path=target,
             expected="a directory or a .pt file",
             advice="use `zckpt consolidate` for the model by itself",
         )
-    return Made(consolidated.lay_out(job.checkpoint, dtype=dtype), consolidated.is_own)
+    return Made(consolidated.lay_out(job.checkpoint, dtype=dtype), Owned(consolidated.is_own))
 
 
 def _native(job: Job) -> Made:
     from zckpt.formats import native
 
-    return Made(native.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1), native.is_own)
+    return Made(native.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1), native.OWNED)
 
 
 def _dcp(job: Job) -> Made:
     from zckpt.formats.dcp import writer
 
-    return Made(writer.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1, dtype=_dtype(job)), writer.is_own)
+    files = writer.lay_out(job.checkpoint, world_size=job.wanted.world_size or 1, dtype=_dtype(job))
+    return Made(files, Owned(writer.is_own))
 
 
 def _zero_redundancy(job: Job) -> Made:
@@ -198,7 +200,7 @@ def _zero_redundancy(job: Job) -> Made:
     files = zero_redundancy.lay_out(
         job.checkpoint, world_size=job.wanted.world_size or 1, per_rank=per_rank, dtype=_dtype(job)
     )
-    return Made(files, zero_redundancy.is_own)
+    return Made(files, Owned(zero_redundancy.is_own))
 
 
 _WRITERS: Mapping[str, tuple[tuple[str, ...], Writer]] = {

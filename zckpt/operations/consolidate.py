@@ -6,20 +6,25 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zckpt.checking import Checked, Checks
-from zckpt.errors import TargetExistsError, UsageError
+from zckpt.errors import UsageError
 from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
+from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.proof import check_companions, check_sources
+from zckpt.ownership import Owned, check_replaceable
 from zckpt.plan import Plan, TargetFile, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
 TIED = ("duplicate", "drop")
-TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
+"""The directories of models that are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +85,15 @@ def consolidate(
     ----------
     source : path-like or Checkpoint
     target : path-like
-        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name: a directory in
-        Hugging Face's layout, with an index.
+        `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, but for those that
+        end as other programs' files do: a directory in Hugging Face's layout, with an index.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
         Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
         written as float32 and parameters without a master in their own type. "keep": the model's own type.
     slots : "all" or sequence of str
-        Optimizer slots to write to a second file, `optimizer.safetensors` or `optimizer.pt`, beside the target
-        (for a directory, in it). The masters are among "all" where the model's file does not hold them exactly.
+        Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` beside the target
+        (for a directory, `optimizer.safetensors` in it). The masters are among "all" where the model's file does not
+        hold them exactly.
     tied : {"duplicate", "drop"}
         Whether a tied parameter is written under all its names or its owner's only.
     exclude_frozen : bool
@@ -98,6 +104,7 @@ def consolidate(
     checksums : bool
         Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
+        Replace the target: a file and the optimizer's beside it, or a directory that `consolidate` wrote.
     dry_run : bool
         Plan everything, write nothing.
     memory : int, bytes
@@ -132,6 +139,7 @@ def consolidate(
     )
     dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
+    kind_of_model(path)
     tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
     files = _model_files(path, tensors, max_shard_size)
     optimizer = _optimizer_file(checkpoint, path, slots, dtype)
@@ -177,12 +185,13 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
-    if path.suffix in TORCH_SUFFIXES:
+    kind = kind_of_model(path)
+    if kind == TORCH:
         from zckpt.formats import torch_archive
 
         return [torch_archive.lay_out(path.name, model_tree(tensors))]
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
-    if path.suffix == ".safetensors":
+    if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
     return safetensors_file.lay_out_directory(entries, max_shard_size)
 
@@ -193,7 +202,7 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
-    from zckpt.formats.optimizer_file import optimizer_names, optimizer_safetensors, optimizer_torch
+    from zckpt.formats.optimizer_file import IN_DIRECTORY, beside_model, optimizer_safetensors, optimizer_torch
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:
@@ -205,35 +214,27 @@ def _optimizer_file(
             path=checkpoint.source,
             expected=", ".join(available) or "a checkpoint that has an optimizer",
         )
-    torch = path.suffix in TORCH_SUFFIXES
-    name = optimizer_names(torch=torch)
-    if path.name == name:
-        raise UsageError("the target has the name of the optimizer's file", path=path, advice="choose another")
-    return optimizer_torch(checkpoint, name, wanted) if torch else optimizer_safetensors(checkpoint, name, wanted)
+    kind = kind_of_model(path)
+    name = IN_DIRECTORY if kind == DIRECTORY else beside_model(path).name
+    lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
+    return lay_out(checkpoint, name, wanted)
 
 
 def _paths(path: Path, made: Plan) -> list[Path]:
-    whole = path.suffix not in (".safetensors", *TORCH_SUFFIXES)
-    return [(path if whole else path.parent) / one.file.name for one in made.files]
+    inside = kind_of_model(path) == DIRECTORY
+    return [(path if inside else path.parent) / one.file.name for one in made.files]
 
 
 def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, overwrite: bool) -> None:
     """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
-    sources = [Path(file.path).resolve() for file in checkpoint.files]
-    targets = {one.resolve() for one in paths}
-    whole = path.resolve() if path not in paths else None
-    for source in sources:
-        if source in targets or (whole is not None and whole in source.parents):
-            raise UsageError("the target is, or contains, the source", path=path, found=str(source))
-    if overwrite and whole is not None and path.is_dir():
-        others = sorted(entry.name for entry in path.iterdir() if not safetensors_file.OWN_NAMES.fullmatch(entry.name))
-        if others:
-            raise TargetExistsError(
-                "holds other files, which replacing it would remove",
-                path=path,
-                found=", ".join(others[:4]) + (" ..." if len(others) > 4 else ""),
-                advice="choose a new directory",
-            )
+    if kind_of_model(path) == DIRECTORY:
+        check_sources(checkpoint, [path])
+        if overwrite:
+            check_replaceable(path, OWNED)
+    else:
+        check_sources(checkpoint, paths)
+        if overwrite:
+            check_companions(path, paths)
 
 
 def _run(
@@ -246,10 +247,8 @@ def _run(
     reporter: Reporter | None,
     checks: Checks | None,
 ) -> Checked:
-    """Write the files; the target's own name appears last."""
-    if path in paths:
-        order = sorted(range(len(paths)), key=lambda index: paths[index] == path)
-        ordered = Plan(tuple(made.files[index] for index in order))
-        targets = [paths[i] for i in order]
-        return execute(ordered, targets, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
-    return execute_directory(made, path, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
+    """Write the files; the target itself is the last of them."""
+    common: dict[str, Any] = {"overwrite": overwrite, "memory": memory, "reporter": reporter, "checks": checks}
+    if kind_of_model(path) == DIRECTORY:
+        return execute_directory(made, path, owned=OWNED, **common)
+    return execute(Plan(tuple(reversed(made.files))), paths[::-1], **common)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from zckpt.checking import Checked, Checks
 from zckpt.errors import UsageError
@@ -14,7 +15,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
-from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -121,15 +122,19 @@ def convert(
     wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
     made = lay_out(checkpoint, Path(source), path, to, wanted)
     planned = plan(made.files)
-    check_apart(checkpoint, path, overwrite=overwrite, is_own=made.is_own)
+    recorded = to == "zckpt" if fingerprint is None else fingerprint
+    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop)
+    if made.is_file:
+        check_sources(checkpoint, [path, *proof.beside])
+        if overwrite:
+            check_companions(path, [path, *proof.beside])
+    else:
+        check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
     compared = _compared(checkpoint) if weight_check else 0
-    proof, checked = None, Checked()
+    checked = Checked()
     if not dry_run:
-        recorded = to == "zckpt" if fingerprint is None else fingerprint
-        proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop)
-        checked = _write(
-            proof, made, planned, overwrite, source_checks(checkpoint.files, planned) if checksums else None
-        )
+        checks = source_checks(checkpoint.files, planned) if checksums else None
+        checked = _write(proof, made, planned, overwrite, checks)
     inside = [path if made.is_file else path / one.name for one in made.files]
     return Converted(
         tuple(inside + [path.parent / one.name for one in made.beside]),
@@ -137,7 +142,7 @@ def convert(
         planned.write_nbytes,
         memory,
         compared,
-        0 if proof is None else proof.verified,
+        proof.verified,
         checked.nbytes,
         made.notes,
         tuple(checkpoint.warnings),
@@ -163,21 +168,14 @@ def _compared(checkpoint: Checkpoint) -> int:
 
 def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
-    path, memory, reporter = proof.target, proof.memory, proof.reporter
+    path = proof.target
+    common: dict[str, Any] = {
+        "overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter, "checks": checks,
+    }  # fmt: skip
     if made.is_file:
-        checked = execute(
-            planned,
-            [path],
-            overwrite=overwrite,
-            memory=memory,
-            reporter=reporter,
-            check=lambda written: proof.of(written[0]),
-            checks=checks,
-        )
+        checked = execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
     else:
-        checked = execute_directory(
-            planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of, checks=checks
-        )
+        checked = execute_directory(planned, path, owned=made.owned, check=proof.of, **common)
     if made.beside:
         execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
     return checked

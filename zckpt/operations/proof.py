@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.digests import FILE_NAME, digests_path, write_digests
+from zckpt.digests import FILE_NAME, beside_file, text_of
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
+from zckpt.formats.optimizer_file import beside_model
+from zckpt.formats.suffixes import check_directory
+from zckpt.ownership import Owned, check_replaceable
 from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 
@@ -19,10 +23,8 @@ if TYPE_CHECKING:
     from zckpt.compare import Pair
     from zckpt.execute import Reporter
 
-SHOWN_NAMES = 4
 
-
-def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, is_own: Callable[[str], bool]) -> None:
+def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned: Owned) -> None:
     """Raise unless a directory can be made or replaced without losing the source or anything that is no checkpoint.
 
     Parameters
@@ -32,36 +34,53 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, is_own
     target : Path
         A directory.
     overwrite : bool
-    is_own : callable
-        Tells a file of the target's format by its name within the target.
+    owned : Owned
+        Which directories may be replaced.
 
     Raises
     ------
     UsageError
-        The target is, contains, or is inside the source.
+        The target is, contains, or is inside the source; its name is a file's.
     TargetExistsError
-        It holds files that replacing it would remove.
+        It holds files that replacing it would remove, or is no directory.
     """
-    whole = target.resolve()
-    for file in checkpoint.files:
-        if whole in (Path(file.path).resolve(), *Path(file.path).resolve().parents):
-            raise UsageError("the target is, or contains, the source", path=target, found=file.path)
-    if Path(checkpoint.source).resolve() in whole.parents:
+    check_directory(target)
+    check_sources(checkpoint, [target])
+    if Path(checkpoint.source).resolve() in target.resolve().parents:
         raise UsageError("the target is inside the source", path=target, found=checkpoint.source)
-    if not overwrite or not target.is_dir():
+    if overwrite:
+        check_replaceable(target, owned)
+
+
+def check_sources(checkpoint: Checkpoint, targets: Sequence[Path]) -> None:
+    """Raise UsageError if a target is, or contains, a file of the source."""
+    sources = {Path(file.path).resolve() for file in checkpoint.files}
+    around = {parent for source in sources for parent in source.parents} | sources
+    for target in targets:
+        if (whole := target.resolve()) in around:
+            found = next(source for source in sorted(sources) if whole in (source, *source.parents))
+            raise UsageError("the target is, or contains, the source", path=target, found=str(found))
+
+
+def check_companions(target: Path, written: Sequence[Path]) -> None:
+    """Raise TargetExistsError if what a file that is replaced has beside it would then belong to another.
+
+    Parameters
+    ----------
+    target : Path
+        A file.
+    written : sequence of Path
+        What is written anew, it and what goes beside it.
+    """
+    if not target.is_file():
         return
-    others = sorted(
-        name
-        for path in target.rglob("*")
-        if not path.is_dir() and path.name != FILE_NAME and not is_own(name := path.relative_to(target).as_posix())
-    )
-    if others:
-        raise TargetExistsError(
-            "holds other files, which replacing it would remove",
-            path=target,
-            found=", ".join(others[:SHOWN_NAMES]),
-            advice="choose a new directory",
-        )
+    for one in (beside_file(target), beside_model(target)):
+        if one not in written and os.path.lexists(one):
+            raise TargetExistsError(
+                "belongs to the file that is to be replaced, and would be taken for the new one's",
+                path=one,
+                advice="remove it, or have it written again",
+            )
 
 
 @dataclass(slots=True)
@@ -98,8 +117,24 @@ class Proof:
     whole: bool = True
     verified: int = 0
 
-    def of(self, written: Path) -> None:
-        """Open what was written under a temporary name; raise LayoutError unless all is there."""
+    @property
+    def beside(self) -> list[Path]:
+        """What is written beside a target that is one file: its fingerprint, if it is recorded."""
+        return [beside_file(self.target)] if self.fingerprint else []
+
+    def of_files(self, written: Sequence[Path]) -> None:
+        """Prove a target that is one file; before it come the temporary names of what is `beside` it."""
+        self.of(written[-1], *written[:-1])
+
+    def of(self, written: Path, digests: Path | None = None) -> None:
+        """Open what was written under a temporary name; raise LayoutError unless all is there.
+
+        Parameters
+        ----------
+        written : Path
+        digests : Path, optional
+            Where the fingerprint goes; by default into the directory.
+        """
         found = open_checkpoint(written)
         prove(self.checkpoint, found, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, whole=self.whole)
@@ -110,8 +145,8 @@ class Proof:
         if self.fingerprint:
             from zckpt.operations.fingerprint import fingerprint
 
-            place = digests_path(found if written.is_dir() else replace(found, source=str(self.target)))
-            write_digests(fingerprint(found, memory=self.memory, reporter=self.reporter), place, overwrite=True)
+            text = text_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
+            (digests or written / FILE_NAME).write_text(text, encoding="utf-8")
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

@@ -20,6 +20,7 @@ from zckpt.formats.deepspeed.target import Options
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.ownership import Owned
 from zckpt.plan import plan
 
 
@@ -135,12 +136,8 @@ def reshard(
     others = [Path(root) for root in roots]
     beside, told = files_beside(checkpoint, Path(source), wanted, roots=others) if run_directory else ([], [])
     copied = {one.name for one in beside}
-    check_apart(
-        checkpoint,
-        path,
-        overwrite=overwrite,
-        is_own=lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)),
-    )
+    owned = Owned(lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)))
+    check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     made = plan([*target_files(wanted, run_directory=run_directory), *beside])
     told = [*notes(wanted), *told]
     compared = 0
@@ -154,7 +151,14 @@ def reshard(
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
         checked = execute_directory(
-            made, path, overwrite=overwrite, memory=memory, reporter=reporter, check=proof.of, checks=checks
+            made,
+            path,
+            overwrite=overwrite,
+            owned=owned,
+            memory=memory,
+            reporter=reporter,
+            check=proof.of,
+            checks=checks,
         )
     files = tuple(path / one.file.name for one in made.files)
     return Resharded(

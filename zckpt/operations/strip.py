@@ -14,7 +14,8 @@ from zckpt.formats import open_checkpoint, strippers
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
-from zckpt.operations.proof import check_apart
+from zckpt.operations.proof import check_apart, check_companions
+from zckpt.ownership import Owned
 from zckpt.plan import Hole, fill, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
 
@@ -126,7 +127,8 @@ def strip(
     _check_request(checkpoint, origin, request)
     made = strippers.strip(checkpoint, origin, request)
     planned = plan(one.file for one in made.files if one.file is not None)
-    _check_apart(checkpoint, origin, path, made, overwrite=overwrite)
+    owned = Owned(frozenset(one.name for one in made.files).__contains__)
+    _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
 
     def check(written: Path) -> None:
@@ -136,7 +138,14 @@ def strip(
     checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
     if not dry_run and origin.is_dir():
         checked = execute_directory(
-            planned, path, overwrite=overwrite, memory=memory, reporter=reporter, check=check, checks=checks
+            planned,
+            path,
+            overwrite=overwrite,
+            owned=owned,
+            memory=memory,
+            reporter=reporter,
+            check=check,
+            checks=checks,
         )
     elif not dry_run:
         checked = execute(
@@ -199,14 +208,15 @@ def _saved(made: Stripping) -> dict[str, int]:
     return saved
 
 
-def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, made: Stripping, *, overwrite: bool) -> None:
+def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owned, *, overwrite: bool) -> None:
     """Raise unless the target can be made or replaced without losing the source or what is none of its files."""
     whole, of = target.resolve(), source.resolve()
     if whole == of or of in whole.parents or whole in of.parents:
         raise UsageError("the target is, contains or is inside the source", path=target, found=source)
     if source.is_dir():
-        names = {one.name for one in made.files}
-        check_apart(checkpoint, target, overwrite=overwrite, is_own=names.__contains__)
+        check_apart(checkpoint, target, overwrite=overwrite, owned=owned)
+    elif overwrite:
+        check_companions(target, [target])
 
 
 def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target: Path) -> None:

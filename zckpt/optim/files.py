@@ -25,7 +25,7 @@ from zckpt.durable import written_directory
 from zckpt.errors import UsageError
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.remainder import VERSION
-from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, rank_name
+from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim import param_groups
@@ -66,6 +66,7 @@ def save(
     beside : mapping, optional
         What else is kept, by key: `lr_scheduler`, a scheduler's state; `extra`, which DeepSpeed calls the client's.
     overwrite : bool
+        Replace a directory of the same format.
 
     Raises
     ------
@@ -82,7 +83,7 @@ def save(
         return
     names = group_names(optimizer.param_groups, model)
     param_groups.sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
-    with written_together(Path(path), Ranks(optimizer.process_group), overwrite=overwrite) as partial:
+    with written_together(Path(path), Ranks(optimizer.process_group), overwrite=overwrite, owned=OWNED) as partial:
         torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
         if optimizer.rank == 0:
             tensors, about = _model(names, optimizer.param_groups, model)
@@ -200,7 +201,7 @@ def _save_workers(
     optimizer: DistributedOptimizer, path: Path, *, step: int | None, beside: dict[str, Any], overwrite: bool
 ) -> None:
     names = group_names(optimizer.param_groups, None)
-    with written_directory(path, overwrite=overwrite) as partial:
+    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         held = optimizer.call_each(
             _save_worker, [(str(partial.resolve()), rank) for rank in range(optimizer.num_workers)]
         )

@@ -9,18 +9,27 @@ from pathlib import Path
 from zckpt.durable import written_directory
 from zckpt.errors import TargetError, ZckptError
 from zckpt.optim.ranks import Ranks
+from zckpt.ownership import Owned
 
 
 @contextmanager
-def written_together(path: Path, ranks: Ranks, *, overwrite: bool) -> Iterator[Path]:
+def written_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
     """Let all ranks write into one new directory, which the first rank makes and names; a failure of one is one of all.
+
+    Parameters
+    ----------
+    path : Path
+    ranks : Ranks
+    overwrite : bool
+        Replace a directory that `owned` tells.
+    owned : Owned
 
     Raises
     ------
     TargetError
         It exists, or cannot be written.
     """
-    made = written_directory(path, overwrite=overwrite) if ranks.rank == 0 else None
+    made = written_directory(path, overwrite=overwrite, owned=owned) if ranks.rank == 0 else None
     partial, error = None, None
     try:
         if made is not None:

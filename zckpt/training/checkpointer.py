@@ -2,7 +2,8 @@
 
 run/step-00000500/      a checkpoint
 run/step-00001000/
-run/latest              the name of the newest one, for those who open `run`
+run/latest              the name of the one that was saved last, for those who open `run`
+run/checkpointer.json   which ones the Checkpointer wrote, in which order
 """
 
 from __future__ import annotations
@@ -13,32 +14,36 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.durable import written_files
-from zckpt.errors import DamagedFileError, SourceError, UsageError
-from zckpt.formats.native import check_digests
+from zckpt.durable import recover
+from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
+from zckpt.formats import native
+from zckpt.naming import target_of_old
 from zckpt.opened import open as open_checkpoint
 from zckpt.optim.ranks import Ranks
+from zckpt.ownership import check_replaceable
+from zckpt.training import run_record
 from zckpt.training.loading import Restored, load
 from zckpt.training.model_state import Stateful
-from zckpt.training.saving import Saving, save
+from zckpt.training.run_record import NAME, Entry, Record
+from zckpt.training.saving import Saving, save_own
+from zckpt.training.writing import new_identity
 
-LATEST = "latest"
+T = TypeVar("T")
 
-_NAME = re.compile(r"step-(\d{8,})")
 _REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 
 
 class Checkpointer:
-    """Saves every so many steps and before the job is ended, keeps the newest, and resumes from the newest sound one.
+    """Saves every so many steps and before the job is ended, keeps what was saved last, and resumes from there.
 
         checkpointer = zckpt.Checkpointer("run", keep=3, every=500)
         restored = checkpointer.resume(model=model, optimizer=optimizer)
@@ -49,14 +54,16 @@ class Checkpointer:
                 break
         checkpointer.close()
 
-    All ranks make one and call its methods together.
+    All ranks make one and call its methods together. The order of checkpoints is that of saving, whatever their steps:
+    who goes back to step 300 of 500 and saves step 400 has saved that last. Only what a Checkpointer wrote into the
+    directory, which its record tells by name and id, is ever replaced or removed.
 
     Parameters
     ----------
     directory : path-like
         Made if it does not exist.
     keep : int or None
-        How many sound checkpoints to keep, at least 1; None: all.
+        How many sound checkpoints to keep, at least 1, those that were saved last; None: all.
     every : int or None
         Steps between saves; None: only `save` and the end of the job save.
     async_ : bool
@@ -73,6 +80,10 @@ class Checkpointer:
     ------
     UsageError
         `keep` or `every` is below 1.
+    TargetExistsError
+        The directory is another program's, whose `latest` would be replaced.
+    SourceError
+        Its record cannot be read.
     """
 
     def __init__(
@@ -97,10 +108,11 @@ class Checkpointer:
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
+        self._of_first(lambda: run_record.check_directory(self.directory))
         self._is_told_to_end = False
         self._listens = on_sigterm
         self._before: Any = None
-        self._saving: tuple[Saving, str] | None = None
+        self._saving: tuple[Saving, Entry] | None = None
         if on_sigterm and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -144,26 +156,42 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save now; a checkpoint of the same step is replaced. Parameters and errors are those of `zckpt.save`."""
+        """Save now; a checkpoint of the same step is replaced if a Checkpointer wrote it.
+
+        Parameters and errors are those of `zckpt.save`.
+        """
         self._publish(wait=True)
-        name = f"step-{step:08d}"
-        saving = save(
-            self.directory / name,
-            model=model,
-            optimizer=optimizer,
-            step=step,
-            scheduler=scheduler,
-            grad_scaler=grad_scaler,
-            extra=extra,
+        entry, overwrite = self._of_first(lambda: self._begun(f"step-{step:08d}"))
+        saving = save_own(
+            self.directory / entry.name,
+            model,
+            optimizer,
+            {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
+            self._process_group,
             async_=self.async_,
-            overwrite=True,
+            overwrite=overwrite,
             fingerprint=self.fingerprint,
-            process_group=self._process_group,
+            identity=entry.identity,
         )
         if saving is None:
-            self._name_and_prune(name)
+            self._of_first(lambda: self._name_and_prune(entry))
         else:
-            self._saving = (saving, name)
+            self._saving = (saving, entry)
+
+    def _begun(self, name: str) -> tuple[Entry, bool]:
+        """Note what is going to be saved; return it, and whether it replaces something."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        run_record.check_directory(self.directory)
+        record = run_record.read_record(self.directory)
+        is_own = record.has(self.directory, name)
+        if not is_own and os.path.lexists(self.directory / name):
+            raise TargetExistsError(
+                "is there, and no Checkpointer wrote it", path=self.directory / name, advice="move it away"
+            )
+        entry = Entry(name, new_identity())
+        before = run_record.latest_of(self.directory)
+        run_record.write_record(self.directory, Record(record.settled(self.directory).saved, entry, before))
+        return entry, is_own
 
     def close(self) -> None:
         """Wait for a save that is going on, and no longer answer SIGTERM.
@@ -184,43 +212,63 @@ class Checkpointer:
         """Name what has been saved in the meantime as the latest, if all ranks have it."""
         if self._saving is None:
             return
-        saving, name = self._saving
+        saving, entry = self._saving
         if not wait and not self._ranks.all(saving.done()):
             return
         self._saving = None
         saving.result()
-        self._name_and_prune(name)
+        self._of_first(lambda: self._name_and_prune(entry))
 
-    def _name_and_prune(self, name: str) -> None:
+    def _of_first(self, act: Callable[[], T]) -> T:
+        """Let the first rank do something; return what it has, or raise its error, on all ranks."""
+        found: T | None = None
         error: Exception | None = None
         if self._ranks.rank == 0:
             try:
-                with written_files([self.directory / LATEST], overwrite=True) as [latest]:
-                    latest.write_text(name)
-                self._prune()
+                found = act()
             except Exception as failure:  # noqa: BLE001  # told to all ranks
                 error = failure
         self._ranks.agree(error)
+        return self._ranks.told(found)  # type: ignore[return-value]  # the first rank's is no None of ours
 
-    def _prune(self) -> None:
-        """Remove sound checkpoints beyond those to keep, and what is unsound and older than they."""
+    def _name_and_prune(self, entry: Entry) -> None:
+        run_record.write_latest(self.directory, entry.name)
+        record = run_record.read_record(self.directory).with_saved(entry)
+        run_record.write_record(self.directory, record)
+        pruned = self._pruned(record)
+        if pruned != record:
+            run_record.write_record(self.directory, pruned)
+
+    def _pruned(self, record: Record) -> Record:
+        """Remove sound checkpoints beyond those to keep, and what is unsound and was saved before them."""
         for left in self.directory.iterdir():
             if _REMOVED.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)
-        kept = 0
-        for path in self._newest_first():
+                shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        *before, last = record.saved
+        remaining = [last]
+        kept = 1
+        for entry in reversed(before):
+            path = self.directory / entry.name
             if self.keep is not None and kept >= self.keep:
-                hidden = path.with_name(
-                    f".{path.name}.zckpt-removed"
-                )  # half removed, it must not look like a checkpoint
-                path.rename(hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
-            elif _unsound(path) is None:
+                self._remove(path, entry)
+            elif entry.is_in(self.directory) and _unsound(path) is None:
                 kept += 1
+            if os.path.lexists(path):
+                remaining.append(entry)
+        return Record(tuple(reversed(remaining)))
 
-    def _newest_first(self) -> list[Path]:
-        found = [path for path in self.directory.iterdir() if _NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    def _remove(self, path: Path, entry: Entry) -> None:
+        """Remove a checkpoint, unless something else is in its place or in it."""
+        if not entry.is_in(self.directory):
+            return
+        try:
+            check_replaceable(path, native.OWNED)
+        except TargetError as error:
+            warnings.warn(f"{path.name} is not removed: {error}", stacklevel=2)
+            return
+        hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like a checkpoint
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     # --- resuming
 
@@ -234,7 +282,9 @@ class Checkpointer:
         strict: bool = True,
         verify: bool = False,
     ) -> Restored | None:
-        """Load the newest sound checkpoint; those that are passed over are warned of.
+        """Load the checkpoint that `latest` names, if it is sound, or else the one that was saved before it, and so on.
+
+        Those that are passed over are warned of.
 
         Parameters
         ----------
@@ -256,7 +306,7 @@ class Checkpointer:
             The checkpoint is of another model.
         """
         passed: list[str] = []
-        for path in self._ranks.told(self._newest_first() if self._ranks.rank == 0 and self.directory.is_dir() else []):
+        for path in self._of_first(self._candidates):
             why = self._ranks.told(_unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
             if why is not None:
@@ -279,10 +329,20 @@ class Checkpointer:
             raise SourceError("none of the checkpoints is sound", path=self.directory, found="; ".join(passed))
         return None
 
+    def _candidates(self) -> list[Path]:
+        """Return what may be resumed from, the best first."""
+        if not self.directory.is_dir():
+            return []
+        for left in self.directory.iterdir():
+            target = target_of_old(left)
+            if target is not None and NAME.fullmatch(target.name):
+                recover(target)
+        return [self.directory / name for name in run_record.candidates(self.directory)]
+
     def _damage(self, path: Path) -> str | None:
         """Return what is damaged of a checkpoint; each rank reads some of its files."""
         try:
-            every = check_digests(path, part=(self._ranks.rank, self._ranks.world_size))
+            every = native.check_digests(path, part=(self._ranks.rank, self._ranks.world_size))
             found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
+from zckpt.formats.suffixes import check_directory
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer, files
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
@@ -141,7 +142,7 @@ def save(
         Return as soon as everything has been copied to the host's memory. At most one save is going on: the next one
         waits for it. Let it finish before the process group is destroyed.
     overwrite : bool
-        Replace the directory if it exists.
+        Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
     fingerprint : bool
         Record the fingerprint with it: what has been written is read again, each rank a part. In zckpt's format only.
     process_group : ProcessGroup, optional
@@ -162,6 +163,7 @@ def save(
         The directory exists or cannot be written: on all ranks, if on one.
     """
     _BACKGROUND.finish()
+    check_directory(Path(path))
     if format not in FORMATS:
         raise UsageError(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
@@ -176,10 +178,41 @@ def save(
     if format != "zckpt":
         _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
+    return save_own(
+        Path(path), model, optimizer, given, process_group,
+        async_=async_, overwrite=overwrite, fingerprint=fingerprint,
+    )  # fmt: skip
+
+
+def save_own(
+    path: Path,
+    model: torch.nn.Module | None,
+    optimizer: Optimizer | None,
+    given: Mapping[str, Any],
+    process_group: dist.ProcessGroup | None,
+    *,
+    async_: bool,
+    overwrite: bool,
+    fingerprint: bool,
+    identity: str | None = None,
+) -> Saving | None:
+    """Save in zckpt's own format; results and errors are those of `save`.
+
+    Parameters
+    ----------
+    path : Path
+    model, optimizer, process_group, async_, overwrite, fingerprint
+        As for `save`.
+    given : mapping
+        `scheduler`, `grad_scaler`, `extra` and `step`.
+    identity : str, optional
+        The id that the document gets, of the first rank; by default a new one.
+    """
+    _BACKGROUND.finish()
     if isinstance(optimizer, DistributedOptimizer):
         if async_:
             raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
-        save_workers(Path(path), optimizer, given, overwrite=overwrite)
+        save_workers(path, optimizer, given, overwrite=overwrite, identity=identity)
         return None
     group = process_group or getattr(optimizer, "process_group", None)
     ranks = Ranks(group, purpose="save" if async_ else "")
@@ -188,11 +221,12 @@ def save(
         prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
     except Exception as error:  # noqa: BLE001  # told to all ranks
         prepared = error
+    options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
     if not async_:
-        write(ranks, Path(path), prepared, overwrite=overwrite, fingerprint=fingerprint)
+        write(ranks, path, prepared, **options)
         return None
-    future = _BACKGROUND.pool.submit(write, ranks, Path(path), prepared, overwrite=overwrite, fingerprint=fingerprint)
-    _BACKGROUND.saving = Saving(future, Path(path), Ranks(group))
+    future = _BACKGROUND.pool.submit(write, ranks, path, prepared, **options)
+    _BACKGROUND.saving = Saving(future, path, Ranks(group))
     return _BACKGROUND.saving
 
 

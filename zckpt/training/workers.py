@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zckpt.durable import written_directory
 from zckpt.execute import execute
-from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.optim import DistributedOptimizer, param_groups
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.named_groups import group_names
@@ -24,11 +22,19 @@ from zckpt.training.model_state import ModelState
 from zckpt.training.optimizer_state import OptimizerState, optimizer_state
 from zckpt.training.parts import Part, deal, entries
 from zckpt.training.values import Values
+from zckpt.training.writing import new_identity
 
 Stored = list[tuple[str, bytes]]
 
 
-def save_workers(path: Path, optimizer: DistributedOptimizer, given: Mapping[str, Any], *, overwrite: bool) -> None:
+def save_workers(
+    path: Path,
+    optimizer: DistributedOptimizer,
+    given: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    identity: str | None = None,
+) -> None:
     """Write a checkpoint of an optimizer whose parameters live on RPC workers.
 
     Raises
@@ -40,8 +46,8 @@ def save_workers(path: Path, optimizer: DistributedOptimizer, given: Mapping[str
     beside = whole.beside(given, ModelState(), values)
     stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(beside, values)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_directory(path, overwrite=overwrite) as partial:
-        identity = secrets.token_hex(IDENTITY_NBYTES)
+    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
+        identity = identity or new_identity()
         count = optimizer.num_workers
         parts: list[Part] = optimizer.call_each(
             _save_worker,

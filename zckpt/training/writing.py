@@ -29,7 +29,15 @@ class Prepared:
     state: whole.Whole
 
 
-def write(ranks: Ranks, path: Path, prepared: Prepared | Exception, *, overwrite: bool, fingerprint: bool) -> None:
+def write(
+    ranks: Ranks,
+    path: Path,
+    prepared: Prepared | Exception,
+    *,
+    overwrite: bool,
+    fingerprint: bool,
+    identity: str | None = None,
+) -> None:
     """Write a checkpoint together with the other ranks.
 
     Parameters
@@ -40,14 +48,16 @@ def write(ranks: Ranks, path: Path, prepared: Prepared | Exception, *, overwrite
         An exception: this rank has failed before.
     overwrite, fingerprint : bool
         As for `save`.
+    identity : str, optional
+        The id that ties the files together, the first rank's; by default a new one.
 
     Raises
     ------
     ZckptError
         A rank has failed; nothing has been written.
     """
-    with written_together(path, ranks, overwrite=overwrite) as partial:
-        identity = ranks.told(secrets.token_hex(IDENTITY_NBYTES))
+    with written_together(path, ranks, overwrite=overwrite, owned=native.OWNED) as partial:
+        identity = ranks.told(identity or new_identity())
         error = prepared if isinstance(prepared, Exception) else None
         if isinstance(prepared, Prepared):
             try:
@@ -65,6 +75,11 @@ def write(ranks: Ranks, path: Path, prepared: Prepared | Exception, *, overwrite
         ranks.agree(error)
         if fingerprint:
             _record_fingerprint(ranks, partial)
+
+
+def new_identity() -> str:
+    """Return an id for the files of one checkpoint."""
+    return secrets.token_hex(IDENTITY_NBYTES)
 
 
 def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: Prepared) -> None:

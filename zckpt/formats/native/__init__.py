@@ -11,8 +11,8 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 from __future__ import annotations
 
 from zckpt.formats.native.digests import Mismatch, check_digests
-from zckpt.formats.native.names import is_native, is_own
+from zckpt.formats.native.names import OWNED, is_native, is_own
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import lay_out
 
-__all__ = ["Mismatch", "check_digests", "is_native", "is_own", "lay_out", "read"]
+__all__ = ["OWNED", "Mismatch", "check_digests", "is_native", "is_own", "lay_out", "read"]

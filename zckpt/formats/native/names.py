@@ -10,10 +10,13 @@ import os
 import re
 from pathlib import Path
 
+from zckpt.ownership import Owned
+
 DOCUMENT_NAME = "checkpoint.json"
 
 _RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 _MARK = re.compile(rb'"format"\s*:\s*"zckpt"')
+_IDENTITY = re.compile(rb'"(?:id|zckpt_id)"\s*:\s*"([0-9a-f]{1,64})"')
 
 HEAD_NBYTES = 4096
 """The mark is the first member of the document, as zckpt writes it."""
@@ -34,6 +37,10 @@ def is_native(path: Path) -> bool:
     return path.is_dir() and (bool(rank_files(path)) or _is_document(path / DOCUMENT_NAME))
 
 
+OWNED = Owned(is_own, is_native)
+"""The directories of this format."""
+
+
 def rank_files(path: Path) -> list[str]:
     """Return the names in a directory that are names of ranks' files, sorted; none where it cannot be read."""
     try:
@@ -42,9 +49,23 @@ def rank_files(path: Path) -> list[str]:
         return []
 
 
+def identity_of(path: Path) -> str | None:
+    """Return the id that ties a directory's files together, be it complete or not; None where none is found."""
+    for name in (DOCUMENT_NAME, *rank_files(path)[:1]):
+        found = _IDENTITY.search(_head(path / name))
+        if found is not None:
+            return found[1].decode()
+    return None
+
+
 def _is_document(path: Path) -> bool:
+    return _MARK.search(_head(path)) is not None
+
+
+def _head(path: Path) -> bytes:
+    """Return what a file begins with; nothing of what cannot be read."""
     try:
         with path.open("rb") as file:
-            return _MARK.search(file.read(HEAD_NBYTES)) is not None
+            return file.read(HEAD_NBYTES)
     except OSError:
-        return False
+        return b""

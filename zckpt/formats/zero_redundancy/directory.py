@@ -15,6 +15,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.torch_optimizer import looks_like_optimizer
+from zckpt.ownership import Owned
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "zero-redundancy"
@@ -60,6 +61,10 @@ class Directory:
 def is_own(name: str) -> bool:
     """Tell whether a file name is one that a directory of this format has of its own."""
     return _OWN.fullmatch(name) is not None
+
+
+OWNED = Owned(is_own)
+"""The directories of this format."""
 
 
 def rank_name(rank: int) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from zckpt.durable import written_files
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.names import classify
 from zckpt.optim.named_groups import group_names
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
@@ -21,6 +22,10 @@ from zckpt.optim.torch_file import write_torch_file
 from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.state_dicts import VERSION
+from zckpt.ownership import Owned
+
+OWNED = Owned(lambda name: classify(name, name) is not None)
+"""The directories of a tag."""
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 
@@ -42,7 +47,7 @@ def save(
     """
     refuse_parts(optimizer)
     names = _names(optimizer, model)
-    with written_together(path, Ranks(optimizer.process_group), overwrite=overwrite) as partial:
+    with written_together(path, Ranks(optimizer.process_group), overwrite=overwrite, owned=OWNED) as partial:
         prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
         state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": _config(optimizer), "ds_version": VERSION}

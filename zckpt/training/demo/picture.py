@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from zckpt.durable import written_files
 from zckpt.errors import TargetError
 from zckpt.training.demo.ranks import Part
 
@@ -27,7 +28,7 @@ def draw(plot: Plot, path: Path) -> Path | None:
     Raises
     ------
     TargetError
-        It cannot be written.
+        It exists, or cannot be written.
     """
     try:
         figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5), layout="constrained")
@@ -45,7 +46,10 @@ def draw(plot: Plot, path: Path) -> Path | None:
     axes.legend()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=120)
+        with written_files([path], overwrite=False) as [partial]:
+            figure.savefig(partial, format="png", dpi=120)
+    except TargetError:
+        raise
     except OSError as error:
         raise TargetError("cannot be written", path=path, found=error.strerror) from error
     return path

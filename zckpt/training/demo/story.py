@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zckpt.errors import UsageError
+from zckpt.errors import TargetExistsError, UsageError
 from zckpt.training.demo.gpt import SMALL, Size
 from zckpt.training.demo.picture import Plot, draw, table
 from zckpt.training.demo.ranks import Part, Training, run
@@ -86,6 +86,8 @@ def demonstrate(
     ------
     UsageError
         The directory is not empty, or there are too few steps.
+    TargetError
+        The picture exists already, or cannot be written.
     ZckptError
         A rank failed that was not killed.
     """
@@ -96,6 +98,8 @@ def demonstrate(
         raise UsageError("too few steps", expected=f"at least {LEAST_STEPS}", found=steps)
     if path.is_dir() and any(path.iterdir()):
         raise UsageError("is not empty", path=path, advice="give a directory for this run alone")
+    if png is not None and os.path.lexists(png):
+        raise TargetExistsError("exists already", path=png, advice="choose another name")
     chances = random.Random(seed)  # noqa: S311  # nobody is to be kept from guessing
     size = SMALL if quick else Size()
     every = max(1, steps // SAVES)

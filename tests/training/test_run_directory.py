@@ -1,0 +1,302 @@
+"""Whose a run's directory is: what a Checkpointer did not write stays, and the order is that of saving."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import DamagedFileError, TargetError, TargetExistsError, UsageError
+
+RECORD = "checkpointer.json"
+
+
+def model_of(step: int) -> torch.nn.Linear:
+    model = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(step)
+    return model
+
+
+def checkpointer(directory: Path, **options: int | None) -> zckpt.Checkpointer:
+    return zckpt.Checkpointer(directory, on_sigterm=False, **options)  # type: ignore[arg-type]
+
+
+def saved(directory: Path, *steps: int, **options: int | None) -> zckpt.Checkpointer:
+    made = checkpointer(directory, **options)
+    for step in steps:
+        made.save(step, model=model_of(step))
+    return made
+
+
+def resumed(directory: Path) -> int | None:
+    """Resume with a Checkpointer that has just been made; return the step, which the weights tell, too."""
+    model = model_of(0)
+    restored = checkpointer(directory).resume(model=model)
+    if restored is None:
+        return None
+    assert model.weight[0, 0] == restored.step
+    return restored.step
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+# --- what is not ours
+
+
+def notes(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "notes.txt").write_text("precious")
+
+
+def deepspeeds(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "mp_rank_00_model_states.pt").write_bytes(b"precious")
+
+
+def another_runs(path: Path) -> None:
+    zckpt.save(path, model=model_of(7), step=7)
+
+
+def empty(path: Path) -> None:
+    path.mkdir(parents=True)
+
+
+def link(path: Path) -> None:
+    another_runs(path.parent / "elsewhere")
+    path.symlink_to(path.parent / "elsewhere")
+
+
+FOREIGN = [notes, deepspeeds, another_runs, empty, link]
+
+
+def content(path: Path) -> dict[str, bytes | None]:
+    return {
+        one.relative_to(path).as_posix(): one.read_bytes() if one.is_file() else None
+        for one in [path, *path.resolve().rglob("*")]
+        if one.is_relative_to(path)
+    }
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_what_no_checkpointer_wrote_is_never_removed(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Whatever its name and its step: older than what is kept, or newer."""
+    for step in (1, 350, 99999999):
+        make(tmp_path / name_of(step)) if make is not link or step == 1 else None
+    before = {path.name: content(path) for path in tmp_path.glob("step-*")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved(tmp_path, 300, 400, 500, keep=1)
+    assert {name: content(tmp_path / name) for name in before} == before
+    assert set(steps_in(tmp_path)) - {int(name[5:]) for name in before} == {500}
+
+
+@pytest.mark.parametrize("make", FOREIGN)
+def test_what_no_checkpointer_wrote_is_not_replaced(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / name_of(2))
+    before = content(tmp_path / name_of(2))
+    run = saved(tmp_path, 1)
+    with pytest.raises(TargetExistsError, match=f"{name_of(2)}: is there, and no Checkpointer wrote it"):
+        run.save(2, model=model_of(2))
+    assert content(tmp_path / name_of(2)) == before
+    assert (tmp_path / "latest").read_text() == name_of(1)
+
+
+def test_a_copy_of_ours_under_another_name_stays(tmp_path: Path) -> None:
+    run = saved(tmp_path, 1, keep=1)
+    shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
+    run.save(2, model=model_of(2))
+    run.save(3, model=model_of(3))
+    assert steps_in(tmp_path) == [3, 9]
+
+
+def test_what_takes_the_place_of_ours_stays(tmp_path: Path) -> None:
+    """Under our name, from another run: its id is another."""
+    run = saved(tmp_path, 1, keep=1)
+    shutil.rmtree(tmp_path / name_of(1))
+    another_runs(tmp_path / name_of(1))
+    run.save(2, model=model_of(2))
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_ours_with_something_of_the_users_in_it_stays_and_is_told(tmp_path: Path) -> None:
+    run = saved(tmp_path, 1, keep=1)
+    (tmp_path / name_of(1) / "notes.txt").write_text("precious")
+    with pytest.warns(UserWarning, match=r"step-00000001 is not removed: .*notes\.txt"):
+        run.save(2, model=model_of(2))
+    assert (tmp_path / name_of(1) / "notes.txt").read_text() == "precious"
+    (tmp_path / name_of(1) / "notes.txt").unlink()
+    run.save(3, model=model_of(3))
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_run_of_an_earlier_zckpt_is_resumed_and_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / RECORD).unlink()
+    assert resumed(tmp_path) == 2
+    saved(tmp_path, 3, 4, keep=1)
+    assert steps_in(tmp_path) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("how", ["text", "list", "version", "names", "directory", "link"])
+def test_a_record_that_is_none_is_told_at_once_and_not_replaced(how: str, tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    path = tmp_path / RECORD
+    texts = {
+        "text": "mine", "list": "[]", "version": '{"format": "zckpt checkpointer", "version": 2}',
+        "names": json.dumps({
+            "format": "zckpt checkpointer", "version": 1, "saved": [["../../home", "00"]], "saving": None,
+        }),
+    }  # fmt: skip
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    elif how == "link":
+        path.symlink_to("elsewhere")
+    else:
+        path.write_text(texts[how])
+    with pytest.raises((DamagedFileError, TargetExistsError), match=r"checkpointer\.json"):
+        checkpointer(tmp_path)
+    assert how not in texts or path.read_text() == texts[how]
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_directory_whose_latest_is_another_programs_is_refused(tmp_path: Path) -> None:
+    deepspeeds(tmp_path / "global_step5")
+    (tmp_path / "latest").write_text("global_step5")
+    with pytest.raises(TargetExistsError, match="global_step5"):
+        checkpointer(tmp_path)
+    assert (tmp_path / "latest").read_text() == "global_step5"
+
+
+# --- the order is that of saving
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, None])
+def test_after_a_rollback_what_is_saved_is_kept_and_resumed_from(keep: int | None, tmp_path: Path) -> None:
+    saved(tmp_path, 100, 200, 300, 400, 500, keep=None)
+    run = checkpointer(tmp_path, keep=keep)
+    model = model_of(0)
+    assert zckpt.load(tmp_path / name_of(300), model=model).step == 300
+    order = [100, 200, 300, 400, 500]
+    for step in (350, 400, 450):
+        run.save(step, model=model_of(step))
+        order = [*(one for one in order if one != step), step]
+        assert (tmp_path / "latest").read_text() == name_of(step)
+        assert steps_in(tmp_path) == sorted(order if keep is None else order[-keep:])
+        assert resumed(tmp_path) == step
+        assert zckpt.open(tmp_path).step == step
+
+
+def test_latest_leads_also_if_it_was_written_by_hand(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 200, 300, keep=None)
+    (tmp_path / "latest").write_text(f"{name_of(200)}\n")
+    assert resumed(tmp_path) == 200
+
+
+def test_where_latest_is_not_sound_what_was_saved_before_it_is_next(tmp_path: Path) -> None:
+    saved(tmp_path, 500, 300, 400, keep=None)
+    another_runs(tmp_path / name_of(900))
+    for step, following in ((400, 300), (300, 500)):
+        (tmp_path / name_of(step) / "checkpoint.json").unlink()
+        with pytest.warns(UserWarning, match=f"passed over {name_of(step)}"):
+            assert resumed(tmp_path) == following
+    shutil.rmtree(tmp_path / name_of(500))
+    model = model_of(0)
+    with pytest.warns(UserWarning, match="passed over"):
+        checkpointer(tmp_path).resume(model=model)
+    assert model.weight[0, 0] == 7  # what no Checkpointer wrote comes last
+
+
+@pytest.mark.parametrize("said", ["", ".", "..", "../elsewhere", "step-00000009", "x" * 300, "x" * 5000, "a\0b"])
+def test_a_latest_that_names_nothing_is_passed_over(said: str, tmp_path: Path) -> None:
+    saved(tmp_path / "run", 1, 2)
+    another_runs(tmp_path / "elsewhere")
+    (tmp_path / "run" / "latest").write_text(said)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert resumed(tmp_path / "run") == 2
+
+
+def test_a_save_that_was_killed_before_it_could_say_so_is_resumed_from_and_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = saved(tmp_path, 1, 2, keep=2)
+
+    def killed(directory: Path, name: str) -> None:
+        raise KeyboardInterrupt
+
+    from zckpt.training import run_record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_record, "write_latest", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run.save(3, model=model_of(3))
+    assert (tmp_path / "latest").read_text() == name_of(2)
+    assert resumed(tmp_path) == 3
+    saved(tmp_path, 4, keep=2)
+    assert steps_in(tmp_path) == [3, 4]
+
+
+def test_a_directory_that_waited_while_its_successor_was_named_is_resumed_from(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    (tmp_path / name_of(2)).rename(tmp_path / f".{name_of(2)}.zckpt-old")
+    assert resumed(tmp_path) == 2
+
+
+# --- save
+
+
+def test_save_does_not_remove_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "project" / "src" / "train.py").write_text("precious")
+    with pytest.raises(TargetExistsError, match=r"holds other files, .*src/train\.py"):
+        zckpt.save(tmp_path / "project", model=model_of(1), overwrite=True)
+    assert (tmp_path / "project" / "src" / "train.py").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["project"]
+
+
+def test_save_replaces_a_checkpoint_and_not_one_with_something_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    zckpt.save(path, model=model_of(1), fingerprint=True)
+    zckpt.save(path, model=model_of(2), overwrite=True)
+    assert zckpt.open(path).read("weight")[0, 0] == 2
+    (path / "notes.txt").write_text("precious")
+    with pytest.raises(TargetExistsError, match=r"notes\.txt"):
+        zckpt.save(path, model=model_of(3), overwrite=True)
+    assert zckpt.open(path).read("weight")[0, 0] == 2
+
+
+@pytest.mark.parametrize("content", ["{}", '{"format": "another"}', ""])
+def test_save_does_not_replace_a_directory_that_only_has_a_name_of_ours(content: str, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "checkpoint.json").write_text(content)
+    with pytest.raises(TargetExistsError, match=r"checkpoint\.json"):
+        zckpt.save(tmp_path / "c", model=model_of(1), overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors", "m.gguf"])
+def test_save_makes_no_directory_with_the_name_of_a_file(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a directory is written, and its name ends as a file's"):
+        zckpt.save(tmp_path / name, model=model_of(1))
+    assert not any(tmp_path.iterdir())
+
+
+def test_save_does_not_follow_a_link_in_its_temporary_name(tmp_path: Path) -> None:
+    notes(tmp_path / "elsewhere")
+    (tmp_path / ".c.zckpt-partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TargetError, match="a symbolic link in its place"):
+        zckpt.save(tmp_path / "c", model=model_of(1))
+    assert (tmp_path / "elsewhere" / "notes.txt").read_text() == "precious"

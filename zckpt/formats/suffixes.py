@@ -1,0 +1,72 @@
+"""What the end of a target's name says of it: a file of safetensors, a file of torch, or a directory.
+
+A name that ends as other programs' files do is refused: a directory of that name, or a file in another format, is not
+what was asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zckpt.errors import UsageError
+
+SAFETENSORS = "safetensors"
+TORCH = "torch"
+DIRECTORY = "directory"
+
+TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+
+OTHERS = {
+    "a checkpoint of Lightning or TensorFlow": ".ckpt .index .meta .pb .tflite",
+    "a model of another program": ".gguf .ggml .onnx .h5 .hdf5 .keras .mlmodel .mlpackage .nemo .engine .msgpack "
+    ".safetensor .tensors .mar .joblib",
+    "arrays": ".npy .npz .mat .parquet .arrow .feather",
+    "a pickle": ".pkl .pickle",
+    "a part of a torch.distributed.checkpoint": ".distcp .metadata",
+    "an archive": ".zip .tar .tgz .gz .bz2 .xz .zst .7z",
+    "text": ".json .jsonl .yaml .yml .toml .txt .md .csv .html .svg .py .log",
+}
+"""Ends of names that are other programs', by what they are."""
+
+_FOREIGN = {suffix: what for what, every in OTHERS.items() for suffix in every.split()}
+
+
+def kind_of_model(target: Path) -> str:
+    """Return what a target is that holds a model: SAFETENSORS, TORCH or DIRECTORY.
+
+    Raises
+    ------
+    UsageError
+        Its name ends as another program's files do.
+    """
+    suffix = target.suffix.lower()
+    if suffix == ".safetensors":
+        return SAFETENSORS
+    if suffix in TORCH_SUFFIXES:
+        return TORCH
+    if suffix in _FOREIGN:
+        raise UsageError(
+            f"{suffix} is the end of {_FOREIGN[suffix]}, which is not written",
+            path=target,
+            expected=f"x.safetensors or {', '.join(f'x{one}' for one in TORCH_SUFFIXES)} for a file, or the name of a "
+            "directory, which gets safetensors files and an index",
+        )
+    return DIRECTORY
+
+
+def check_directory(target: Path) -> None:
+    """Raise UsageError if a directory is to be written and its name ends as a file's; Lightning has `x.ckpt` for some.
+
+    Parameters
+    ----------
+    target : Path
+    """
+    suffix = target.suffix.lower()
+    if suffix != ".ckpt" and (suffix in (".safetensors", *TORCH_SUFFIXES) or suffix in _FOREIGN):
+        raise UsageError(
+            "a directory is written, and its name ends as a file's",
+            path=target,
+            expected="the name of a directory",
+            found=suffix,
+            advice=f"name it {target.stem or 'otherwise'}",
+        )
