@@ -10,8 +10,9 @@ from pathlib import Path
 import xxhash
 
 from zckpt.durable import written_files
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import Checkpoint
+from zckpt.storage import read_whole
 
 VERSION = "zckpt1"
 """What a fingerprint begins with; another rule would have another."""
@@ -80,7 +81,8 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
         The file exists, or cannot be written.
     """
     with written_files([target], overwrite=overwrite) as (partial,):
-        partial.write_text(json.dumps(document(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
+        partial.write_bytes(text.encode("utf-8", "backslashreplace"))  # half a character, as JSON says it: \ud800
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
@@ -92,12 +94,9 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         The file cannot be read, or holds none.
     """
     file = Path(path)
+    data = read_whole(str(file), most=MAXIMUM_NBYTES)
     try:
-        if file.stat().st_size > MAXIMUM_NBYTES:
-            raise DamagedFileError("too large", path=file, expected="digests that zckpt wrote")
-        stored = json.loads(file.read_bytes())
-    except OSError as error:
-        raise SourceError("cannot be read", path=file, found=error.strerror) from error
+        stored = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
     text = stored.get("fingerprint") if isinstance(stored, dict) else None

@@ -10,6 +10,9 @@ import os
 import re
 from pathlib import Path
 
+from zckpt.errors import SourceError
+from zckpt.storage import read_head
+
 DOCUMENT_NAME = "checkpoint.json"
 
 _RANK = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
@@ -44,7 +47,6 @@ def rank_files(path: Path) -> list[str]:
 
 def _is_document(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return _MARK.search(file.read(HEAD_NBYTES)) is not None
-    except OSError:
+        return _MARK.search(read_head(str(path), HEAD_NBYTES)) is not None
+    except SourceError:
         return False
