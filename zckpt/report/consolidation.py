@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zckpt.operations.consolidate import Consolidated
-from zckpt.report.text import count, size
+from zckpt.report.text import count, printable, size
 
 
 def document(done: Consolidated, *, dry_run: bool) -> dict[str, object]:
@@ -30,4 +30,4 @@ def render(done: Consolidated, *, dry_run: bool) -> str:
     )
     if done.compared:
         lines.append(f"{count(done.compared, 'element')} of masters agree with the weights beside them")
-    return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in done.warnings)]))
