@@ -10,9 +10,10 @@ from pathlib import Path
 import xxhash
 
 from zckpt.durable import written_files
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.ownership import FINGERPRINT_NAME
 from zckpt.state import Checkpoint
+from zckpt.storage import read_whole
 
 VERSION = "zckpt1"
 """What a fingerprint begins with; another rule would have another."""
@@ -86,12 +87,13 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
         The file exists, or cannot be written.
     """
     with written_files([target], overwrite=overwrite) as (partial,):
-        partial.write_text(text_of(found), encoding="utf-8")
+        partial.write_bytes(bytes_of(found))
 
 
-def text_of(found: Fingerprint) -> str:
-    """Return what a file of digests holds."""
-    return json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
+def bytes_of(found: Fingerprint) -> bytes:
+    """Return what a file of digests holds; half a character of a name is written as JSON's escape of it."""
+    text = json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
+    return text.encode("utf-8", "backslashreplace")
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
@@ -103,12 +105,9 @@ def read_digests(path: str | os.PathLike[str]) -> Fingerprint:
         The file cannot be read, or holds none.
     """
     file = Path(path)
+    data = read_whole(str(file), most=MAXIMUM_NBYTES)
     try:
-        if file.stat().st_size > MAXIMUM_NBYTES:
-            raise DamagedFileError("too large", path=file, expected="digests that zckpt wrote")
-        stored = json.loads(file.read_bytes())
-    except OSError as error:
-        raise SourceError("cannot be read", path=file, found=error.strerror) from error
+        stored = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DamagedFileError("unreadable", path=file, expected="digests that zckpt wrote", found=error) from error
     text = stored.get("fingerprint") if isinstance(stored, dict) else None

@@ -23,13 +23,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Characters that make a terminal do something; names and values in a file may hold any."""
+CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that make a terminal do something, or turn the order of others; names in a file may hold any."""
+
+_REPLACED = {code: "\ufffd" for code in CONTROLS if chr(code) not in "\n\t"}
+
+SHOWN_CHARACTERS = 600
+"""Of each part of a message: a name in a file may have any length."""
+
+SHOWN_PATH = 1200
+"""Characters of a path; what a message says of a file is useless without all of its name."""
 
 
 def without_controls(text: str) -> str:
     """Return a text that is safe to print: control characters, line feeds and tabs aside, are replaced."""
-    return text.translate(CONTROLS)
+    return text.translate(_REPLACED)
+
+
+def shortened(text: str, width: int) -> str:
+    """Return a text cut in its middle to a width: its beginning and its end tell most."""
+    half = max(width - 3, 2) // 2
+    return text if len(text) <= width else f"{text[:half]}...{text[-(max(width - 3, 2) - half) :]}"
 
 
 class ZckptError(Exception):
@@ -78,13 +92,16 @@ class ZckptError(Exception):
         self.parameters = tuple(parameters)
 
     def __str__(self) -> str:
-        text = self.message if self.path is None else f"{self.path}: {self.message}"
+        text = shortened(self.message, SHOWN_CHARACTERS)
+        if self.path is not None:
+            text = f"{shortened(self.path, SHOWN_PATH)}: {text}"
         if self.expected is not None:
-            text += f": expected {self.expected}"
+            text += f": expected {shortened(str(self.expected), SHOWN_CHARACTERS)}"
         if self.found is not None:
-            text += f"{',' if self.expected is not None else ':'} found {self.found}"
+            found = shortened(str(self.found), SHOWN_CHARACTERS)
+            text += f"{',' if self.expected is not None else ':'} found {found}"
         if self.advice is not None:
-            text += f"; {self.advice}"
+            text += f"; {shortened(self.advice, SHOWN_PATH + SHOWN_CHARACTERS)}"
         return without_controls(" ".join(text.split()))
 
 

@@ -31,8 +31,12 @@ from zckpt.formats.files_below import files_below
 from zckpt.operations.reshard import reshard
 from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
+from zckpt.storage import read_whole
 
 __all__ = ["prepare_resume"]
+
+MAXIMUM_NBYTES = 1 << 26
+"""Of the file that says what a copy was made of: some hundred bytes for each file."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -141,6 +145,6 @@ def _identity(source: Path) -> dict[str, list[int]]:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text("utf-8")
-    except OSError:
+        return read_whole(str(path), most=MAXIMUM_NBYTES).decode("utf-8", "replace")
+    except SourceError:
         return None

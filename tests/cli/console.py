@@ -13,10 +13,12 @@ import json
 import os
 import pty
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,22 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     finally:
         sys.argv = given
     return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), errors.getvalue())
+
+
+@contextlib.contextmanager
+def in_time(seconds: int = 30) -> Iterator[None]:
+    """Stop what hangs: a limit far beyond what any of this takes."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def succeeded(*arguments: object) -> subprocess.CompletedProcess[str]:

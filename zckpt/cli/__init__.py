@@ -6,7 +6,6 @@ damaged or unsafe, 4 the target cannot be written, 130 interrupted.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 import traceback
@@ -22,9 +21,10 @@ from zckpt.cli.fingerprint_command import fingerprint_command
 from zckpt.cli.inspect_command import inspect_command
 from zckpt.cli.map_command import map_command
 from zckpt.cli.reshard_command import reshard_command
+from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.strip_command import strip_command
 from zckpt.cli.verify_command import verify_command
-from zckpt.errors import TargetError, ZckptError
+from zckpt.errors import SourceError, TargetError, ZckptError
 
 INTERRUPTED = 130
 
@@ -54,9 +54,7 @@ cli.add_command(demo_command)
 def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # of a lone surrogate in a name: in JSON, its own escape
+    standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
@@ -72,11 +70,11 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("zckpt: interrupted; nothing was left behind", err=True)
         status = INTERRUPTED
-    except BrokenPipeError:
-        status = _stop_printing(0)
-    except OSError as error:
-        click.echo(f"zckpt: cannot print: {error.strerror}", err=True)
-        status = _stop_printing(TargetError.exit_status)
+    except CannotPrintError as error:
+        click.echo(f"zckpt: cannot print: {error}", err=True)
+        status = TargetError.exit_status
+    except OSError as error:  # of a file that was there a moment ago, or that the system refuses
+        status = _failed(SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -88,9 +86,3 @@ def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
         return error.exit_status
     click.echo(f"zckpt: {' '.join(error.format_message().split()).rstrip('.')}; see zckpt --help", err=True)
     return error.exit_code
-
-
-def _stop_printing(status: int) -> int:
-    """Let nothing more be written to a standard output that does not take it."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return status

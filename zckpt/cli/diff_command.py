@@ -8,7 +8,7 @@ import click
 
 from zckpt.cli.options import ByteSize
 from zckpt.cli.pages import check_page, page_options, write_page
-from zckpt.cli.terminal import paint, width
+from zckpt.cli.terminal import json_text, paint, width
 from zckpt.errors import UsageError
 
 
@@ -48,8 +48,6 @@ def diff_command(
 
     Exit status 0: equal; 1: different.
     """
-    import json
-
     from zckpt.cli.progress import reporter
 
     check_page(html, overwrite=overwrite)
@@ -90,7 +88,7 @@ def diff_command(
 
         write_page(html, series_page(found) if series else diff_page(found), overwrite=overwrite)
     if as_json:
-        click.echo(json.dumps(found, indent=1, ensure_ascii=False))
+        click.echo(json_text(found))
     elif not quiet:
         click.echo(text)
     return status

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zckpt.cli.options import ByteSize, names_option, read_names, source_options
+from zckpt.cli.terminal import json_text
 
 
 @click.command("fingerprint")
@@ -36,8 +37,6 @@ def fingerprint_command(
     Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
     as it was.
     """
-    import json
-
     from zckpt.cli.progress import reporter
     from zckpt.digests import digests_path, document, write_digests
     from zckpt.formats import open_checkpoint
@@ -51,4 +50,4 @@ def fingerprint_command(
     found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet))
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
-    click.echo(json.dumps(document(found), indent=1, ensure_ascii=False) if as_json else found.text)
+    click.echo(json_text(document(found)) if as_json else found.text)

@@ -8,6 +8,7 @@ import click
 
 from zckpt.cli.options import names_option, read_names, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
+from zckpt.cli.terminal import json_text
 
 
 @click.command("inspect")
@@ -44,9 +45,7 @@ def inspect_command(
 
         write_page(html, inspect_page(document, layout_map(checkpoint)), overwrite=overwrite)
     if as_json:
-        import json
-
-        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        click.echo(json_text(document))
         return
     from zckpt.report.inspection import render
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from zckpt.cli.terminal import json_text
 from zckpt.errors import UsageError, without_controls
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     _IntegerType = click.ParamType[int]
 else:
     _IntegerType = click.ParamType  # generic since click 8.2 only
+
+MAXIMUM_NAMES_NBYTES = 1 << 26
+"""Of a file of names: half a million of a hundred characters."""
 
 _UNITS = {
     "": 1,
@@ -128,7 +131,7 @@ def fingerprint_option(command: Command) -> Command:
 def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
     if as_json:
-        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        click.echo(json_text(document))
     elif dry_run:
         click.echo(without_controls(text))
     elif not quiet:
@@ -146,6 +149,10 @@ def read_names(path: Path | None) -> list[str] | None:
     if path is None:
         return None
     try:
-        return [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        with path.open("rb") as file:  # a pipe too: `--names <(command)`
+            text = file.read(MAXIMUM_NAMES_NBYTES + 1)
+        if len(text) > MAXIMUM_NAMES_NBYTES:
+            raise UsageError("too large", path=path, expected=f"names in at most {MAXIMUM_NAMES_NBYTES} bytes")
+        return [line.strip() for line in text.decode("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("cannot be read", path=path, found=str(error)) from error

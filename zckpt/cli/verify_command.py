@@ -8,7 +8,7 @@ import click
 
 from zckpt.cli.options import ByteSize, names_option, read_names, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
-from zckpt.cli.terminal import paint, width
+from zckpt.cli.terminal import json_text, paint, width
 
 UNSOUND = 1
 
@@ -68,9 +68,7 @@ def verify_command(
         layout = None if found.checkpoint is None else layout_map(found.checkpoint)
         write_page(html, verify_page(document, layout), overwrite=overwrite)
     if as_json:
-        import json
-
-        click.echo(json.dumps(document, indent=1, ensure_ascii=False))
+        click.echo(json_text(document))
     elif not quiet:
         from zckpt.report.verification import render
 

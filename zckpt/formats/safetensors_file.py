@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.inventory import IMPLIED, Claim, Rule
 from zckpt.plan import Hole, Literal, TargetFile
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
-from zckpt.storage import opened, read_at
+from zckpt.storage import is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
@@ -37,6 +38,9 @@ RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are 
 
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
+
+MAXIMUM_INDEX_NBYTES = 1 << 30
+"""Of an index: one of a million tensors has a tenth of it."""
 
 ALIGNMENT = 8
 """The header is padded with spaces so that the data starts on a multiple of this."""
@@ -220,9 +224,10 @@ def _files(source: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index has it."""
+    text = read_whole(str(index), most=MAXIMUM_INDEX_NBYTES)
     try:
-        found = json.loads(index.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        found = json.loads(text)["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedFileError("unreadable index", path=index, expected="a weight_map", found=str(error)) from error
     if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
         raise DamagedFileError("unreadable index", path=index, expected="a weight_map of file names")
@@ -232,9 +237,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 def is_safetensors(path: Path) -> bool:
     """Tell whether a file or directory is this format, by its names and first bytes."""
     if path.is_dir():
-        return (path / INDEX_NAME).is_file() or (path / "model.safetensors").is_file()
+        return is_file(path / INDEX_NAME) or is_file(path / "model.safetensors")
     with opened(str(path)) as descriptor:
-        size = path.stat().st_size
+        size = os.fstat(descriptor).st_size
         head = read_at(descriptor, 0, min(9, size), path=str(path))
     return len(head) == 9 and head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= size
 
@@ -248,7 +253,7 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         The header is malformed, or tensors leave holes, overlap or reach beyond the file.
     """
     with opened(str(path)) as descriptor:
-        size = path.stat().st_size
+        size = os.fstat(descriptor).st_size
         length = int.from_bytes(read_at(descriptor, 0, 8, path=str(path)), "little")
         most = min(size - 8, MAXIMUM_HEADER_NBYTES)
         if length > most:

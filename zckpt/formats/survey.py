@@ -72,7 +72,7 @@ def _directory(source: Path, tag: str | None) -> Path | None:
         return None
     name = tag or deepspeed.latest_name(source) or ""
     inside = source / name if name not in ("", ".", "..") and Path(name).name == name else source
-    return next((one for one in (inside, source) if native.is_native(one)), None)
+    return next((one for one in (inside, source) if os.path.isdir(one) and native.is_native(one)), None)  # noqa: PTH112  # pathlib raises where a name is too long
 
 
 def _is_universal(source: Path, tag: str | None) -> bool:

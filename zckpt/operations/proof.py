@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.digests import FILE_NAME, beside_file, text_of
+from zckpt.digests import FILE_NAME, beside_file, bytes_of
 from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
@@ -145,8 +145,8 @@ class Proof:
         if self.fingerprint:
             from zckpt.operations.fingerprint import fingerprint
 
-            text = text_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
-            (digests or written / FILE_NAME).write_text(text, encoding="utf-8")
+            data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
+            (digests or written / FILE_NAME).write_bytes(data)
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zckpt.operations.consolidate import Consolidated
-from zckpt.report.text import count, size
+from zckpt.report.text import count, printable, size
 
 
 def document(done: Consolidated, *, dry_run: bool) -> dict[str, object]:
@@ -35,4 +35,4 @@ def render(done: Consolidated, *, dry_run: bool) -> str:
     if done.checksummed:
         lines.append(f"{size(done.checksummed)} of the source agree with the checksums in its files")
     lines += [f"dropped {one}" for one in done.dropped]
-    return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in done.warnings)]))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zckpt.report.text import count, fitted, printable, shortened, size, table
+from zckpt.errors import shortened
+from zckpt.report.text import count, fitted, printable, size, table
 
 if TYPE_CHECKING:
     from zckpt.figures import Figures

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zckpt.operations.strip import Stripped
-from zckpt.report.text import count, size, table
+from zckpt.report.text import count, printable, size, table
 
 SHOWN_FILES = 8
 """More files than this are counted, not listed."""
@@ -44,4 +44,4 @@ def render(done: Stripped, *, dry_run: bool) -> str:
     lines += table(["saved", "bytes"], [*rows, ("in all", sum(done.saved.values()))], right=(1,))
     lines += [f"dropped {one}" for one in done.dropped]
     lines += [f"note: {note}" for note in done.notes]
-    return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in done.warnings)]))

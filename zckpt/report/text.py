@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar, cast
 
-from zckpt.errors import without_controls
+from zckpt.errors import shortened, without_controls
 
 Value = TypeVar("Value")
+
+SHOWN_CHARACTERS = 1200
+"""Of a name, a path or a line; `--json` has all of them."""
+
+SHOWN_CELL = 200
+"""Characters of a cell of a table, whose other rows are filled to the same width."""
+
+_LINES = {ord("\n"): "\ufffd", ord("\t"): "\ufffd"}
 
 
 def size(nbytes: int) -> str:
@@ -26,26 +34,33 @@ def count(number: int, noun: str) -> str:
 
 
 def printable(value: Value) -> Value:
-    """Return a document or a text without control characters, by which a name in a file could drive a terminal."""
+    """Return a document, or a text of one line, in which no name can drive a terminal, add a line or fill the screen.
+
+    Control characters are replaced, line feeds too, and what is longer than any name that people give is cut.
+    """
     cleaned: object = value
     if isinstance(value, str):
-        cleaned = without_controls(value)
+        cleaned = shortened(without_controls(value.translate(_LINES)), SHOWN_CHARACTERS)
     elif isinstance(value, dict):
-        cleaned = {key: printable(one) for key, one in value.items()}
+        cleaned = _with_printable_keys(value)
     elif isinstance(value, list):
         cleaned = [printable(one) for one in value]
     return cast("Value", cleaned)
 
 
+def _with_printable_keys(found: dict[object, object]) -> dict[object, object]:
+    cleaned: dict[object, object] = {}
+    for key, value in found.items():
+        text = printable(key)
+        while text in cleaned:  # of another key that differs in what is not shown
+            text = f"{text}'"
+        cleaned[text] = printable(value)
+    return cleaned
+
+
 def fitted(line: str, width: int) -> str:
     """Return a line cut to a width."""
     return line if len(line) <= width else line[: max(width - 3, 1)] + "..."
-
-
-def shortened(name: str, width: int) -> str:
-    """Return a name cut in its middle to a width: its beginning and its end tell most."""
-    half = max(width - 3, 2) // 2
-    return name if len(name) <= width else f"{name[:half]}...{name[-(max(width - 3, 2) - half) :]}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> list[str]:
@@ -64,4 +79,4 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, right: Seq
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:,}" if type(value) is int else str(value)
+    return f"{value:,}" if type(value) is int else shortened(str(value), SHOWN_CELL)

@@ -30,7 +30,7 @@ def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) 
     document : dict
         From `Verification.document`.
     width : int, columns
-        Of the terminal; longer lines are wrapped. A path or a name is never cut.
+        Of the terminal; longer lines are wrapped. No path and no name is cut that people give.
     paint : callable, optional
         Colours a text.
     """

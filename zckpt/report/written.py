@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from zckpt.report.text import count, size
+from zckpt.report.text import count, printable, size
 
 SHOWN_FILES = 8
 """More files than this are counted, not listed."""
@@ -90,4 +90,4 @@ def render(done: Done, *, dry_run: bool) -> str:
         lines.append(f"{size(done.verified)} compared with the source, byte for byte")
     lines += [f"dropped {one}" for one in done.dropped]
     lines += [f"note: {note}" for note in done.notes]
-    return "\n".join(lines + [f"warning: {warning}" for warning in done.warnings])
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in done.warnings)]))

@@ -9,7 +9,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from stat import S_ISREG
 
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.storage import opened, read_at
@@ -118,20 +117,14 @@ def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) ->
         The range is not within the file, or is empty.
     """
     name = os.fspath(path)
-    try:
-        status = os.stat(name)  # noqa: PTH116  # pathlib is not needed otherwise, and slow to import
-    except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else str(error)
-        raise SourceError("cannot be opened", path=name, found=found) from error
-    if not S_ISREG(status.st_mode):
-        raise SourceError("is not a regular file", path=name, expected="a file that torch.save wrote")
-    length = status.st_size - offset if nbytes is None else nbytes
-    if offset < 0 or length < 0 or offset + length > status.st_size:
-        raise DamagedFileError(
-            "a torch file is said to lie outside of it",
-            path=name,
-            expected=f"at most {status.st_size} bytes",
-            found=f"bytes {offset} to {offset + length}",
-        )
     with opened(name) as descriptor:
+        size = os.fstat(descriptor).st_size
+        length = size - offset if nbytes is None else nbytes
+        if offset < 0 or length < 0 or offset + length > size:
+            raise DamagedFileError(
+                "a torch file is said to lie outside of it",
+                path=name,
+                expected=f"at most {size} bytes",
+                found=f"bytes {offset} to {offset + length}",
+            )
         yield FileRange(descriptor, name, offset, length)

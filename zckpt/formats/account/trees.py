@@ -62,7 +62,7 @@ def taken(checkpoint: Checkpoint) -> Taken:
     every = [*checkpoint.tensors(), *checkpoint.unnamed.values()]
     for values in (checkpoint.metadata, checkpoint.optimizer_metadata):
         for key, value in values.items():
-            found.values[key, id(value)] = key
+            found.values[key, id(value.node if isinstance(value, FromFile) else value)] = key
             _mark(found, value, CARRIED, key)
     for number, group in enumerate(checkpoint.param_groups):
         for values in (group.hyperparameters, group.state):
@@ -176,11 +176,16 @@ class FileAccount:
         return [
             (child, (*steps, _text(step)), [one for one in rules if _leads(one, depth, _text(step))])
             for step, child in children(node)
-            if not self._is_carried(node, step, child, steps) and not self._is_versions(node, child, steps)
+            if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
         ]
 
-    def _is_versions(self, node: object, child: object, steps: Steps) -> bool:
-        """Tell whether a part is what `state_dict` sets on its result: the version of each module's layout."""
+    def _is_told(self, node: object, child: object, steps: Steps) -> bool:
+        """Tell whether a part is what `state_dict` sets on its result: the version of each module's layout.
+
+        Nor are the flags of a lazy view anything by themselves: the tensor's elements are read with them, or refused.
+        """
+        if isinstance(node, Tensor) and child is node.metadata:
+            return True
         if not isinstance(node, OrderedMapping) or child is not node.state or not isinstance(child, dict):
             return False
         if list(child) != [_VERSIONS]:

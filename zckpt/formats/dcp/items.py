@@ -25,7 +25,7 @@ from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
 from zckpt.formats.tensors import span_of
 from zckpt.state import Extent, Slot, Span
-from zckpt.storage import opened
+from zckpt.storage import is_file, opened
 from zckpt.torchfile import Storage, Tensor, TorchFile
 from zckpt.torchfile.archive_writer import ALIGNMENT
 from zckpt.torchfile.reader import read_source
@@ -230,7 +230,7 @@ def _by_file(metadata: Metadata) -> dict[str, tuple[Wanted, dict[str, Place]]]:
 @contextmanager
 def _open(directory: Path, name: str, metadata: Metadata) -> Iterator[tuple[int, ItemFile]]:
     path = directory / name
-    if not path.is_file():
+    if not is_file(path):
         raise ShardError(
             f"file {name} is missing",
             path=directory,

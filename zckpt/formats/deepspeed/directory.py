@@ -15,6 +15,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard, classify
+from zckpt.storage import is_file, read_head
 
 LATEST_NBYTES = 4096
 """A `latest` file holds one directory name; a longer one is something else."""
@@ -133,10 +134,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
 def latest_name(source: Path) -> str | None:
     """Return what a run's `latest` holds; None if there is no such file."""
     latest = source / "latest"
-    if not latest.is_file():
-        return None
-    with latest.open("rb") as file:
-        return file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
+    return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
 
 
 def _is_directory(path: Path) -> bool:

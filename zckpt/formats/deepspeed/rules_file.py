@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.storage import read_whole
 
 INFO_KEY = "universal_checkpoint_info"
 
@@ -42,12 +43,9 @@ def read_rules(path: Path) -> dict[str, object]:
         It cannot be read, has a key that is none of `universal_checkpoint_info`, or a rule that cannot be used.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAXIMUM_NBYTES + 1)
-    except OSError as error:
-        raise UsageError("cannot be read", path=path, found=error.strerror) from error
-    if len(data) > MAXIMUM_NBYTES:
-        raise UsageError("too large for tensor-parallel rules", path=path, expected=f"{MAXIMUM_NBYTES} bytes")
+        data = read_whole(str(path), most=MAXIMUM_NBYTES)
+    except SourceError as error:
+        raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
     try:
         info = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -24,6 +24,7 @@ from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping,
 from zckpt.formats.torch_strip import drop_slots, optimizer_edit
 from zckpt.plan import Literal, TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.storage import read_head
 from zckpt.torchfile import TorchFile, walk_tensors
 
 
@@ -154,8 +155,7 @@ def _drop_from_list(file: TorchFile, request: Request, slots: list[str], edited:
 def _latest(path: Path, tag: str) -> Rewritten:
     """Return the file that names the checkpoint: the one that is there, whichever it named."""
     data = tag.encode()
-    with path.open("rb") as file:
-        named = file.read(LATEST_NBYTES).strip()
+    named = read_head(str(path), LATEST_NBYTES).strip()
     if named == data:
         return as_it_is(path, LATEST)
     return Rewritten(LATEST, len(data), TargetFile(LATEST, len(data), [Literal(0, data)]), {})

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
 from zckpt.codes import CHECKSUM, MISSING_FILE
-from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_files
 from zckpt.formats.native.node_kinds import Json
+from zckpt.storage import read_whole
 
 FORMAT = "zckpt"
 VERSION = 1
@@ -101,12 +103,7 @@ def read_document(directory: Path) -> tuple[dict[str, Json], int]:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        nbytes = path.stat().st_size
-        if nbytes > MAXIMUM_NBYTES:
-            raise DamagedFileError("too large", path=path, expected=f"at most {MAXIMUM_NBYTES} bytes", found=nbytes)
-        return path.read_bytes()
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         raise DamagedFileError(
             "the save that made this directory did not finish",
             path=path.parent,
@@ -114,9 +111,8 @@ def _read(path: Path) -> bytes:
             found=f"only files of ranks, such as {next(iter(rank_files(path.parent)), 'none')}",
             advice="use an earlier checkpoint",
             code=MISSING_FILE,
-        ) from None
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+        )
+    return read_whole(str(path), most=MAXIMUM_NBYTES)
 
 
 def _check_sum(path: Path, text: bytes, document: dict[str, Json]) -> None:

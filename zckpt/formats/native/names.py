@@ -10,7 +10,9 @@ import os
 import re
 from pathlib import Path
 
+from zckpt.errors import SourceError
 from zckpt.ownership import Owned
+from zckpt.storage import read_head
 
 DOCUMENT_NAME = "checkpoint.json"
 
@@ -65,7 +67,6 @@ def _is_document(path: Path) -> bool:
 def _head(path: Path) -> bytes:
     """Return what a file begins with; nothing of what cannot be read."""
     try:
-        with path.open("rb") as file:
-            return file.read(HEAD_NBYTES)
-    except OSError:
+        return read_head(str(path), HEAD_NBYTES)
+    except SourceError:
         return b""

@@ -20,6 +20,7 @@ from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors_file import header_of, read_header
 from zckpt.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.state import Extent, Slot
+from zckpt.storage import is_file
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -165,7 +166,7 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
     DamagedFileError
         Its header is malformed, or it is of another size.
     """
-    if not path.is_file():
+    if not is_file(path):
         raise ShardError(
             "a rank's file is missing",
             path=path,

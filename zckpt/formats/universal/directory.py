@@ -8,6 +8,7 @@ from pathlib import Path
 from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.universal.names import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
+from zckpt.storage import is_file, read_head
 
 LATEST_NBYTES = 4096
 """A `latest_universal` file holds one directory name; a longer one is something else."""
@@ -29,10 +30,9 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
     if _is_universal(source):
         return source
     latest = source / LATEST_NAME
-    if not latest.is_file() or (source / "latest").is_file():
+    if not is_file(latest) or is_file(source / "latest"):
         return None
-    with latest.open("rb") as file:
-        name = file.read(LATEST_NBYTES).decode("utf-8", "replace").strip()
+    name = read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip()
     if _is_name(name) and _is_universal(source / name):
         return source / name
     raise UnknownFormatError(

@@ -9,7 +9,9 @@ OUT/../latest_universal                          names OUT
 
 from __future__ import annotations
 
-from zckpt.errors import UnsupportedError
+import re
+
+from zckpt.errors import CONTROLS, UnsupportedError
 from zckpt.formats.deepspeed.names import MODEL, classify
 from zckpt.plan import Literal, TargetFile
 
@@ -25,6 +27,9 @@ STEP_STEM = "step"
 
 MAXIMUM_NAME_NBYTES = 255
 """What file systems allow for one name."""
+
+_CONTROLS = re.compile(f"[{''.join(map(chr, CONTROLS))}]")
+"""In the name of a folder they would drive the terminal of everyone who lists it."""
 
 
 def is_own(name: str) -> bool:
@@ -53,7 +58,7 @@ def parameter_file(parameter: str, stem: str) -> str:
         The name of the parameter or slot cannot be a file's.
     """
     for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
-        if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or "\0" in name or not _fits(name):
+        if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or not _fits(name):
             raise UnsupportedError(
                 f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be a file's name"
             )
@@ -62,6 +67,6 @@ def parameter_file(parameter: str, stem: str) -> str:
 
 def _fits(name: str) -> bool:
     try:
-        return len(name.encode()) <= MAXIMUM_NAME_NBYTES
+        return len(name.encode()) <= MAXIMUM_NAME_NBYTES and not _CONTROLS.search(name)
     except UnicodeEncodeError:
         return False

@@ -15,6 +15,7 @@ from zckpt.formats.survey import Survey, survey
 from zckpt.operations.verify.findings import Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
+from zckpt.storage import is_file
 
 if TYPE_CHECKING:
     from zckpt.digests import Fingerprint
@@ -158,7 +159,7 @@ def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
 
 
 def _is_file(path: str | None) -> bool:
-    return path is not None and Path(path).is_file()
+    return path is not None and is_file(path)
 
 
 def _once(findings: Sequence[Finding]) -> list[Finding]:

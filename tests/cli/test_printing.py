@@ -1,0 +1,91 @@
+"""Standard output that is closed, left by its reader, or of few letters: the verb does its work all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.console import FIXTURES, command, environment, succeeded
+
+CKPT = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unsound file about which more is printed than a pipe holds."""
+    path = tmp_path_factory.mktemp("large") / "model.pt"
+    torch.save({f"layers.{i}.{'x' * 60}.weight": torch.tensor([float("nan")]) for i in range(3000)}, path)
+    return path
+
+
+def left(*arguments: object) -> tuple[int, str]:
+    """Run a verb whose reader goes away after a line; return its exit status and what it says on standard error."""
+    child = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.readline()
+    child.stdout.close()
+    said = child.stderr.read().decode()
+    return child.wait(), said
+
+
+def closed(descriptor: int, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {descriptor}>&-', "sh", *command(*arguments)],
+        capture_output=True, text=True, env={**environment(), **variables}, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [("--json",), ("--parameters",)])
+def test_reader_may_leave_after_a_line(options: tuple[str, ...], large: Path) -> None:
+    assert left("inspect", large, *options) == (0, "")
+
+
+def test_what_verify_found_is_its_status_though_nobody_reads_it(large: Path) -> None:
+    assert left("verify", "--deep", "--json", large) == (1, "")
+
+
+def test_what_diff_found_is_its_status_though_nobody_reads_it(large: Path) -> None:
+    assert left("diff", "--json", large, CKPT) == (1, "")
+
+
+def test_closed_standard_output_is_said_in_one_line() -> None:
+    done = closed(1, "inspect", CKPT)
+    assert done.returncode == 4
+    assert done.stderr == "zckpt: cannot print: Bad file descriptor\n"
+
+
+def test_verb_that_prints_nothing_needs_no_standard_output(tmp_path: Path) -> None:
+    done = closed(1, "consolidate", CKPT, tmp_path / "closed.pt")
+    assert done.returncode == 0, done.stderr
+    succeeded("consolidate", CKPT, tmp_path / "open.pt")
+    assert torch.load(tmp_path / "closed.pt").keys() == torch.load(tmp_path / "open.pt").keys()
+
+
+@pytest.mark.parametrize("descriptor", [0, 2])
+def test_other_closed_streams_do_no_harm(descriptor: int, tmp_path: Path) -> None:
+    done = closed(descriptor, "consolidate", CKPT, tmp_path / "model.pt")
+    assert done.returncode == 0
+    assert torch.load(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_no_encoding_has_are_printed(encoding: str, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff.pt"
+    torch.save({"schön.\ud800": torch.ones(2)}, tmp_path / "model.pt")
+    os.rename(tmp_path / "model.pt", path)  # noqa: PTH104  # a name that is not text
+    for arguments in (("inspect", "--parameters"), ("inspect", "--json"), ("verify", "--deep"), ("diff", CKPT)):
+        done = subprocess.run(
+            [*command(*arguments), path],
+            capture_output=True, env={**environment(), "PYTHONIOENCODING": encoding}, check=False,
+        )  # fmt: skip
+        assert done.returncode == (1 if "diff" in arguments else 0), done.stderr
+        assert done.stderr == b""
+        if "--json" in arguments:
+            (parameter,) = json.loads(done.stdout)["parameters"]
+            assert parameter["name"] == "schön.\ud800"

@@ -1,0 +1,90 @@
+"""Standard output and error as they may be found: closed, full, left by their reader, or of an encoding of few letters.
+
+What a verb finds out is its exit status, whoever listens: `zckpt verify x | head -1` says unsound of an unsound one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO, cast
+
+
+class CannotPrintError(Exception):
+    """Standard output does not take what is printed; the reason is the message."""
+
+
+class Output:
+    """Standard output for `click`, which goes on when nobody reads any more.
+
+    Parameters
+    ----------
+    stream : file
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._unread = False
+        self._wrong: CannotPrintError | None = None
+
+    def write(self, text: str) -> int:
+        """Print, or leave it where nobody reads.
+
+        Raises
+        ------
+        CannotPrintError
+            It cannot be printed for any other reason.
+        """
+        if self._wrong is not None:  # again and again: click tries a stream out, and lets errors pass
+            raise self._wrong
+        self._call(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Let what was printed be seen; errors are those of `write`."""
+        self._call(self._stream.flush)
+
+    def _call(self, function: Callable[[], object]) -> None:
+        if self._unread or self._wrong is not None:
+            return
+        try:
+            function()
+        except BrokenPipeError:
+            self._unread = True
+            self._leave()
+        except OSError as error:
+            self._wrong = CannotPrintError(error.strerror)
+            self._leave()
+            raise self._wrong from error
+
+    def _leave(self) -> None:
+        """Let nothing be written when the process ends, either."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def standard_streams() -> None:
+    """Make standard output and error fit for printing, and take the descriptors of those that are closed.
+
+    A target that got the descriptor of a closed standard output would hold whatever is printed.
+    """
+    for descriptor, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):  # writing to 1 is an error then
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            taken = os.open(os.devnull, flags)
+            if taken != descriptor:
+                os.dup2(taken, descriptor)
+                os.close(taken)
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # a descriptor, to the end
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names and paths may hold what no encoding has
+    if not isinstance(sys.stdout, Output):
+        sys.stdout = cast("TextIO", Output(sys.stdout))
