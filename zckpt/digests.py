@@ -80,7 +80,7 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
         The file exists, or cannot be written.
     """
     with written_files([target], overwrite=overwrite) as (partial,):
-        partial.write_text(json.dumps(document(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(document(found), indent=1) + "\n", encoding="utf-8")
 
 
 def read_digests(path: str | os.PathLike[str]) -> Fingerprint:

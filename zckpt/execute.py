@@ -203,8 +203,9 @@ def _write(
             for path, one in zip(paths, plan.files, strict=True)
             for batch in _batches(path, one, limit, large, checks)
         )
+        made: set[tuple[int, int]] = set()
         for path, one in zip(paths, plan.files, strict=True):
-            _write_literals(path, one, large)
+            _write_literals(path, one, large, made)
         written = _run(pool, batches, reporter, checks)
         checked = checks.finish(pool.map)
         for path, one in zip(paths, plan.files, strict=True):
@@ -272,9 +273,17 @@ def _watched(batch: Iterable[Piece], checks: Checks) -> frozenset[str]:
     return checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
 
 
-def _write_literals(path: Path, one: FilePlan, large: int) -> None:
-    """Make a file of its size, with the literals that are not large."""
+def _write_literals(path: Path, one: FilePlan, large: int, made: set[tuple[int, int]]) -> None:
+    """Make a file of its size, with the literals that are not large; `made` tells the files by device and inode."""
     with path.open("wb") as file:
+        there = os.fstat(file.fileno())
+        if (there.st_dev, there.st_ino) in made:
+            raise TargetError(
+                "the file system takes two names for one",
+                path=path,
+                advice="write to one that tells upper and lower case apart",
+            )
+        made.add((there.st_dev, there.st_ino))
         file.truncate(one.file.nbytes)
         for literal in one.file.literals:
             if len(literal.data) < large:

@@ -6,6 +6,7 @@ damaged or unsafe, 4 the target cannot be written, 130 interrupted.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -53,6 +54,9 @@ cli.add_command(demo_command)
 def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of a lone surrogate in a name: in JSON, its own escape
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:

@@ -29,6 +29,9 @@ INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
 """Names of the files of a directory that `consolidate` writes."""
 
+METADATA = "__metadata__"
+"""The member of a header that is no tensor."""
+
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
 
@@ -74,6 +77,33 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
     return file
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise unless a file can hold tensors of these names.
+
+    Raises
+    ------
+    UnsupportedError
+        A name is that of the format's own metadata, there twice, or not to be had in UTF-8.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name == METADATA:
+            raise UnsupportedError(
+                f"no tensor of a safetensors file can be called {METADATA}, as one of the source is",
+                advice="write a .pt file, or to dcp",
+            )
+        if name in seen:
+            raise UnsupportedError(f"two tensors of a safetensors file would be called {name[:80]!r}")
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedError(
+                f"the name {ascii(name)[:80]} holds a lone surrogate, which a safetensors file cannot",
+                advice="write a .pt file, or to dcp",
+            ) from error
+        seen.add(name)
+
+
 def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return what a file begins with that holds tensors end to end: the header and its length.
 
@@ -85,9 +115,10 @@ def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mappi
     Raises
     ------
     UnsupportedError
-        An element type that the format has no code for, or too many tensors.
+        An element type that the format has no code for, too many tensors, or a name that it cannot hold.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    check_names([name for name, _, _ in tensors])
+    header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
     at = 0
     for name, dtype, shape in tensors:
         code = DTYPES[dtype].safetensors
@@ -108,8 +139,9 @@ def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mappi
 def lay_out_directory(entries: Sequence[Entry], maximum: int) -> list[TargetFile]:
     """Return the files of a directory in Hugging Face's layout: shards of at most `maximum` bytes, and an index.
 
-    A tensor larger than that has a shard to itself.
+    A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
     """
+    check_names([entry.name for entry in entries])
     shards: list[list[Entry]] = [[]]
     nbytes = 0
     for entry in entries:
@@ -216,7 +248,7 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         text = read_at(descriptor, 8, length, path=str(path))
     try:
         header = json.loads(text, object_pairs_hook=_without_duplicates)
-        metadata = header.pop("__metadata__", {})
+        metadata = header.pop(METADATA, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
         ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])

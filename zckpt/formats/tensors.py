@@ -5,10 +5,15 @@ No adapter makes a span of a tensor by itself: the bytes of a lazy view would co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from zckpt.dtypes import is_negatable
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
+
+Value = TypeVar("Value")
 
 PLAIN_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 """Classes of tensors of which the elements are the values. What another class makes of its elements only it knows."""
@@ -94,6 +99,23 @@ def identity_of(tensor: Tensor) -> tuple[object, ...]:
     """Return what two names of a file have in common if they are one tensor: the same elements of the same bytes."""
     bits = tuple(bit for bit in BITS if (tensor.metadata or {}).get(bit))
     return (tensor.storage.key, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, bits)
+
+
+def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
+    """Return a dict of a file with its keys as text.
+
+    Raises
+    ------
+    UnsupportedError
+        Two keys are one name: 1 and "1".
+    """
+    found: dict[str, Value] = {}
+    for key, value in mapping.items():
+        name = str(key)
+        if name in found:
+            raise UnsupportedError(f"two keys are the name {name[:80]!r}", path=path, expected="names that are texts")
+        found[name] = value
+    return found
 
 
 def describe(file: TorchFile, role: str, dp_rank: int | None = None, mp_rank: int | None = None) -> SourceFile:

@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, restore
-from zckpt.formats.tensors import carried, describe, identity_of, slot_of
+from zckpt.formats.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, parse
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
 from zckpt.torchfile import Object, Tensor, read_torchfile
@@ -68,7 +68,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
     if model is not root and optimizer is not root:
-        checkpoint.metadata = {str(k): carried(file, v) for k, v in root.items() if k not in (model_key, optimizer_key)}
+        rest_of = {key: value for key, value in root.items() if key not in (model_key, optimizer_key)}
+        checkpoint.metadata = {key: carried(file, value) for key, value in by_name(rest_of, file.path).items()}
     checkpoint.step = _step(checkpoint, root)
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
@@ -124,10 +125,9 @@ def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) ->
     running statistics of a batch norm; the rest are taken for parameters.
     """
     owners: dict[tuple[object, ...], str] = {}
-    for key, tensor in model.items():
+    for name, tensor in by_name(model, path).items():
         if not isinstance(tensor, Tensor):
             continue
-        name = str(key)
         slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
         if not _trainable(tensor) or _is_running_statistic(name, model):
             checkpoint.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)

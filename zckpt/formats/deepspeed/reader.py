@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShar
 from zckpt.formats.deepspeed.stage0 import attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.formats.tensors import carried, describe
+from zckpt.formats.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
@@ -107,7 +107,8 @@ def _expert_weights(files: Sequence[tuple[Shard, TorchFile]], mp_rank: int) -> W
         if not isinstance(file.root, dict):
             raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
         if shard.role == EXPERT and (shard.mp_rank or 0) == mp_rank:
-            weights.update({str(n): (shard.path, t) for n, t in file.root.items() if isinstance(t, Tensor)})
+            named = by_name(file.root, shard.path)
+            weights.update({name: (shard.path, one) for name, one in named.items() if isinstance(one, Tensor)})
     return weights
 
 

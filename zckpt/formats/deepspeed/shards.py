@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.scalars import read_scalars, with_scalars
+from zckpt.formats.tensors import by_name
 from zckpt.state import Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
@@ -146,7 +147,7 @@ def read_model(shard: Shard) -> ModelShard:
     file = read_torchfile(shard.path)
     content = _mapping(file.root, shard.path, "a dict of model states")
     module = content.get("module")
-    tensors = {str(k): v for k, v in module.items() if isinstance(v, Tensor)} if isinstance(module, dict) else {}
+    tensors = _tensors_by_name(module, shard.path) if isinstance(module, dict) else {}
     shared = content.get("shared_params")
     fragments = content.get("frozen_param_fragments")
     names = content.get("buffer_names")
@@ -157,10 +158,14 @@ def read_model(shard: Shard) -> ModelShard:
         {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set(),
         _param_shapes(content.get("param_shapes"), shard.path),
         _optional_shapes(content.get("frozen_param_shapes"), shard.path),
-        {str(k): v for k, v in fragments.items() if isinstance(v, Tensor)} if isinstance(fragments, dict) else None,
+        _tensors_by_name(fragments, shard.path) if isinstance(fragments, dict) else None,
         _shared(shared, shard.path),
-        {str(k): v for k, v in content.items()},
+        by_name(content, shard.path),
     )
+
+
+def _tensors_by_name(node: dict[object, object], path: str) -> dict[str, Tensor]:
+    return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)}, path)
 
 
 def _mapping(node: object, path: str, expected: str) -> dict[object, object]:

@@ -1,0 +1,115 @@
+"""Names that a format cannot hold are refused in one line, before anything is written; all others arrive."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.cli.console import run
+from zckpt.errors import TargetError, UnsupportedError
+from zckpt.execute import execute
+from zckpt.formats import open_checkpoint
+from zckpt.formats.safetensors_file import Entry, lay_out, lay_out_directory
+from zckpt.plan import Literal, TargetFile, plan
+from zckpt.state import Slot
+
+SURROGATE = "a\ud800b"
+
+HELD = ["", "\0", "a/b", "..", "\n", "é" * 300, "__Metadata__", "a b"]
+"""Names that every format but universal holds."""
+
+
+def saved(path: Path, name: str) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.arange(3.0), "other": torch.ones(2)}
+    torch.save(tensors, path)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["__metadata__", SURROGATE])
+@pytest.mark.parametrize("target", ["model.safetensors", "model"])
+def test_a_name_that_safetensors_cannot_hold_is_refused(name: str, target: str, tmp_path: Path) -> None:
+    saved(tmp_path / "x.pt", name)
+    done = run("consolidate", tmp_path / "x.pt", tmp_path / target)
+    assert done.returncode == 3
+    assert len(done.stderr.splitlines()) == 1
+    assert ascii(name).strip("'") in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+
+
+@pytest.mark.parametrize("name", ["__metadata__", SURROGATE, *HELD])
+def test_a_torch_file_holds_any_name(name: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "x.pt", name)
+    zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt")
+    assert list(found) == list(tensors)
+    assert all(found[key].equal(tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+def test_other_names_arrive(name: str, to: str, tmp_path: Path) -> None:
+    tensors = saved(tmp_path / "x.pt", name)
+    zckpt.convert(tmp_path / "x.pt", tmp_path / "target", to=to, verify=True)
+    checkpoint = zckpt.open(tmp_path / "target")
+    assert {key: checkpoint.read(key).tolist() for key in checkpoint.parameters} == {
+        key: tensor.tolist() for key, tensor in tensors.items()
+    }
+    if to == "consolidated":
+        assert load_file(next((tmp_path / "target").glob("*.safetensors"))).keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("to", ["zckpt", "consolidated"])
+def test_a_lone_surrogate_is_refused_where_names_are_utf_8(to: str, tmp_path: Path) -> None:
+    saved(tmp_path / "x.pt", SURROGATE)
+    done = run("convert", tmp_path / "x.pt", tmp_path / "target", "--to", to)
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert "lone surrogate" in done.stderr
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_lone_surrogate_is_printed_and_stored_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "x.pt", SURROGATE)
+    written = io.BytesIO()
+    printed = io.TextIOWrapper(written, "utf-8")
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setattr(sys, "argv", ["zckpt", "inspect", "--json", str(tmp_path / "x.pt")])
+    from zckpt.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    printed.flush()
+    assert SURROGATE in [one["name"] for one in json.loads(written.getvalue())["parameters"]]
+    done = run("fingerprint", "--write", tmp_path / "x.pt")
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    slot = Slot("w", "float32", (0,), ())
+    entries = [Entry("w", slot, "float32", "w")] * 2
+    for made in (lambda: lay_out("x.safetensors", entries), lambda: lay_out_directory(entries, 1)):
+        with pytest.raises(UnsupportedError, match="two tensors of a safetensors file would be called 'w'"):
+            made()
+
+
+def test_keys_that_are_one_name_are_refused(tmp_path: Path) -> None:
+    torch.save({1: torch.ones(2), "1": torch.zeros(2)}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match="two keys are the name '1'"):
+        open_checkpoint(tmp_path / "x.pt")
+
+
+def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path: Path) -> None:
+    """As one that does not tell upper from lower case; here one directory is a link to the other."""
+    made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
+    (tmp_path / "A").mkdir()
+    (tmp_path / "B").symlink_to("A")
+    with pytest.raises(TargetError):
+        execute(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
+    assert list((tmp_path / "A").iterdir()) == []
