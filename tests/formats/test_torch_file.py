@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import zckpt
 from tests.formats.some_tensors import assert_same
 from zckpt.errors import SourceError, UnsupportedError, UsageError
 from zckpt.formats.torch_file import read
@@ -453,3 +454,29 @@ def test_numbers_that_became_text_are_numbers(tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.zeros(2, 3)}, "optimizer": {"state": state, "param_groups": groups}},
                tmp_path / "x.pt")  # fmt: skip
     assert torch.equal(open_checkpoint(tmp_path / "x.pt").read("weight", "exp_avg"), torch.ones(2, 3))
+
+
+EXTRA = {
+    "beside the tensors": lambda tensors: {**tensors, "_extra_state": None},
+    "of another name": lambda tensors: {**tensors, "note": "text"},
+    "below a key": lambda tensors: {"model": {**tensors, "up._extra_state": "text"}, "epoch": 3},
+    "as many as tensors": lambda tensors: {**tensors, **{f"{name}._extra_state": None for name in tensors}},
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated", "zero-redundancy"])
+def test_a_state_dict_with_an_entry_that_is_no_tensor_is_carried_once(kind: str, to: str, tmp_path: Path) -> None:
+    """As TransformerEngine's: each tensor is state, and what is none is carried by itself."""
+    tensors = {"w": torch.randn(300_000), "v": torch.randn(200_000)}
+    root = EXTRA[kind](tensors)
+    source = saved(tmp_path / "x.pt", root)
+    checkpoint = assert_holds(source, tensors)
+    model = root.get("model", root)
+    extra = {key: value for key, value in model.items() if key not in tensors}
+    assert checkpoint.metadata == ({"model": extra, "epoch": 3} if "model" in root else extra)
+    zckpt.convert(source, tmp_path / "target", to=to, verify=True)
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "target").rglob("*"))
+    assert nbytes < 1.05 * source.stat().st_size
+    found = assert_holds(tmp_path / "target", tensors).metadata
+    assert found.keys() == checkpoint.metadata.keys()

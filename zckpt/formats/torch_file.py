@@ -23,6 +23,9 @@ MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state"
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizer_state")
 
+EXTRA_STATE = "_extra_state"
+"""What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
+
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
 
@@ -67,8 +70,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     optimizer = root if looks_like_optimizer(root) else root.get(optimizer_key)
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
-    if model is not root and optimizer is not root:
-        rest_of = {key: value for key, value in root.items() if key not in (model_key, optimizer_key)}
+    if optimizer is not root:
+        rest_of = _beside(root, model_key, model or {}, optimizer_key)
         checkpoint.metadata = {key: carried(file, value) for key, value in by_name(rest_of, file.path).items()}
     checkpoint.step = _step(checkpoint, root)
     if isinstance(rest, dict):
@@ -77,11 +80,25 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 
 
 def _is_state_dict(node: object) -> bool:
-    return (
-        isinstance(node, dict)
-        and bool(node)
-        and all(isinstance(key, str) and isinstance(value, Tensor) for key, value in node.items())
-    )
+    """Tell a dict of tensors; what a module keeps as its extra state may be anything."""
+    if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
+        return False
+    values = [value for key, value in node.items() if isinstance(value, Tensor) or not key.endswith(EXTRA_STATE)]
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
+
+
+def _beside(
+    root: Mapping[object, object], model_key: object, model: Mapping[object, object], optimizer_key: object
+) -> dict[object, object]:
+    """Return what a file holds beside the tensors of its model and its optimizer: every value once.
+
+    What a state dict has that is no tensor stays under the name that the state dict has in the file.
+    """
+    extra = {key: value for key, value in model.items() if not isinstance(value, Tensor)}
+    if model_key is None:  # the tensors are the file's own entries, if any are
+        return {key: value for key, value in root.items() if key not in (*model, optimizer_key)} | extra
+    rest = {key: value for key, value in root.items() if key not in (model_key, optimizer_key)}
+    return {model_key: extra, **rest} if extra else rest
 
 
 def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[object, Mapping[object, object] | None]:
