@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from zckpt.checking import Checks
 from zckpt.read import Read, read_all
 from zckpt.state import Extent, Slot
 
@@ -43,8 +44,8 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def read_tensors(wanted: Iterable[Wanted]) -> None:
-    """Read the elements of many extents into tensors; errors are those of `zckpt.read.read_all`."""
+def read_tensors(wanted: Iterable[Wanted], *, checks: Checks | None = None) -> None:
+    """Read the elements of many extents into tensors; parameters and errors are those of `zckpt.read.read_all`."""
     reads: list[Read] = []
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     nbytes = 0
@@ -59,12 +60,12 @@ def read_tensors(wanted: Iterable[Wanted]) -> None:
             nbytes += memory.nbytes
         reads.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory)))
         if nbytes >= STAGED_NBYTES:
-            _read(reads, staged)
+            _read(reads, staged, checks)
             reads, staged, nbytes = [], [], 0
-    _read(reads, staged)
+    _read(reads, staged, checks)
 
 
-def _read(reads: list[Read], staged: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    read_all(reads)
+def _read(reads: list[Read], staged: list[tuple[torch.Tensor, torch.Tensor]], checks: Checks | None) -> None:
+    read_all(reads, checks=checks)
     for tensor, memory in staged:
         tensor.copy_(memory)

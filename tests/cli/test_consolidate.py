@@ -433,7 +433,7 @@ def test_master_that_contradicts_its_weight_is_an_error_that_names_it(tmp_path: 
 
 def test_no_weight_check_takes_masters_as_they_are(tmp_path: Path) -> None:
     directory, name = damaged_master(tmp_path)
-    succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check")
+    succeeded("consolidate", directory, tmp_path / "m.safetensors", "--no-weight-check", "--no-checksums")
     model = load_file(tmp_path / "m.safetensors")
     assert torch.equal(model[name], Truth(SOURCE).masters[name] + 1)
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import zckpt
 from tests.logical import assert_same_state
 from tests.truth import Truth, assert_same, bits
 from zckpt.errors import UnsupportedError, UsageError
@@ -404,3 +405,33 @@ def test_own_names(tmp_path):
     assert all(writer.is_own(path.name) for path in directory.iterdir())
     for name in ("model.pt", "__x_0.distcp", "sub/.metadata", "__00_0.distcp", ".metadata.txt", "meta.pt"):
         assert not writer.is_own(name), name
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
+    """Where torch finds them, and nowhere else; zckpt has them back as they were."""
+    torch.manual_seed(0)
+    shared = torch.randn(100)
+    beside = {
+        "ema": {"w": torch.randn(300_000), "n": 3, "deep": {"v": torch.randn(5).half()}},
+        "list": [torch.randn(50_000), 1, [torch.ones(2), "x"]],
+        "tuple": (torch.randn(50_000), None),
+        "alone": torch.arange(60_000),
+        "sharing": {"a": shared, "b": shared[10:]},  # not to be had from its items
+        "note": "text",
+    }
+    torch.save({"model": {"w": torch.randn(200_000)}, **beside}, tmp_path / "x.pt")
+    zckpt.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", world_size=world_size)
+    nbytes = sum(path.stat().st_size for path in (tmp_path / "dcp").iterdir())
+    assert nbytes < 1.05 * (tmp_path / "x.pt").stat().st_size
+    assert (tmp_path / "dcp" / "zckpt.pt").stat().st_size < 10_000
+    found = loaded(tmp_path / "dcp")
+    assert found["ema"]["w"].equal(beside["ema"]["w"])
+    assert found["alone"].equal(beside["alone"])
+    zckpt.convert(tmp_path / "dcp", tmp_path / "back.pt", to="consolidated")
+    back = torch.load(tmp_path / "back.pt")["zckpt"]["metadata"]
+    assert back.keys() == beside.keys()
+    assert str(dict(sorted(back.items()))) == str(dict(sorted(beside.items())))
+    assert back["ema"]["w"].equal(beside["ema"]["w"])
+    assert back["tuple"][0].equal(beside["tuple"][0])
+    assert back["sharing"]["a"].data_ptr() + 40 == back["sharing"]["b"].data_ptr()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,12 +225,28 @@ def one_bit_of_a_universal_slot_flipped(checkpoint: Path) -> None:
     flip(span.path, offset)
 
 
-@mutation("ZC-104", file=f".*{MODEL}")
-def pickle_overwritten(run: Path) -> None:
-    data = bytearray((run / MODEL).read_bytes())
+def overwrite_pickle(path: Path) -> None:
+    data = bytearray(path.read_bytes())
     at = data.index(b"param_shapes")
     data[at + 40 : at + 60] = b"\xff" * 20
-    (run / MODEL).write_bytes(data)
+    path.write_bytes(data)
+
+
+@mutation("ZC-107", file=f".*{MODEL}")
+def pickle_overwritten(run: Path) -> None:
+    overwrite_pickle(run / MODEL)
+
+
+@mutation("ZC-104", file=f".*{MODEL}")
+def pickle_written_wrong(run: Path) -> None:
+    """As its writer might have done it: its checksum is that of what is there."""
+    overwrite_pickle(run / MODEL)
+    with zipfile.ZipFile(run / MODEL) as archive:
+        (record,) = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+    data = (run / MODEL).read_bytes()
+    start = record.header_offset + 30 + sum(struct.unpack_from("<HH", data, record.header_offset + 26))
+    found = zlib.crc32(data[start : start + record.file_size])
+    (run / MODEL).write_bytes(data.replace(record.CRC.to_bytes(4, "little"), found.to_bytes(4, "little")))
 
 
 @mutation("ZC-103", file=RANK_1, ranks=(1,))

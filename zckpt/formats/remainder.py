@@ -23,6 +23,9 @@ KEY = "zckpt"
 
 VERSION = 1
 
+WITH_ITEMS = 2
+"""The version where some of the metadata is beside the tree, and the tree says which."""
+
 
 def remainder_rules(*place: str) -> tuple[Rule, ...]:
     """Return the inventory's rules for the tree, which lies at some place in a file's own."""
@@ -71,7 +74,7 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
         The tree is malformed, of another version, or speaks of parameters that are not there.
     """
     tree = _mapping(node, file.path)
-    if tree.get("version") != VERSION:
+    if tree.get("version") not in (VERSION, WITH_ITEMS):
         raise DamagedFileError(
             "unknown version", path=file.path, expected=f"version {VERSION}", found=repr(tree.get("version"))[:40]
         )

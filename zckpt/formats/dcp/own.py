@@ -1,10 +1,12 @@
 """`zckpt.pt`, which zckpt puts into a directory: what torch's DCP has no place for.
 
 {**formats.remainder,
- "dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}}}}
+ "dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}},
+         "items": [key]}}
 
 with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
-knows by number only, and hyperparameters that torch takes apart, as they were.
+knows by number only, and hyperparameters that torch takes apart, as they were. `items`, which may be absent, names
+values beside model and optimizer that are items of the directory and nowhere else.
 """
 
 from __future__ import annotations
@@ -83,6 +85,20 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
             raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
         checkpoint.param_groups[index].hyperparameters.update(with_scalars(_mapping(values, file), file.path))
     restore(checkpoint, file.root, file)
+
+
+def held_items(file: TorchFile) -> list[str]:
+    """Return the keys of values that the directory's items hold.
+
+    Raises
+    ------
+    DamagedFileError
+        The file is malformed.
+    """
+    found = _about(file).get("items", [])
+    if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
+        raise DamagedFileError("unexpected content", path=file.path, expected="keys of items")
+    return found
 
 
 def _about(file: TorchFile) -> Mapping[object, object]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.dtypes import is_floating
-from zckpt.errors import UnknownFormatError, UnsupportedError
+from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import OWN_NAME, Directory, find, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, prefixes
 from zckpt.formats.dcp.optimizer import read_optimizer
-from zckpt.formats.dcp.own import complete, name_unnamed, restore_own
+from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
 from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import carried, describe
@@ -102,6 +102,10 @@ def fill(
     lost: list[str] = []
     if own is not None:
         restore_own(checkpoint, own)
+        for key in held_items(own):
+            if key not in root or key in checkpoint.metadata:
+                raise DamagedFileError(f"{key} is said to be an item by itself", path=own.path, found="another state")
+            checkpoint.metadata[key] = carry(root[key], lost)
         return lost
     for state in states:
         checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})

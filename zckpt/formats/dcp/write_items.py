@@ -22,7 +22,7 @@ from zckpt.formats.optimizer_file import optimizer_tree
 from zckpt.formats.tensors import slot_of
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint
-from zckpt.torchfile import DefaultMapping, Device, DType, FromFile, Layout, OrderedMapping, Size, Tensor
+from zckpt.torchfile import DefaultMapping, Device, DType, FromFile, Layout, OrderedMapping, Size, Tensor, walk_tensors
 
 Path = tuple[str | int, ...]
 
@@ -49,11 +49,14 @@ class Item:
     path : tuple of str or int
         Keys of dicts, all as text, and indices of lists.
     value : object
+    whole_of : str or None
+        Key of the value beside model and optimizer that such items are all of: nothing else needs to hold it.
     """
 
     key: str
     path: Path
     value: object
+    whole_of: str | None = None
 
 
 def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
@@ -84,7 +87,8 @@ def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
             more = list(_opened((key,), value, None))
             keys = {item.key for item in more}
             if len(keys) == len(more) and not keys & found.keys():
-                found.update((item.key, item) for item in more)
+                whole_of = key if _is_exact(value) else None
+                found.update((item.key, replace(item, whole_of=whole_of)) for item in more)
     return list(found.values())
 
 
@@ -157,6 +161,35 @@ def _is_readable(value: object) -> bool:
             return False
         waiting.extend((depth + 1, one) for one in below)
     return True
+
+
+def _is_exact(value: object) -> bool:
+    """Tell whether a value that is readable, and has tensors, comes back from its items as it is."""
+    waiting = [value.node] if isinstance(value, FromFile) else []
+    storages: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        if type(node) is dict and node and all(type(key) is str for key in node):
+            waiting.extend(node.values())
+        elif type(node) is list and _is_opened(node):
+            waiting.extend(node)
+        elif isinstance(node, Tensor):
+            if not _is_all_of_its_storage(node) or node.storage.key in storages:
+                return False
+            storages.add(node.storage.key)
+        elif type(node) is tuple:  # which is one item, as it is
+            below = {tensor.storage.key for _, tensor in walk_tensors(node)}
+            if below & storages:
+                return False
+            storages |= below
+        elif type(node) not in VALUES:
+            return False
+    return bool(storages)
+
+
+def _is_all_of_its_storage(tensor: Tensor) -> bool:
+    plain = not (tensor.requires_grad or tensor.is_parameter or tensor.attributes)
+    return plain and tensor.is_contiguous and tensor.numel > 0 and tensor.nbytes == tensor.storage.nbytes
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -6,7 +6,8 @@ DIR/zckpt.pt              what such a directory has no place for: `formats.remai
 
 In `zckpt.pt` is {"dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}}}}
 with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
-knows by number only, and the hyperparameters of a group that torch stores leaf by leaf, as they were.
+knows by number only, and the hyperparameters of a group that torch stores leaf by leaf, as they were. A value beside
+model and optimizer that has tensors and comes back from its items as it was is not in it: {"dcp": {"items": [key]}}.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zckpt.formats import torch_archive
 from zckpt.formats.dcp.write_archives import Archives, TensorPiece
 from zckpt.formats.dcp.write_items import Item, expanded, items
 from zckpt.formats.dcp.write_metadata import NAME, Chunk, Entry, metadata
 from zckpt.formats.optimizer_file import value_node
-from zckpt.formats.remainder import remainder
+from zckpt.formats.remainder import WITH_ITEMS, remainder
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
 from zckpt.partition import check_world_size
 from zckpt.plan import Literal, TargetFile
@@ -71,8 +73,17 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
         entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
     content = metadata(entries)
-    rest = torch_archive.lay_out(REST_NAME, {**remainder(checkpoint), KEY: _peculiar(checkpoint)})
+    rest = torch_archive.lay_out(REST_NAME, _rest(checkpoint, found))
     return [*(file for file in files if file.nbytes), rest, TargetFile(NAME, len(content), [Literal(0, content)])]
+
+
+def _rest(checkpoint: Checkpoint, found: Sequence[Item]) -> dict[str, object]:
+    """Return the tree of `zckpt.pt`, without the values that items are all of."""
+    held = sorted({item.whole_of for item in found if item.whole_of is not None})
+    beside = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+    tree = remainder(replace(checkpoint, metadata=beside))
+    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
+    return {**tree, **version, KEY: {**_peculiar(checkpoint), **({"items": held} if held else {})}}
 
 
 def _put(archives: Archives, file: TargetFile, value: object) -> Chunk:
@@ -94,7 +105,7 @@ def _entry(item: Item, chunks: Sequence[Chunk]) -> Entry:
 
 def _spread(found: Sequence[Item], world_size: int, archives: Archives) -> list[list[Piece]]:
     """Return the pieces of each item: large tensors cut for all ranks, the rest given to the rank with the least."""
-    cut = [_cut(item.value, world_size) for item in found]
+    cut = [_cut(item.value, 1 if item.whole_of is not None else world_size) for item in found]
     sizes = [[archives.nbytes(value) for value in pieces] for pieces in cut]
     loads = [0] * world_size
     for nbytes in sizes:
