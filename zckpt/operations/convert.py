@@ -13,6 +13,7 @@ from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_dire
 from zckpt.formats import open_checkpoint
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.ownership import check_replaceable
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -117,6 +118,8 @@ def convert(
             check_companions(path, [path, *proof.beside])
     else:
         check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
+    for one in made.beside:
+        check_replaceable(path.parent / one.name)
     compared = _compared(checkpoint) if weight_check else 0
     verified = 0
     if not dry_run:
