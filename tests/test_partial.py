@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -68,6 +70,26 @@ def test_what_another_user_has_put_there_is_refused(directory: bool, tmp_path: P
     with pytest.raises(TargetError, match="one of another user's in its place"):
         write(tmp_path / "t", directory=directory)
     assert partial.exists()
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_file_system_without_locks_is_written_to(
+    directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a run whose temporary name another one took fails at its end, and writes nothing."""
+
+    def without_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    write(tmp_path / "t", directory=directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    first = written_directory(tmp_path / "u", overwrite=False, owned=ANYTHING)
+    first.__enter__()
+    write(tmp_path / "u", directory=True)
+    with pytest.raises(TargetError, match="is gone, or something else has its name"):
+        first.__exit__(None, None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "u"]
 
 
 @pytest.mark.parametrize("directory", [False, True])

@@ -26,6 +26,9 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 
+_WITHOUT_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What file systems say that are mounted without locks (Lustre's default): as where there are none at all."""
+
 Left = Callable[[int], None]
 """Called with the descriptor of a file that a killed run left, before it is removed."""
 
@@ -148,7 +151,8 @@ def _lock(descriptor: int, name: Path) -> None:
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             raise TargetError("another run is writing this target", path=name) from error
-        raise
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
 
 
 def _remove_left(name: Path, *, directory: bool) -> None:

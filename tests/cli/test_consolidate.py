@@ -312,6 +312,22 @@ def test_what_belongs_to_the_old_target_is_not_left_beside_a_new_one(beside: str
 
 
 @pytest.mark.parametrize(
+    ("verb", "name"),
+    [
+        (("consolidate",), "m.safetensors"), (("consolidate",), "m"),
+        (("convert", "--to", "consolidated"), "m.pt"), (("convert", "--to", "zckpt"), "m"),
+        (("reshard", "--world-size", 3), "m"), (("strip", "--optimizer"), "m"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_fifo_is_not_replaced(dry: bool, verb: tuple[object, ...], name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    options = (*verb[1:], "--overwrite", *(["--dry-run"] if dry else []))
+    refused(4, verb[0], SOURCE, tmp_path / name, *options, words=("cannot be replaced", "found a FIFO"))
+    assert (tmp_path / name).is_fifo()
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "m.gguf",

@@ -81,6 +81,12 @@ def test_quiet_says_nothing(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
+def test_a_pointer_that_cannot_be_written_is_told_before_anything_is(tmp_path: Path) -> None:
+    (tmp_path / "latest_universal").symlink_to("elsewhere")
+    refused(4, "convert", S2, tmp_path / "out", "--to", "universal", words=("latest_universal", "symbolic link"))
+    assert [path.name for path in tmp_path.iterdir()] == ["latest_universal"]
+
+
 def test_overwrite_replaces_a_target_of_its_format_only(tmp_path: Path) -> None:
     for to in FORMATS:
         succeeded("convert", S2, tmp_path / to, "--to", to)

@@ -62,7 +62,7 @@ def kill(directory: Path, victim: int, share: float) -> int:
     assert restored is not None
     step = restored.step or 0
     assert torch.equal(model.weight, Table(step).weight)
-    for left in directory.glob(".*zckpt-partial"):
+    for left in directory.glob(".step-*.zckpt-partial"):
         if (left / "checkpoint.json").exists():  # killed between the manifest and the name: nothing is missing
             zckpt.load(left, model=model)
             assert torch.equal(model.weight, Table(2).weight)

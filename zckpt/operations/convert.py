@@ -16,6 +16,7 @@ from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.ownership import check_replaceable
 from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 
@@ -130,6 +131,8 @@ def convert(
             check_companions(path, [path, *proof.beside])
     else:
         check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
+    for one in made.beside:
+        check_replaceable(path.parent / one.name)
     compared = _compared(checkpoint) if weight_check else 0
     checked = Checked()
     if not dry_run:

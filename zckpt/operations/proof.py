@@ -63,7 +63,7 @@ def check_sources(checkpoint: Checkpoint, targets: Sequence[Path]) -> None:
 
 
 def check_companions(target: Path, written: Sequence[Path]) -> None:
-    """Raise TargetExistsError if what a file that is replaced has beside it would then belong to another.
+    """Raise TargetExistsError unless a file can be replaced, and nothing beside it would then belong to another.
 
     Parameters
     ----------
@@ -72,6 +72,8 @@ def check_companions(target: Path, written: Sequence[Path]) -> None:
     written : sequence of Path
         What is written anew, it and what goes beside it.
     """
+    for one in written:
+        check_replaceable(one)
     if not target.is_file():
         return
     for one in (beside_file(target), beside_model(target)):

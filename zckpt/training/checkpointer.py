@@ -244,12 +244,14 @@ class Checkpointer:
         for left in self.directory.iterdir():
             if _REMOVED.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        if self.keep is None:
+            return record
         *before, last = record.saved
         remaining = [last]
         kept = 1
         for entry in reversed(before):
             path = self.directory / entry.name
-            if self.keep is not None and kept >= self.keep:
+            if kept >= self.keep:
                 self._remove(path, entry)
             elif entry.is_in(self.directory) and _unsound(path) is None:
                 kept += 1

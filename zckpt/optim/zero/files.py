@@ -22,7 +22,7 @@ from zckpt.optim.torch_file import write_torch_file
 from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.state_dicts import VERSION
-from zckpt.ownership import Owned
+from zckpt.ownership import Owned, check_replaceable
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
@@ -47,7 +47,9 @@ def save(
     """
     refuse_parts(optimizer)
     names = _names(optimizer, model)
-    with written_together(path, Ranks(optimizer.process_group), overwrite=overwrite, owned=OWNED) as partial:
+    ranks = Ranks(optimizer.process_group)
+    _check_latest(ranks, path.parent / "latest")
+    with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
         prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
         state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": _config(optimizer), "ds_version": VERSION}
@@ -57,6 +59,17 @@ def save(
     if optimizer.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
+
+
+def _check_latest(ranks: Ranks, latest: Path) -> None:
+    """Raise TargetError on all ranks if `latest` cannot be written after all else has been."""
+    error: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            check_replaceable(latest)
+        except Exception as failure:  # noqa: BLE001  # told to all ranks
+            error = failure
+    ranks.agree(error)
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
