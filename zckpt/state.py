@@ -319,6 +319,10 @@ class Checkpoint:
         Copies that the files hold beside what is read.
     leftovers : dict of str to str
         Files among the checkpoint's that are not part of it, by path, and what is said of them in `warnings`.
+    wrapped : dict of str to str
+        Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
+    is_numbered : bool
+        Whether files only number the optimizer's parameters, so that their names are deduced.
     warnings : list of str
     """
 
@@ -342,6 +346,8 @@ class Checkpoint:
     files: list[SourceFile] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
     leftovers: dict[str, str] = field(default_factory=dict)
+    wrapped: dict[str, str] = field(default_factory=dict)
+    is_numbered: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def owner(self, name: str) -> Parameter:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
+from zckpt.renaming import bare
 from zckpt.state import Checkpoint
 
 OWN_DOCUMENT = "checkpoint.json"
@@ -27,6 +28,8 @@ def open_checkpoint(
     tp_rules: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
+
+    Tensors have the names of the bare model, without what wrappers put there; see `zckpt.canonical`.
 
     Parameters
     ----------
@@ -50,7 +53,18 @@ def open_checkpoint(
     SourceError
         The source cannot be read, is damaged, or no adapter recognises it.
     """
-    path = Path(source)
+    return bare(_open(Path(source), roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+
+
+def _open(
+    path: Path,
+    *,
+    roots: Sequence[str | os.PathLike[str]],
+    tag: str | None,
+    names: Sequence[str] | None,
+    tp_rules: str | os.PathLike[str] | None,
+) -> Checkpoint:
+    """Open a checkpoint under the names that its files have."""
     try:
         path.stat()
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.target import Options, Target
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.plan import TargetFile, plan
+from zckpt.renaming import as_filed
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules)
+    checkpoint = as_filed(open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules))
     path = Path(target)
     for place in (source, *roots):
         if Path(place).resolve() in path.resolve().parents:
