@@ -1,31 +1,128 @@
-"""Names of parameters without what wrappers put before them, so that one model has one set of names. Pure."""
+"""What wrappers put into names of tensors, and the one rule by which every boundary goes without it. Pure.
+
+    _orig_mod                       torch.compile
+    _forward_module                 Lightning's Fabric and its DeepSpeed strategy
+    _fsdp_wrapped_module            FullyShardedDataParallel
+    _checkpoint_wrapped_module      checkpoint_wrapper: activations computed again
+    module                          DistributedDataParallel, DataParallel, DeepSpeed's engine
+    base_model.model                PEFT
+
+The first four are attributes of torch's that no model has: they are left out wherever they stand. `module.` may be a
+child of the model itself, so it is left out at the front only, once, and only if every tensor of the model has it: one
+that has not shows that it is a child. Neither is left out where two names would become one. A model that is nothing but
+a child called `module` cannot be told from one in a wrapper; where a live model is at hand, its own names decide, see
+`aligned`. For comparing, `module.` and PEFT's prefix, which is part of the names that PEFT loads, are left out as often
+as all names have them.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "base_model.model.")
-"""Of DistributedDataParallel and DeepSpeed's engine, torch.compile, Lightning, and PEFT; in any order, repeated."""
+INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Attributes in which wrappers keep a module, that are never a model's own."""
 
-COMPILED = "._orig_mod."
-"""What torch.compile of a part of a model puts within a name."""
+FRONT = "module."
+"""What a wrapper puts before every name, and a model may have as the name of a child."""
+
+PEFT = "base_model.model."
 
 
-def canonical(name: str) -> str:
-    """Return a name without what wrappers added."""
-    short = name
-    while any(short.startswith(prefix) for prefix in PREFIXES):
-        prefix = next(prefix for prefix in PREFIXES if short.startswith(prefix))
-        short = short[len(prefix) :]
-    while COMPILED in short:
-        short = short.replace(COMPILED, ".")
-    return short or name
+def plain_name(name: str) -> str:
+    """Return a name without the attributes in which wrappers keep modules."""
+    if not any(one in name for one in INNER):
+        return name
+    return ".".join(part for part in name.split(".") if part not in INNER) or name
+
+
+def bare_names(names: Iterable[str], *, front: bool = True) -> dict[str, str]:
+    """Return the name that each tensor of one model has in the bare model, by the name it has here.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of all tensors of the model: of some of them only, a child called `module` may be taken for a wrapper.
+    front : bool
+        Whether `module.` may be a wrapper's. Not of names that were bare when they were written.
+    """
+    found = _plain_names(names)
+    return _shortened(found, FRONT) if front and _have(found.values(), FRONT) else found
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each name; names that would become one keep what tells them apart."""
-    short = {name: canonical(name) for name in names}
-    uses = Counter(short.values())
-    taken = set(short)
-    return {name: one if uses[one] == 1 and (one == name or one not in taken) else name for name, one in short.items()}
+    """Return the names under which tensors of one model are compared, by the name that each has here."""
+    found = _plain_names(names)
+    while prefix := next((one for one in (FRONT, PEFT) if _have(found.values(), one)), None):
+        found = _shortened(found, prefix)
+    return found
+
+
+def _plain_names(names: Iterable[str]) -> dict[str, str]:
+    found = {name: plain_name(name) for name in names}
+    uses = Counter(found.values())
+    return {name: short if uses[short] == 1 else name for name, short in found.items()}
+
+
+def _shortened(found: Mapping[str, str], prefix: str) -> dict[str, str]:
+    return {name: short[len(prefix) :] for name, short in found.items()}
+
+
+def _have(names: Collection[str], prefix: str) -> bool:
+    """Tell whether all names have a prefix, and something behind it."""
+    return bool(names) and all(name.startswith(prefix) and name != prefix for name in names)
+
+
+def aligned(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
+    """Return our name of each of their tensors that we have: ours decide what a wrapper has put there.
+
+    Names are the same without the attributes of wrappers, and with the same `module.` before all that are: as many of
+    them are taken off one side as make most names meet, and fewer where as many meet. Their tensors that have not as
+    many are then none of ours; and where one of those already has the name of ours that another would get, none is
+    taken off.
+
+    Parameters
+    ----------
+    ours : iterable of str
+        Of a live model.
+    theirs : iterable of str
+        Of a checkpoint.
+    """
+    mine, its = _by_short(ours), _by_short(theirs)
+    best = _meeting(mine, its)
+    for off_ours, off_theirs in _turns(mine, its):
+        found = _meeting(_shorter(mine, off_ours), _shorter(its, off_theirs))
+        both = set(found.values()) & (set(its.values()) - found.keys())
+        if len(found) > len(best) and not both:
+            best = found
+    return best
+
+
+def _by_short(names: Iterable[str]) -> dict[str, str]:
+    return {short: name for name, short in bare_names(names, front=False).items()}
+
+
+def _meeting(mine: Mapping[str, str], its: Mapping[str, str]) -> dict[str, str]:
+    return {its[short]: name for short, name in mine.items() if short in its}
+
+
+def _turns(mine: Iterable[str], its: Iterable[str]) -> list[tuple[int, int]]:
+    """Return how often `module.` can be taken off our names and theirs: one or the other, fewest first."""
+    most = [max((_count(name) for name in names), default=0) for names in (mine, its)]
+    return sorted(
+        [(times + 1, 0) for times in range(most[0])] + [(0, times + 1) for times in range(most[1])],
+        key=lambda turn: (sum(turn), turn),
+    )
+
+
+def _count(name: str) -> int:
+    count = 0
+    while name.startswith(FRONT):
+        name, count = name[len(FRONT) :], count + 1
+    return count
+
+
+def _shorter(names: Mapping[str, str], times: int) -> dict[str, str]:
+    """Return the names that have so many prefixes, without them."""
+    prefix = FRONT * times
+    return {short[len(prefix) :]: name for short, name in names.items() if short.startswith(prefix) and short != prefix}

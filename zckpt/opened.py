@@ -25,7 +25,7 @@ class OpenedCheckpoint(Checkpoint):
         Parameters
         ----------
         name : str
-            A parameter or buffer; a tied name gives its owner's values.
+            A parameter or buffer, as the bare model or as the files call it; a tied name gives its owner's values.
         slot : str, optional
             By default the master if there is one, else the weight.
 
@@ -55,6 +55,8 @@ class OpenedCheckpoint(Checkpoint):
             owner = self.unnamed[name]
         elif name in self.parameters or name in self.buffers:
             owner = self.owner(name)
+        elif name in self.wrapped.values():
+            owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
         else:
             raise UsageError(f"no parameter {name}", path=self.source)
         wanted = slot or (MASTER if MASTER in owner.slots else WEIGHT)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from zckpt.cast import Array, numpy_dtype
+from zckpt.cast import Array, cast, numpy_dtype
 from zckpt.checking import Checks, Part, WatchedSources
+from zckpt.dtypes import itemsize
+from zckpt.errors import UnsupportedError
 from zckpt.pieces import Piece, elements, pieces
-from zckpt.plan import Fill, Hole, fill
+from zckpt.plan import Copy, Fill, Hole, fill
 from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
-from zckpt.storage import Sources
+from zckpt.storage import Sources, check_nbytes
 
 READ_PIECE_NBYTES = 8 << 20
 """Read in pieces of this size, so that a gather needs little memory beside its result."""
@@ -75,6 +77,44 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     with ThreadPoolExecutor(threads, thread_name_prefix="zckpt-read") as pool:
         for done in [pool.submit(_run, batch, watching.watched) for batch in batches]:
             watching.add(done.result())
+
+
+def check_reads(reads: Iterable[Read]) -> None:
+    """Check all that can be known before elements are read; nothing is read.
+
+    Spans cover every extent once, elements can be cast to the type wanted, and files open and are long enough.
+
+    Raises
+    ------
+    SourceError
+        As `read_all`; UnsupportedError for types that are not cast.
+    """
+    needed: dict[str, int] = {}
+    casts: dict[tuple[str, str], str] = {}
+    indexes: dict[int, SpanIndex] = {}
+    for read in reads:
+        if id(read.slot) not in indexes:
+            indexes[id(read.slot)] = SpanIndex(read.slot)
+        reaching = indexes[id(read.slot)].reaching(read.extent)
+        for copy in fill(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
+            casts.setdefault((copy.source_dtype, copy.target_dtype), copy.sources[0].path)
+            for path, end in _ends(copy):
+                needed[path] = max(needed.get(path, 0), end)
+    for (before, after), path in casts.items():
+        try:
+            if before != after:
+                cast(np.empty(0, numpy_dtype(before)), after)
+        except UnsupportedError as error:
+            raise UnsupportedError(error.message, path=path) from error
+    for path, nbytes in needed.items():
+        check_nbytes(path, nbytes)
+
+
+def _ends(copy: Copy) -> Iterator[tuple[str, int]]:
+    """Yield which files a copy reads from, and the byte behind the last one that it reads."""
+    for source in copy.sources:
+        steps = zip(copy.shape, source.strides, strict=True)
+        yield source.path, source.offset + sum((n - 1) * step for n, step in steps) + itemsize(copy.source_dtype)
 
 
 def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | None = None) -> Array:

@@ -343,6 +343,10 @@ class Checkpoint:
         Copies that the files hold beside what is read.
     leftovers : dict of str to str
         Files among the checkpoint's that are not part of it, by path, and what is said of them in `warnings`.
+    wrapped : dict of str to str
+        Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
+    is_numbered : bool
+        Whether files only number the optimizer's parameters, so that their names are deduced.
     warnings : list of str
     """
 
@@ -368,6 +372,8 @@ class Checkpoint:
     claims: dict[str, Claim] = field(default_factory=dict)
     duplicates: list[Duplicate] = field(default_factory=list)
     leftovers: dict[str, str] = field(default_factory=dict)
+    wrapped: dict[str, str] = field(default_factory=dict)
+    is_numbered: bool = False
     warnings: list[str] = field(default_factory=list)
     opened: str = ""
 

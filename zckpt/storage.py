@@ -95,6 +95,22 @@ def opened(path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
+def check_nbytes(path: str, nbytes: int) -> None:
+    """Raise unless a file can be opened for reading and has so many bytes.
+
+    Raises
+    ------
+    DamagedFileError
+        It is shorter.
+    SourceError
+        It cannot be opened.
+    """
+    with opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        if size < nbytes:
+            raise _too_short(path, nbytes, size)
+
+
 def read_at(descriptor: int, offset: int, nbytes: int, *, path: str) -> bytes:
     """Read exactly `nbytes` bytes at byte `offset`.
 

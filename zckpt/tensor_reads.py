@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zckpt.checking import Checks
-from zckpt.read import Read, read_all
+from zckpt.read import Read, check_reads, read_all
 from zckpt.state import Extent, Slot
 
 STAGED_NBYTES = 256 << 20
@@ -42,6 +42,15 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def check_tensors(wanted: Iterable[Wanted]) -> None:
+    """Check all that can be known before elements are read; errors are those of `zckpt.read.check_reads`."""
+    check_reads(
+        Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b""))
+        for one in wanted
+        if one.tensor.numel()
+    )
 
 
 def read_tensors(wanted: Iterable[Wanted], *, checks: Checks | None = None) -> None:

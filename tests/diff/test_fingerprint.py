@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.diff.checkpoints import copied, rewrite
-from zckpt.canonical import canonical, canonical_names
 from zckpt.digests import changes, read_digests, write_digests
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 
@@ -121,30 +120,3 @@ def test_stored_digests_are_checked(tmp_path: Path) -> None:
         read_digests(file)
     with pytest.raises(SourceError, match="cannot be read"):
         read_digests(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("module.fc.weight", "fc.weight"),
-        ("module.module.fc.weight", "fc.weight"),
-        ("_orig_mod.module.fc.weight", "fc.weight"),
-        ("base_model.model.model.fc.weight", "model.fc.weight"),
-        ("_forward_module._orig_mod.fc.weight", "fc.weight"),
-        ("layers.0._orig_mod.fc._orig_mod.weight", "layers.0.fc.weight"),
-        ("my_module.fc.weight", "my_module.fc.weight"),
-        ("submodule.module.weight", "submodule.module.weight"),
-        ("module.", "module."),
-    ],
-)
-def test_wrappers_are_left_out_of_names(name: str, expected: str) -> None:
-    assert canonical(name) == expected
-
-
-def test_names_that_would_become_one_stay_apart() -> None:
-    assert canonical_names(["fc", "module.fc", "module.gate"]) == {
-        "fc": "fc",
-        "module.fc": "module.fc",
-        "module.gate": "gate",
-    }
-    assert canonical_names(["module.a", "_orig_mod.a"]) == {"module.a": "module.a", "_orig_mod.a": "_orig_mod.a"}

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from zckpt.canonical import FRONT, bare_names, plain_name
 from zckpt.errors import UsageError
-from zckpt.formats.dcp.names import GROUPS, PARAMS, PREFIX, STATE
+from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.write_items import items
 from zckpt.formats.optimizer_values import parameter_values
@@ -31,7 +32,6 @@ from zckpt.formats.torch_archive import SlotTensor
 from zckpt.formats.torch_file import MODEL_KEYS, OPTIMIZER_KEYS
 from zckpt.opened import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
-from zckpt.training.model_state import plain_name
 
 APP = "app."
 """Under which a program may keep model and optimizer together."""
@@ -106,6 +106,7 @@ class Keys(dict[str, StorageEntry]):
         self._optimizers = _prefixes(optimizer, OPTIMIZER_KEYS)
         self._is_usual = model is None and optimizer is None
         self._names = frozenset(checkpoint.parameters)
+        self._bare = {short: one for one, short in bare_names(p.name for p in checkpoint.tensors()).items()}
         self._values: dict[str, dict[str, object]] = {}
         self._beside: dict[str, Meaning] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
@@ -186,7 +187,10 @@ class Keys(dict[str, StorageEntry]):
 
     def _tensor(self, name: str) -> Parameter | None:
         """Return a parameter or buffer by a name that may have what wrappers add to it."""
-        for one in (name, plain_name(name), plain_name(name).removeprefix(PREFIX)):
+        plain = short = plain_name(name)
+        while short.startswith(FRONT):
+            short = short[len(FRONT) :]
+        for one in (name, plain, self._bare.get(short, short)):
             if one in self.checkpoint.parameters or one in self.checkpoint.buffers:
                 return self.checkpoint.owner(one)
         return None

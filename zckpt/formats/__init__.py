@@ -13,6 +13,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.naming import interrupted
+from zckpt.renaming import bare
 from zckpt.state import Checkpoint
 
 OWN_DOCUMENT = "checkpoint.json"
@@ -28,6 +29,8 @@ def open_checkpoint(
     tp_rules: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
+
+    Tensors have the names of the bare model, without what wrappers put there; see `zckpt.canonical`.
 
     Parameters
     ----------
@@ -52,18 +55,30 @@ def open_checkpoint(
         The source cannot be read, is damaged, or no adapter recognises it.
     """
     path = Path(source)
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", str(error))
-        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
-    checkpoint = _read(path, roots, tag, names, tp_rules)
+    checkpoint = bare(_open(path, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     checkpoint.opened = str(path)
     if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
         from zckpt.formats.beside import read_beside
 
         read_beside(checkpoint, path)
     return checkpoint
+
+
+def _open(
+    path: Path,
+    *,
+    roots: Sequence[str | os.PathLike[str]],
+    tag: str | None,
+    names: Sequence[str] | None,
+    tp_rules: str | os.PathLike[str] | None,
+) -> Checkpoint:
+    """Open a checkpoint under the names that its files have."""
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", str(error))
+        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
+    return _read(path, roots, tag, names, tp_rules)
 
 
 def is_checkpoint(path: Path) -> bool:

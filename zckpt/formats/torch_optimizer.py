@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zckpt.canonical import aligned
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.formats.scalars import read_scalars, with_scalars
@@ -209,11 +210,12 @@ def _names(
     path: str,
 ) -> dict[int, str]:
     numbers = [n for group in optimizer.numbers for n in group]
-    recorded = [name for group in optimizer.groups for name in _recorded(group)]
+    recorded = _aligned(checkpoint, [name for group in optimizer.groups for name in _recorded(group)])
     if names is None and len(recorded) == len(numbers) and _are_those(checkpoint, optimizer, recorded):
         names = recorded
     candidates = {p.name: p for p in checkpoint.parameters.values() if p.tied_to is None}
     if names is None:
+        checkpoint.is_numbered = True
         return deduce_names(optimizer.numbers, list(candidates), _fits(optimizer, candidates, sample))
     if len(names) != len(numbers) or len(set(names)) != len(names):
         raise UsageError(
@@ -223,7 +225,7 @@ def _names(
             found=f"{len(set(names))} different ones of {len(names)}",
         )
     found = {}
-    for number, name in zip(numbers, names, strict=True):
+    for number, name in zip(numbers, _aligned(checkpoint, names), strict=True):
         owner = candidates.get(name) or _owner(checkpoint, name, path)
         shape = _shape(optimizer, number)
         if shape is not None and not _agree(shape, owner.shape):
@@ -235,6 +237,12 @@ def _names(
             )
         found[number] = owner.name
     return found
+
+
+def _aligned(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Return names as the model's file has them, whatever wrappers either was in."""
+    known = aligned(checkpoint.parameters, names)
+    return [known.get(name, name) for name in names]
 
 
 def _labels(optimizer: OptimizerState) -> dict[int, str]:

@@ -11,6 +11,7 @@ from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
 from zckpt.ownership import Owned
 from zckpt.partition import check_world_size
 from zckpt.plan import TargetFile
+from zckpt.renaming import as_filed
 from zckpt.state import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -84,6 +85,9 @@ class Job:
 
 Writer = Callable[[Job], Made]
 
+_OF_ENGINES = {"deepspeed", "universal"}
+"""Formats of an engine that looks for the names that its model has, wrapped or not."""
+
 
 def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted: Wanted) -> Made:
     """Return the files of a checkpoint in another format.
@@ -103,6 +107,8 @@ def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted:
             raise UsageError(f"{one.name.replace('_', '-')} does not apply to {to}")
     if wanted.world_size is not None:
         check_world_size(wanted.world_size)
+    if {to, checkpoint.format} <= _OF_ENGINES:
+        checkpoint = as_filed(checkpoint)
     return writer(Job(checkpoint, source, target, wanted))
 
 

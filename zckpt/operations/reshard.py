@@ -22,6 +22,7 @@ from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.ownership import Owned
 from zckpt.plan import plan
+from zckpt.renaming import as_filed
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules)
+    checkpoint = as_filed(open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules))
     dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     for place in (source, *roots):

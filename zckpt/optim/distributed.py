@@ -182,6 +182,8 @@ class LocalOptimizer:
         for group in groups:
             group["params"] = [parameter.local_value() for parameter in group["params"]]
         self.optimizer = optimizer_class(groups, *args, **kwargs)
+        self.waiting: dict[int, dict[str, Any]] = {}
+        """State that has been read, until all workers have read theirs; by number."""
 
     def by_number(self) -> dict[int, torch.Tensor]:
         """Return this worker's parameters."""

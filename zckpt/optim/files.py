@@ -27,18 +27,21 @@ from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.remainder import VERSION
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.opened import OpenedCheckpoint
-from zckpt.opened import open as open_checkpoint
 from zckpt.optim import param_groups
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
-from zckpt.optim.named_groups import Names, group_hyperparameters, group_names
+from zckpt.optim.named_groups import Names, group_hyperparameters, group_names, remote_names
+from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.restoring import restoring_of
+from zckpt.optim.restoring import Restoring, restoring_of
 from zckpt.optim.together import written_together
+from zckpt.optim.wrapped import bare
 from zckpt.optim.zero import ZeroOptimizer
 from zckpt.optim.zero import files as zero_files
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import Scalar, Slot
 from zckpt.version import __version__
+
+SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make it anew"
 
 
 def save(
@@ -98,6 +101,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
+    names: Sequence[str] | None = None,
 ) -> None:
     """Load state and hyperparameters from a checkpoint of any format.
 
@@ -109,28 +113,48 @@ def load(
     path : path-like
     model : Module, optional
         Names the parameters, where the optimizer was not given names.
+    names : sequence of str, optional
+        As for `zckpt.load`.
 
     Raises
     ------
     UsageError
         The checkpoint has other parameters; the message names some.
     SourceError
-        It cannot be read.
+        It cannot be read: on all ranks, if on one. The optimizer is as it was, unless the message says otherwise.
     """
     if isinstance(optimizer, DistributedOptimizer):
-        names = group_names(optimizer.param_groups, None)
-        hyperparameters = group_hyperparameters(open_checkpoint(path), names, path)
-        optimizer.call(_check_worker, os.fspath(path))
-        optimizer.call(_load_worker, os.fspath(path), hyperparameters)
+        order = remote_names(optimizer.param_groups)
+        hyperparameters = group_hyperparameters(open_for(path, (), order, names=names), order, path)
+        optimizer.call(_read_worker, os.fspath(path), order, names)
+        optimizer.call(_take_worker, hyperparameters)
         for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
             group.update(its)
         return
-    every = group_names(optimizer.param_groups, model)
-    pairs = zip(optimizer.param_groups, every, strict=True)
+    ranks = Ranks(optimizer.process_group)
+    made: list[Restoring] = []
+    ranks.do(lambda: made.append(_prepared(optimizer, path, model, names)))
+    [restoring] = made
+    ranks.do(restoring.read)
+    ranks.do(restoring.take, spoiled=SPOILED)
+    ranks.do(restoring.share, spoiled=SPOILED)
+
+
+def _prepared(
+    optimizer: ZeroRedundancyOptimizer | ZeroOptimizer,
+    path: str | os.PathLike[str],
+    model: torch.nn.Module | None,
+    names: Sequence[str] | None,
+) -> Restoring:
+    """Open a checkpoint, and check all that can be known of what the optimizer needs of it."""
+    order = group_names(optimizer.param_groups, model)
+    live = [] if model is None else list(bare(model).parameters)
+    checkpoint = open_for(path, live, order, names=names)
+    pairs = zip(optimizer.param_groups, order, strict=True)
     called = {p: name for group, its in pairs for p, name in zip(group["params"], its, strict=True)}
-    restoring = restoring_of(open_checkpoint(path), optimizer, called, os.fspath(path))
-    restoring.read()
-    restoring.publish()
+    restoring = restoring_of(checkpoint, optimizer, called, os.fspath(path))
+    restoring.check()
+    return restoring
 
 
 def read_state(checkpoint: OpenedCheckpoint, name: str) -> dict[str, Any]:
@@ -158,20 +182,18 @@ def _model(
     }
     if model is None:
         return {name: p.detach() for name, p in trained.items()}, _about({}, [], [])
-    tensors = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+    its = bare(model)
+    tensors = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in its.state.items()}
     owners = {parameter: name for name, parameter in trained.items()}
     tied: dict[str, str] = {}
     frozen: list[str] = []
-    parameters: set[str] = set()
-    for key, parameter in model.named_parameters(remove_duplicate=False):
-        name = key.removeprefix("module.")
-        parameters.add(name)
+    for name, parameter in its.parameters.items():
         owner = owners.setdefault(parameter, name)
         if owner != name:
             tied[name] = owner
         elif name not in trained:
             frozen.append(name)
-    return tensors, _about(tied, frozen, [name for name in tensors if name not in parameters])
+    return tensors, _about(tied, frozen, [name for name in tensors if name not in its.parameters])
 
 
 def _about(tied: dict[str, str], frozen: list[str], buffers: list[str]) -> dict[str, Any]:
@@ -200,7 +222,7 @@ def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _save_workers(
     optimizer: DistributedOptimizer, path: Path, *, step: int | None, beside: dict[str, Any], overwrite: bool
 ) -> None:
-    names = group_names(optimizer.param_groups, None)
+    names = remote_names(optimizer.param_groups)
     with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         held = optimizer.call_each(
             _save_worker, [(str(partial.resolve()), rank) for rank in range(optimizer.num_workers)]
@@ -222,17 +244,21 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[
     return local.numbers
 
 
-def _check_worker(local: LocalOptimizer, path: str) -> None:
-    checkpoint = open_checkpoint(path)
-    for group in local.optimizer.param_groups:
-        for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            shape = checkpoint.owner(name).shape
-            if shape != tuple(parameter.shape):
-                raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=shape)
-
-
-def _load_worker(local: LocalOptimizer, path: str, hyperparameters: list[dict[str, Any]]) -> None:
-    checkpoint = open_checkpoint(path)
+def _read_worker(local: LocalOptimizer, path: str, order: Names, listed: Sequence[str] | None) -> None:
+    """Read the state of a worker's parameters, which `_take_worker` takes when all workers have read theirs."""
+    checkpoint = open_for(path, (), order, names=listed)
     names = [name for group in local.optimizer.param_groups for name in group["param_names"]]
-    state = {number: read_state(checkpoint, name) for number, name in zip(local.by_number(), names, strict=True)}
-    local.load({number: values for number, values in state.items() if values}, hyperparameters)
+    state: dict[int, dict[str, Any]] = {}
+    for (number, parameter), name in zip(local.by_number().items(), names, strict=True):
+        if name not in checkpoint.parameters:
+            raise UsageError(f"the checkpoint has no parameter {name}", path=path)
+        shape = checkpoint.owner(name).shape
+        if shape != tuple(parameter.shape):
+            raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=shape)
+        state[number] = read_state(checkpoint, name)
+    local.waiting = {number: values for number, values in state.items() if values}
+
+
+def _take_worker(local: LocalOptimizer, hyperparameters: list[dict[str, Any]]) -> None:
+    waiting, local.waiting = local.waiting, {}
+    local.load(waiting, hyperparameters)

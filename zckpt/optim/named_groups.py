@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zckpt.errors import UsageError
 from zckpt.opened import OpenedCheckpoint
+from zckpt.optim.wrapped import bare, own_names
 from zckpt.state import Scalar
 
 SHOWN = 4
@@ -19,30 +20,64 @@ Names = list[list[str]]
 
 
 def group_names(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None) -> Names:
-    """Return the names of all parameters: the optimizer's own, or the model's. Raises UsageError if there are none."""
-    if all("param_names" in group for group in groups):
-        return [list(group["param_names"]) for group in groups]
-    if model is None:
+    """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
+
+    Raises
+    ------
+    UsageError
+        Some have neither.
+    """
+    known = own_names(groups) | ({} if model is None else bare(model).names())
+    strange = sum(parameter not in known for group in groups for parameter in group["params"])
+    if strange and model is None:
         raise UsageError(
             "the optimizer's parameters have no names",
             advice="give the model, or make the optimizer of (name, parameter) pairs",
         )
-    known = {parameter: name.removeprefix("module.") for name, parameter in model.named_parameters()}
-    strange = sum(parameter not in known for group in groups for parameter in group["params"])
     if strange:
         raise UsageError(f"{strange} parameters of the optimizer are not the model's")
     return [[known[parameter] for parameter in group["params"]] for group in groups]
 
 
+def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
+    """Return the names that a DistributedOptimizer was given: those that its workers know.
+
+    Raises
+    ------
+    UsageError
+        It was given none.
+    """
+    if not all("param_names" in group for group in groups):
+        raise UsageError("the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs")
+    return [list(group["param_names"]) for group in groups]
+
+
 def group_hyperparameters(
-    checkpoint: OpenedCheckpoint, names: Names, path: str | os.PathLike[str]
+    checkpoint: OpenedCheckpoint, names: Names, path: str | os.PathLike[str], *, optional: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the checkpoint's hyperparameters of each group. Raises UsageError where its groups are others."""
+    """Return the checkpoint's hyperparameters of each group.
+
+    Parameters
+    ----------
+    checkpoint : OpenedCheckpoint
+    names : list of list of str
+        Of the optimizer's parameters that are trained.
+    path : path-like
+        For messages.
+    optional : collection of str
+        Parameters of the optimizer that may be missing on either side, since they have no state.
+
+    Raises
+    ------
+    UsageError
+        The checkpoint has other param groups.
+    """
     theirs = [group.parameters for group in checkpoint.param_groups]
     if len(theirs) != len(names):
         raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
     for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
-        only = sorted({checkpoint.owner(n).name if n in checkpoint.parameters else n for n in ours} ^ set(its))
+        mine = {_owner_name(checkpoint, name) for name in ours}
+        only = sorted((mine ^ set(its)) - {_owner_name(checkpoint, name) for name in optional})
         if only:
             raise UsageError(
                 f"param group {index} has other parameters than the optimizer's",
@@ -53,3 +88,7 @@ def group_hyperparameters(
         {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
         for group in checkpoint.param_groups
     ]
+
+
+def _owner_name(checkpoint: OpenedCheckpoint, name: str) -> str:
+    return checkpoint.owner(name).name if name in checkpoint.parameters else name

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import ZckptError
+from zckpt.errors import SourceError, ZckptError
 
 T = TypeVar("T")
 
@@ -79,6 +80,27 @@ class Ranks:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return int(told.item())
 
+    def do(self, step: Callable[[], object], *, spoiled: str | None = None) -> None:
+        """Take a step on all ranks; if one fails, all have failed.
+
+        Parameters
+        ----------
+        step : callable
+        spoiled : str, optional
+            What has become of things when it fails, which the error then says.
+
+        Raises
+        ------
+        ZckptError, RuntimeError
+            As `agree`; with `spoiled`, any failure of the step is a ZckptError.
+        """
+        error: Exception | None = None
+        try:
+            step()
+        except Exception as failure:  # noqa: BLE001  # told to all ranks
+            error = _told(failure, spoiled)
+        self.agree(error)
+
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.
 
@@ -100,6 +122,18 @@ class Ranks:
         for rank, failure in enumerate(failures):
             if failure is not None:
                 _raise(rank, failure)
+
+
+def _told(error: Exception, spoiled: str | None) -> Exception:
+    """Return an error that also says what has become of things."""
+    if spoiled is None:
+        return error
+    if isinstance(error, ZckptError):
+        error.advice = spoiled if error.advice is None else f"{error.advice}; {spoiled}"
+        return error
+    told = SourceError(f"{type(error).__name__}: {error}", advice=spoiled)
+    told.__cause__ = error
+    return told
 
 
 def _control(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:

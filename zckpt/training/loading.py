@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,20 +15,24 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
 from zckpt.opened import OpenedCheckpoint
-from zckpt.opened import open as open_checkpoint
 from zckpt.optim import DistributedOptimizer, files
+from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.tensor_reads import Wanted, dtype_name, read_tensors
+from zckpt.tensor_reads import Wanted, check_tensors, dtype_name, read_tensors
+from zckpt.training.beside import Beside, read_beside
 from zckpt.training.broadcasting import read_and_broadcast
-from zckpt.training.model_state import ModelState, Stateful, model_state, set_extra
+from zckpt.training.model_state import ModelState, Stateful, model_state
 from zckpt.training.optimizer_state import parameter_names
-from zckpt.training.values import set_random_states, value_of
-from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SCHEDULER
 
 SHOWN = 4
+
+SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make the model anew"
+"""What has become of a model when reading fails, though all was there when it was checked."""
+
+LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"
 
 
 @dataclass(slots=True)
@@ -77,6 +82,7 @@ def load(
     broadcast: bool = False,
     random_states: bool = True,
     tag: str | None = None,
+    names: Sequence[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
@@ -102,6 +108,9 @@ def load(
         Continue with the random numbers of the rank of the same number, if the checkpoint has its state.
     tag : str, optional
         Which checkpoint of a run's directory.
+    names : sequence of str, optional
+        Names of the parameters of the optimizer that was saved, in its order, for files that only number them; by
+        default the order of `optimizer`, as in torch.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world.
 
@@ -114,25 +123,25 @@ def load(
     UsageError
         The checkpoint is of another model; nothing has been changed.
     SourceError
-        It cannot be read: on all ranks, if on one.
+        It cannot be read: on all ranks, if on one. Nothing has been changed, unless the message says that weights must
+        not be used: then a file failed that was there, and long enough, when all ranks had checked it.
     """
     purpose = ALONE if isinstance(optimizer, DistributedOptimizer) else ""
     ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
     error: Exception | None = None
     loading = None
     try:
-        loading = _Loading(path, model, optimizer, strict=strict, tag=tag)
+        loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
+        loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
     except Exception as failure:  # noqa: BLE001  # told to all ranks
         error = failure
     ranks.agree(error)
     assert loading is not None  # noqa: S101  # or else all have agreed on an error
-    try:
-        loading.read(ranks, broadcast=broadcast)
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
-        error = failure
-    ranks.agree(error)
-    loading.publish()
-    loading.restore_rest(scheduler, grad_scaler, ranks.rank if random_states else None)
+    ranks.do(loading.read_state)
+    ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
+    ranks.do(loading.take_state, spoiled=SPOILED)
+    ranks.do(loading.share_state, spoiled=SPOILED)
+    ranks.do(loading.restore_rest, spoiled=LEFT_OVER)
     return loading.report
 
 
@@ -147,22 +156,31 @@ class _Loading:
         *,
         strict: bool,
         tag: str | None,
+        names: Sequence[str] | None,
     ) -> None:
         self.path = os.fspath(path)
         self.model = model
         self.optimizer = optimizer
-        self.checkpoint: OpenedCheckpoint = open_checkpoint(path, tag=tag)
         self.tensors: ModelState = model_state(model)
+        known: dict[torch.Tensor, str] = {}
+        order: list[list[str]] = []
+        if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
+            known = parameter_names(optimizer, self.tensors.names())
+            order = [[known[one] for one in group["params"]] for group in optimizer.param_groups]
+        live = [*self.tensors.tensors, *self.tensors.tied]
+        self.checkpoint: OpenedCheckpoint = open_for(path, live, order, tag=tag, names=names)
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )
         self.found = self._match()
         if strict:
             self._be_strict()
+        self.replicated: list[Wanted] = []
+        self.sharded: list[Wanted] = []
+        self.beside = Beside()
         self.restoring = None
         if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-            names = parameter_names(optimizer, self.tensors.names())
-            self.restoring = restoring_of(self.checkpoint, optimizer, names, self.path, strict=strict)
+            self.restoring = restoring_of(self.checkpoint, optimizer, known, self.path, strict=strict)
             self.report.notes += self.restoring.notes
 
     def _match(self) -> dict[str, Parameter]:
@@ -198,19 +216,34 @@ class _Loading:
                     advice="give the model that was saved, or strict=False",
                 )
 
-    def read(self, ranks: Ranks, *, broadcast: bool) -> None:
-        """Read weights into the model, and state into memory of its own."""
+    def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
+        """Find out what is to be read, and check all that can be known of it before."""
+        self.beside = read_beside(self.checkpoint, scheduler, grad_scaler, rank)
+        self.report.extra = self.beside.extra
+        self.report.notes += [*self.beside.missing, *self.beside.notes]
+        for note in self.beside.missing:
+            warnings.warn(f"{self.path}: {note}", stacklevel=4)
+        made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
+        self.replicated, self.sharded = self._weights(made_of_masters)
+        check_tensors([*self.replicated, *self.sharded])
+        if self.restoring is not None:
+            self.restoring.check()
+
+    def read_state(self) -> None:
+        """Read the optimizer's state into memory of its own."""
+        if self.restoring is not None:
+            with torch.no_grad():
+                self.restoring.read()
+
+    def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
+        """Read weights into the model; of RPC workers, they read their state."""
         if isinstance(self.optimizer, DistributedOptimizer):
             files.load(self.optimizer, self.path)
-        made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
-        replicated, sharded = self._weights(made_of_masters)
         with torch.no_grad():
             if broadcast and ranks.world_size > 1:
-                read_and_broadcast(replicated, ranks)
-                replicated = []
-            read_tensors([*replicated, *sharded])
-            if self.restoring is not None:
-                self.restoring.read()
+                read_and_broadcast(self.replicated, ranks)
+                self.replicated = []
+            read_tensors([*self.replicated, *self.sharded])
 
     def _weights(self, made_of_masters: set[str]) -> tuple[list[Wanted], list[Wanted]]:
         """Return what all ranks want alike, and this rank's parts of what is sharded."""
@@ -224,47 +257,19 @@ class _Loading:
                 (replicated if share.ranks is None else sharded).append(wanted)
         return replicated, sharded
 
-    def publish(self) -> None:
+    def take_state(self) -> None:
         """Give the optimizer what was read of its state."""
         if self.restoring is not None:
-            self.restoring.publish()
+            self.restoring.take()
 
-    def restore_rest(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
+    def share_state(self) -> None:
+        """Bring to all ranks what follows from the optimizer's state."""
+        if self.restoring is not None:
+            self.restoring.share()
+
+    def restore_rest(self) -> None:
         """Restore what is beside the model and the optimizer."""
-        metadata = self.checkpoint.metadata
-        for key, target, name in ((SCHEDULER, scheduler, "scheduler"), (GRAD_SCALER, grad_scaler, "grad_scaler")):
-            if target is not None:
-                self._restore_one(key, target, name)
-        for key, value in _mapping(value_of(metadata.get(EXTRA_STATE))).items():
-            if self.model is not None:
-                set_extra(self.model, key, value)
-        self.report.extra = self._extra()
-        if rank is not None and RANDOM in metadata:
-            states = value_of(metadata[RANDOM])
-            if isinstance(states, list) and rank < len(states) and states[rank]:
-                set_random_states(states[rank])
-            else:
-                self.report.notes.append(f"no random states of rank {rank}: {len(states)} ranks have saved theirs")
-
-    def _restore_one(self, key: str, target: Stateful, name: str) -> None:
-        state = value_of(self.checkpoint.metadata.get(key))
-        if isinstance(state, Mapping):
-            target.load_state_dict(dict(state))
-            return
-        self.report.notes.append(f"the checkpoint has no state of a {name}: it goes on as it is")
-        warnings.warn(f"{self.path}: {self.report.notes[-1]}", stacklevel=4)
-
-    def _extra(self) -> dict[str, Any]:
-        """Return what the program kept beside; of other formats, what they call the client's state."""
-        metadata = self.checkpoint.metadata
-        if self.checkpoint.format != "deepspeed" and EXTRA in metadata:
-            return dict(_mapping(value_of(metadata[EXTRA])))
-        own = {SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE}
-        return {key: value_of(value) for key, value in metadata.items() if key not in own}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+        self.beside.restore(self.model)
 
 
 def _tensor_called(checkpoint: OpenedCheckpoint, name: str) -> Parameter | None:

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from zckpt.canonical import plain_name
+from zckpt.optim.wrapped import bare, unwrapped
+
 EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""
-
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""Attributes in which torch's wrappers keep a module; names go without them."""
 
 
 class Stateful(Protocol):
@@ -51,39 +51,21 @@ class ModelState:
         return {self.tensors[name]: name for name in self.tensors if name in self.parameters}
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model without DistributedDataParallel, DataParallel and `torch.compile` around it."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
-            inner = model.module
-        if not isinstance(inner, torch.nn.Module):
-            return model
-        model = inner
-
-
-def plain_name(name: str) -> str:
-    """Return a name without the attributes in which wrappers keep modules."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
-
-
 def model_state(model: torch.nn.Module | None) -> ModelState:
     """Return a model's tensors, which are the model's own and not copies."""
     found = ModelState()
     if model is None:
         return found
-    inner = unwrapped(model)
-    kept = {plain_name(key): value for key, value in inner.state_dict(keep_vars=True).items()}
+    its = bare(model)
     owners: dict[torch.Tensor, str] = {}
-    for key, parameter in inner.named_parameters(remove_duplicate=False):
-        name = plain_name(key)
+    for name, parameter in its.parameters.items():
         owner = owners.setdefault(parameter, name)
         if owner == name:
             found.tensors[name] = parameter
             found.parameters.add(name)
         else:
             found.tied[name] = owner
-    for key, value in kept.items():
+    for key, value in its.state.items():
         if key in found.parameters or key in found.tied:
             continue
         if isinstance(value, torch.Tensor) and not _is_extra(key):

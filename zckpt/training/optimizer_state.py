@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, param_groups
 from zckpt.optim.shares import Share, share_of, world_rank
+from zckpt.optim.wrapped import own_names
 from zckpt.optim.zero.deepspeed_objects import scaler_object
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.state import MASTER, Extent, Scalar
 from zckpt.tensor_reads import dtype_name
-from zckpt.training.model_state import ModelState, plain_name
+from zckpt.training.model_state import ModelState
 
 
 @dataclass(slots=True)
@@ -91,19 +92,16 @@ def parameter_names(optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> 
     UsageError
         Some have neither.
     """
-    found: dict[torch.Tensor, str] = {}
-    for group in optimizer.param_groups:
-        own = group.get("param_names") or [None] * len(group["params"])
-        for parameter, name in zip(group["params"], own, strict=True):
-            told = known.get(parameter) or (None if name is None else plain_name(name))
-            if told is None:
-                raise UsageError(
-                    "a parameter of the optimizer has no name",
-                    found=f"shape {tuple(parameter.shape)}",
-                    advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
-                )
-            found[parameter] = told
-    return found
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = own_names(optimizer.param_groups)
+    for parameter in every:
+        if parameter not in known and parameter not in own:
+            raise UsageError(
+                "a parameter of the optimizer has no name",
+                found=f"shape {tuple(parameter.shape)}",
+                advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
+            )
+    return {parameter: known[parameter] if parameter in known else own[parameter] for parameter in every}
 
 
 def parameters_of(optimizer: Optimizer | None) -> ModelState:

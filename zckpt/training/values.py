@@ -190,6 +190,17 @@ def random_states() -> dict[str, Any]:
     return found
 
 
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
+    version, words, following = states["python"]
+    random.Random().setstate(  # noqa: S311  # not for secrets
+        (version, tuple(np.frombuffer(words, "<u4").tolist()), following)
+    )
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    np.random.RandomState().set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    torch.Generator().set_state(_bytes(states["torch"]))
+
+
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
     version, words, following = states["python"]

@@ -34,6 +34,9 @@ SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
 )
 """Under which keys a checkpoint's metadata have what is beside models and optimizers."""
 
+SAVED_BY, SELF = "saved_by", "zckpt.save"
+"""How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
+
 IN_MEMORY = ""
 """The path of what is in no file yet."""
 
@@ -139,6 +142,7 @@ def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
         metadata=dict(state.beside),
         optimizer_metadata=dict(about.metadata),
     )
+    made.details[SAVED_BY] = SELF
     if optimizer is not None:
         made.details["optimizer"] = type(optimizer).__name__
     if isinstance(optimizer, ZeroOptimizer):

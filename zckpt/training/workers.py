@@ -13,7 +13,7 @@ from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.optim import DistributedOptimizer, param_groups
 from zckpt.optim.distributed import LocalOptimizer
-from zckpt.optim.named_groups import group_names
+from zckpt.optim.named_groups import remote_names
 from zckpt.optim.shares import Share, share_of
 from zckpt.plan import plan
 from zckpt.state import WEIGHT, Extent, Slot
@@ -54,7 +54,7 @@ def save_workers(
             [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
         )
         about = OptimizerState(
-            names=group_names(optimizer.param_groups, None),
+            names=remote_names(optimizer.param_groups),
             hyperparameters=[param_groups.hyperparameters(group) for group in optimizer.param_groups],
             group_values=[{} for _ in optimizer.param_groups],
         )

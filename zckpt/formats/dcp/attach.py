@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from zckpt.canonical import aligned
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.dcp.optimizer import Label, OptimizerState, common_values, place, shape_of
 from zckpt.formats.parameter_names import deduce_names
@@ -120,6 +121,7 @@ def _names_of_numbers(
         used = set(found.values())
         free = {name: p for name, p in checkpoint.parameters.items() if name not in used}
         recorded = _recorded(one, free)
+        checkpoint.is_numbered = checkpoint.is_numbered or not recorded
         numbers = [[label for label in group.members if isinstance(label, int)] for group in one.groups]
         told = recorded or deduce_names(numbers, list(free), _fits(one, free))
         found.update({(at, number): name for number, name in told.items()})
@@ -139,6 +141,8 @@ def _told(
             expected=f"{len(every)} different names",
             found=f"{len(set(names))} different ones of {len(names)}",
         )
+    known = aligned(checkpoint.parameters, names)
+    names = [known.get(name, name) for name in names]
     for (at, label), name in zip(every, names, strict=True):
         if name not in checkpoint.parameters:
             raise UsageError(f"the model has no parameter {name}", path=checkpoint.source)
@@ -161,6 +165,8 @@ def _recorded(optimizer: OptimizerState, free: Mapping[str, Parameter]) -> dict[
         if not isinstance(names, (list, tuple)) or len(names) != len(group.members):
             return {}
         found.update({int(label): str(name) for label, name in zip(group.members, names, strict=True)})
+    known = aligned(free, found.values())
+    found = {number: known.get(name, name) for number, name in found.items()}
     fits = _fits(optimizer, free)
     plausible = all(name in free and fits(number, name) for number, name in found.items())
     return found if plausible and len(set(found.values())) == len(found) else {}

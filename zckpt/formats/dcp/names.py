@@ -11,17 +11,15 @@ numbers, or there is no optimizer, the dict that is called as models are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from zckpt.canonical import aligned, bare_names
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.dcp.tree import Branch, Node, branch, is_list
 from zckpt.formats.torch_file import MODEL_KEYS
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-
-PREFIX = "module."
-"""What DistributedDataParallel puts before every name of a model's own state dict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +44,23 @@ class OptimizerPart:
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """A model found in the saved dict: its tensors by name, and what is put before the names of this one."""
+    """A model found in the saved dict.
+
+    Parameters
+    ----------
+    path : tuple
+    tensors : mapping
+        By the names of the bare model.
+    prefix : str
+        What is put before the names of this one.
+    filed : mapping
+        The name that each has in the file.
+    """
 
     path: Keys
     tensors: Mapping[str, TensorItem]
     prefix: str = ""
+    filed: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_optimizers(root: Branch) -> list[OptimizerPart]:
@@ -103,7 +113,9 @@ def _nested_names(node: Branch) -> Iterator[str]:
             yield from (name for name in listed if isinstance(name, str))
 
 
-def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[str]) -> list[ModelPart]:
+def find_models(
+    root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool = True
+) -> list[ModelPart]:
     """Return the models of a tree: one almost always, none where it holds only an optimizer.
 
     Parameters
@@ -113,6 +125,8 @@ def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[st
         Those of the same tree.
     warnings : list of str
         To which is added what was decided without certainty.
+    front : bool
+        As for `bare_names`.
     """
     candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
     named = [part.names for part in optimizers if part.names]
@@ -120,11 +134,12 @@ def find_models(root: Branch, optimizers: list[OptimizerPart], warnings: list[st
     chosen = [one for one in candidates if any(one is best for best in found)]
     if not chosen and candidates:
         chosen = _usual(candidates, warnings)
+    chosen = [_bare(one, front=front) for one in chosen]
     if len(chosen) > 1:
         shown = " and ".join(_joined(one.path) or "the rest" for one in chosen)
         warnings.append(f"{shown} are read as one model, with these names before those of their tensors")
-        return [ModelPart(one.path, one.tensors, f"{_joined(one.path)}." if one.path else "") for one in chosen]
-    return [_without_prefix(one, frozenset().union(*named)) for one in chosen]
+        return [replace(one, prefix=f"{_joined(one.path)}." if one.path else "") for one in chosen]
+    return chosen
 
 
 def _joined(path: Keys) -> str:
@@ -142,10 +157,8 @@ def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[Mode
 
 
 def _best(candidates: list[ModelPart], names: frozenset[str]) -> ModelPart | None:
-    """Return the dict that has most of an optimizer's names, as they are or behind a prefix; None if none has any."""
-    counts = [
-        max(len(names & one.tensors.keys()), sum(PREFIX + name in one.tensors for name in names)) for one in candidates
-    ]
+    """Return the dict that has most of an optimizer's names, whatever wrappers they have; None if none has any."""
+    counts = [len(aligned(one.tensors, names)) for one in candidates]
     most = max(counts, default=0)
     best = [one for one, count in zip(candidates, counts, strict=True) if count == most]
     return min(best, key=_unusual) if most else None
@@ -170,11 +183,16 @@ def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
     return [chosen]
 
 
-def _without_prefix(part: ModelPart, names: frozenset[str]) -> ModelPart:
-    """Undo the prefix of DistributedDataParallel, where every name has it and the optimizer's names do not."""
-    if names & part.tensors.keys() or not all(name.startswith(PREFIX) for name in part.tensors):
-        return part
-    return ModelPart(part.path, {name.removeprefix(PREFIX): one for name, one in part.tensors.items()})
+def _bare(part: ModelPart, *, front: bool) -> ModelPart:
+    names = bare_names(part.tensors, front=front)
+    filed = {new: old for old, new in names.items()}
+    return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
+
+
+def names_of_model(models: list[ModelPart], names: frozenset[str]) -> dict[str, str]:
+    """Return what the model calls an optimizer's parameters, by the optimizer's names that it has."""
+    best = _best(models, names) if names else None
+    return {} if best is None else aligned(best.tensors, names)
 
 
 def prefixes(optimizers: list[OptimizerPart], models: list[ModelPart]) -> list[str]:

@@ -62,6 +62,13 @@ class OptimizerState:
         """Whether its parameters have numbers and no names."""
         return any(isinstance(label, int) for group in self.groups for label in group.members)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give parameters other names, by those that they have."""
+        new: dict[Label, Label] = dict(names.items())
+        self.state = {new.get(label, label): slots for label, slots in self.state.items()}
+        for group in self.groups:
+            group.members = [new.get(label, label) for label in group.members]
+
 
 def read_optimizer(part: OptimizerPart, names: Sequence[str], source: str) -> OptimizerState:
     """Bring an optimizer to one form.

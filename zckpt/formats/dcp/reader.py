@@ -11,7 +11,7 @@ from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import OWN_NAME, Directory, find, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, prefixes
+from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, names_of_model, prefixes
 from zckpt.formats.dcp.optimizer import read_optimizer
 from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
 from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
@@ -85,7 +85,7 @@ def fill(
         As `read`.
     """
     optimizers = find_optimizers(root)
-    models = find_models(root, optimizers, checkpoint.warnings)
+    models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
     path = checkpoint.source
     if not models and not optimizers:
         raise UnsupportedError("holds neither a model nor an optimizer", path=path, found=_shown(list(map(str, root))))
@@ -93,8 +93,9 @@ def fill(
     if own is not None:
         complete(checkpoint, own)
     states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
-    for state, prefix in zip(states, prefixes(optimizers, models), strict=True):
+    for state, part, prefix in zip(states, optimizers, prefixes(optimizers, models), strict=True):
         state.prefix = prefix
+        state.rename(names_of_model(models, part.names))
     if own is not None and names is not None and name_unnamed(states, own, names):
         names = None
     attach(checkpoint, states, names)
@@ -212,6 +213,8 @@ def _place(checkpoint: Checkpoint, models: Sequence[ModelPart]) -> None:
             parameter = Parameter(name, item.shape, item.dtype, {WEIGHT: item.slot(WEIGHT)})
             is_buffer = not _trainable(item) or _is_running_statistic(bare, model.tensors)
             (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
+            if (filed := model.prefix + model.filed.get(bare, bare)) != name:
+                checkpoint.wrapped[name] = filed
 
 
 def _trainable(item: TensorItem) -> bool:

@@ -34,6 +34,7 @@ def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoin
         order = told_by_names(listed, lengths, checkpoint, path)
     else:
         order = told_by_the_model(states, checkpoint, path)
+        checkpoint.is_numbered = True
         checkpoint.warnings.append(
             "the files do not tell the order of the optimizer's parameters; within each group it is taken to be the "
             "model's (give --names FILE, one name a line in the optimizer's order)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from zckpt.canonical import aligned
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.formats.torch_optimizer import OptimizerState
@@ -43,6 +44,8 @@ def told_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Chec
             expected=f"{sum(lengths)} different names",
             found=f"{len(set(names))} different ones of {len(names)}",
         )
+    known = aligned(checkpoint.parameters, names)
+    names = [known.get(name, name) for name in names]
     missing = [name for name in names if name not in checkpoint.parameters]
     if missing:
         raise UsageError(f"the model has no parameter {missing[0]}", path=path)

@@ -19,6 +19,7 @@ from zckpt.optim.named_groups import group_names
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
 from zckpt.optim.torch_file import write_torch_file
+from zckpt.optim.wrapped import bare
 from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.state_dicts import VERSION
@@ -130,8 +131,8 @@ def _model(
     frozen = {name: p for p, name in names.items() if p not in optimizer._place}
     buffers: list[str] = []
     if model is not None:
-        tensors = OrderedDict((key.removeprefix("module."), value) for key, value in model.state_dict().items())
-        parameters = {name.removeprefix("module."): p for name, p in model.named_parameters(remove_duplicate=False)}
+        its = bare(model)
+        tensors, parameters = OrderedDict(its.state), its.parameters
         owners = {p: name for p, name in names.items() if p in optimizer._place}
         for name, parameter in parameters.items():
             owner = owners.setdefault(parameter, name)

@@ -5,7 +5,7 @@ Source: the rule of DeepSpeed's loss scalers (0.4 to 0.19), whose names the attr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 
@@ -109,11 +109,24 @@ def read_scaler(given: float | Scaler) -> Scaler:
 
 
 def adopt(scaler: Scaler, found: object) -> Scaler:
-    """Return the scaler that a checkpoint's object of any class describes by its attributes, or else the one given."""
+    """Return the scaler that a checkpoint's object of any class describes by its attributes, or else the one given.
+
+    Raises
+    ------
+    ValueError
+        It describes none that works: a scale that is not above 0, or an attribute of another type.
+    """
     values = found if isinstance(found, dict) else getattr(found, "__dict__", None)
-    if not isinstance(values, dict) or not isinstance(values.get("cur_scale"), (int, float)):
+    if not isinstance(values, dict) or not _is_number(values.get("cur_scale")):
         return scaler
     if not values.get("dynamic", isinstance(found, DynamicLossScaler)):
-        return LossScaler(float(values["cur_scale"]))
-    names = DynamicLossScaler.__dataclass_fields__
-    return DynamicLossScaler(**{key: value for key, value in values.items() if key in names})
+        return read_scaler(float(values["cur_scale"]))
+    known = {one.name: values[one.name] for one in fields(DynamicLossScaler) if one.name in values}
+    wrong = next((key for key, value in known.items() if not isinstance(value, bool) and not _is_number(value)), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong} of a loss scaler is no number: {known[wrong]!r}"[:120])
+    return read_scaler(DynamicLossScaler(**known))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -385,10 +385,11 @@ class ZeroOptimizer(BackwardOptimizer):
             state_dict = state_dict if changed is None else changed
         states = state_dicts.read_states(state_dict)
         state_dicts.check(states, self)
+        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
+        scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
         if load_optimizer_states:
             self.load_local(*state_dicts.local_state(states, self))
-        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
-        self.loss_scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
+        self.loss_scaler = scaler
         self.clip_grad = own.get("clip_grad", self.clip_grad)
         self.overflow = bool(own.get("overflow", False))
         if load_from_fp32_weights:

@@ -1,0 +1,92 @@
+"""A checkpoint opened for a live model and optimizer: under the model's names, and with names for numbered parameters.
+
+Files of `torch.optim` number their parameters, in the order in which the optimizer was given them. The live optimizer's
+order says which number is which, as in torch. The names that shapes and the model's order leave are second: where that
+order contradicts shapes, or masters that can be held against weights have told the names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
+from zckpt.opened import OpenedCheckpoint
+from zckpt.opened import open as open_checkpoint
+from zckpt.renaming import like_model
+from zckpt.state import MASTER
+
+Order = Sequence[Sequence[str]]
+"""Names of the parameters of each param group, in the optimizer's order."""
+
+
+def open_for(
+    path: str | os.PathLike[str],
+    live: Collection[str],
+    order: Order,
+    *,
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+) -> OpenedCheckpoint:
+    """Open a checkpoint under the names of a live model, as far as they are in it.
+
+    Parameters
+    ----------
+    path : path-like
+    live : collection of str
+        Names of the model's tensors.
+    order : sequence of sequence of str
+        Of the live optimizer; empty: there is none.
+    tag : str, optional
+        As for `open`.
+    names : sequence of str, optional
+        Told by the user, in the order of the optimizer that was saved.
+
+    Raises
+    ------
+    UsageError
+        Its optimizer's parameters are only numbered, and neither order nor shapes tell all names.
+    SourceError
+        It cannot be read.
+    """
+    every = list(dict.fromkeys([*live, *(name for group in order for name in group)]))
+    if names is not None:
+        return _like(open_checkpoint(path, tag=tag, names=names), every)
+    listed = [name for group in order for name in group]
+    try:
+        found = open_checkpoint(path, tag=tag)
+    except (UnsupportedError, LayoutError) as error:
+        if not listed:
+            raise
+        try:
+            return _like(open_checkpoint(path, tag=tag, names=listed), every)
+        except ZckptError:
+            raise error from None
+    return _like(_numbered(found, path, order, listed, tag) if listed and found.is_numbered else found, every)
+
+
+def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
+    like_model(found, names)
+    return found
+
+
+def _numbered(
+    found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, listed: Sequence[str], tag: str | None
+) -> OpenedCheckpoint:
+    """Return a checkpoint with the optimizer's names for numbers, unless what is known already says otherwise."""
+    told_by_values = any(MASTER in one.slots for one in found.parameters.values())
+    lengths = [[len(group.parameters) for group in found.param_groups], [len(group) for group in order]]
+    if lengths[0] != lengths[1] or (told_by_values and not found.unnamed):
+        return found
+    try:
+        return open_checkpoint(path, tag=tag, names=listed)
+    except ZckptError as error:
+        if not found.unnamed:
+            return found
+        raise UsageError(
+            f"the optimizer's parameters are only numbered, and this optimizer's order does not fit: {error.message}",
+            path=os.fspath(path),
+            expected=error.expected,
+            found=error.found,
+            advice="give names=, those of all parameters in the order in which they were saved",
+        ) from error
