@@ -27,7 +27,9 @@ from zckpt.errors import (
 )
 from zckpt.execute import execute_directory
 from zckpt.formats import open_checkpoint, torch_file, zero_redundancy
+from zckpt.formats.account import take_inventory
 from zckpt.formats.zero_redundancy import find, is_own, lay_out
+from zckpt.inventory import COPY
 from zckpt.opened import OpenedCheckpoint
 from zckpt.plan import plan
 from zckpt.state import Checkpoint
@@ -121,7 +123,10 @@ def test_ranks_files_are_read_under_any_name(name, pattern, tmp_path):
 def test_consolidated_state_beside_ranks_files_is_what_is_read(name):
     checkpoint = read(FIXTURES / "other" / name / "ckpt", names_of(name))
     assert_truth(checkpoint, name)
-    assert checkpoint.warnings == ["consolidated.pt holds the state of all ranks; their own files are not read"]
+    assert checkpoint.warnings == []
+    own = sorted(FIXTURES.joinpath("other", name, "ckpt").glob("zero_rank*"))
+    fates = {item.file: item.fate for item in take_inventory(checkpoint).items if item.file.startswith("zero_rank")}
+    assert fates == {path.name: COPY for path in own}
 
 
 @pytest.mark.parametrize("name", ZRO)
@@ -171,7 +176,9 @@ def test_files_that_hold_no_model_are_named(tmp_path):
     directory = ranks("zro_dp3_sgdm_1g", tmp_path / "ranks")
     torch.save({"last_epoch": 3, "base_lrs": [0.1]}, directory / "scheduler.pt")
     torch.save({"cpu": torch.get_rng_state()}, directory / "rng.pt")
-    assert read(directory, names_of("zro_dp3_sgdm_1g")).warnings == ["not read: rng.pt, scheduler.pt"]
+    checkpoint = open_checkpoint(directory, names=names_of("zro_dp3_sgdm_1g"))
+    assert {"scheduler"} <= checkpoint.metadata.keys()
+    assert [item.name for item in take_inventory(checkpoint).left_out] == ["rng.pt"]
 
 
 def test_world_of_one_rank_is_read_where_its_file_says_so(tmp_path):
