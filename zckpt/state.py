@@ -6,6 +6,7 @@
     |   `-- slots:  name -> Slot               weight, master, and the optimizer's own keys
     |       `-- spans: Span, ...               which elements lie in which bytes of which file
     |-- param_groups: ParamGroup, ...          hyperparameters, ordered names, state that is one value per group
+    |-- per_rank: RankValue, ...               state that belongs to what one rank holds, as a whole
     `-- files: SourceFile, ...                 what was read, and every rank's share of it
 
 A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zckpt.dtypes import itemsize
+from zckpt.rank_values import RankValue
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -298,6 +300,8 @@ class Checkpoint:
     unnamed : dict of str to Parameter
         Optimizer state of parameters that the file knows by number only and whose name cannot be told, by number.
     param_groups : list of ParamGroup
+    per_rank : list of RankValue
+        State of the optimizer that other ranks could do nothing with; empty almost always.
     zero_stage : int or None
     topology : Topology
     world_size : int
@@ -329,6 +333,7 @@ class Checkpoint:
     buffers: dict[str, Parameter] = field(default_factory=dict)
     unnamed: dict[str, Parameter] = field(default_factory=dict)
     param_groups: list[ParamGroup] = field(default_factory=list)
+    per_rank: list[RankValue] = field(default_factory=list)
     zero_stage: int | None = None
     topology: Topology = Topology()
     world_size: int = 1

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.partition import check_world_size
 from zckpt.plan import TargetFile
+from zckpt.rank_values import listed
 from zckpt.state import Checkpoint
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -102,6 +103,14 @@ def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted:
             raise UsageError(f"{one.name.replace('_', '-')} does not apply to {to}")
     if wanted.world_size is not None:
         check_world_size(wanted.world_size)
+    if checkpoint.per_rank and to != checkpoint.format:  # its own format knows when it can go along
+        raise UnsupportedError(
+            f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other format "
+            f"has a place for that",
+            path=checkpoint.source,
+            expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
+            advice="`zckpt consolidate` writes the model by itself",
+        )
     return writer(Job(checkpoint, source, target, wanted))
 
 

@@ -9,7 +9,7 @@ reordered, so that they are wrong there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
@@ -27,6 +27,9 @@ ZERO_WITHOUT_GRADIENTS = frozenset(
 )
 """State that begins at zero and stays there under zero gradients, which padding has; Adagrad's `sum` may begin at
 another value, and Adamax's `exp_inf` grows by eps."""
+
+GROWS_BESIDE_RMS = frozenset({"exp_avg_sq"})
+"""Adafactor, which keeps an `RMS`, adds a constant to squared gradients (Transformers 5.23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +60,37 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`."""
+    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`.
+
+    `others` are the keys of tensors that are something else.
+    """
 
     member: OptimizerShard
     group: int
     low: int
     high: int
+    others: frozenset[str] = frozenset()
 
 
-def flat_cases(group: FlatGroup, members: Sequence[OptimizerShard]) -> list[Case]:
-    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic."""
+def flat_cases(
+    group: FlatGroup, members: Sequence[OptimizerShard], others: Sequence[frozenset[str]] | None = None
+) -> list[Case]:
+    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic.
+
+    Parameters
+    ----------
+    group : FlatGroup
+    members : sequence of OptimizerShard
+        The ranks that share the group, in order.
+    others : sequence of frozenset of str, optional
+        For each of them the keys of tensors that do not have a value for each element, whatever their size.
+    """
     total = flat_starts(group.numels, group.pads)[-1]
-    partition = _partition_numel(group, members, total)
+    partition = partition_numel(group, members, total)
     needed = [partition - flat_padding(total, partition, position) for position in range(len(members))]
     return [
-        Case(member, group.index, need if member.elastic else partition, partition)
-        for member, need in zip(members, needed, strict=True)
+        Case(member, group.index, need if member.elastic else partition, partition, aside)
+        for member, need, aside in zip(members, needed, others or [frozenset()] * len(members), strict=True)
     ]
 
 
@@ -87,6 +105,8 @@ def element_slots(cases: Iterable[Case]) -> set[str]:
     votes: dict[str, dict[bool, Case]] = {}
     for case in cases:
         for key, tensor in case.member.tensors[case.group].items():
+            if key in case.others:
+                continue
             fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
             if case.high > 1 or not fits:  # one element of one element says nothing
                 votes.setdefault(key, {}).setdefault(fits, case)
@@ -121,7 +141,7 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
         Sizes, paddings or mappings disagree with the shapes.
     """
     starts = flat_starts(group.numels, group.pads)
-    partition = _partition_numel(group, members, starts[-1])
+    partition = partition_numel(group, members, starts[-1])
     names, shapes = list(group.shapes), list(group.shapes.values())
     slots: Slots = {name: {} for name in names}
     spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
@@ -140,7 +160,7 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
                 spans[name, key].append(_span(tensor, shape, fragment, member.path))
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
-        zeros = tuple(_zeros(member, group.index, partition, fragments))
+        zeros = tuple(_zeros(member, group.index, partition, fragments, keys))
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
     for name, shape in group.shapes.items():
         for key in (MASTER, *sorted(present)):
@@ -148,7 +168,7 @@ def cut_group(group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str
     return slots, paddings
 
 
-def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
+def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
     """Return the partition's size, checked against the tensors of every rank.
 
     Versions before 0.4 padded to the world size only; whichever rule fits the tensors is the one.
@@ -297,7 +317,9 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
     return next(iter(dtypes))
 
 
-def _zeros(member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment]) -> Iterator[PaddingRun]:
+def _zeros(
+    member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment], keys: Collection[str]
+) -> Iterator[PaddingRun]:
     """Yield where the padding of a rank's partition is zero: at its end and between aligned parameters.
 
     A stripped tensor may still have it behind its end, in its storage.
@@ -306,8 +328,9 @@ def _zeros(member: OptimizerShard, group: int, partition: int, fragments: Sequen
     ends = [0, *(f.position + f.numel for f in fragments)]
     gaps = [gap for gap in zip(ends, [*(f.position for f in fragments), partition], strict=True) if gap[0] < gap[1]]
     tensors = {MASTER: member.masters[group], **member.tensors[group]}
+    kept = ZERO_WITHOUT_GRADIENTS.intersection(keys) - (GROWS_BESIDE_RMS if "RMS" in member.scalars[group] else set())
     for key, tensor in tensors.items():
-        if key != MASTER and (key not in ZERO_WITHOUT_GRADIENTS or len(tensor.shape) != 1):
+        if key != MASTER and key not in kept:
             continue
         limit = tensor.storage.offset + tensor.storage.nbytes
         for start, end in gaps:

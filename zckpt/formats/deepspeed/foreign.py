@@ -174,7 +174,9 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
     }
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
-    return ModelShard(shard, _file(content), {}, set(checkpoint.buffers), None, None, None, None, content)
+    buffers = set(checkpoint.buffers)
+    return ModelShard(shard, _file(content), {}, buffers, None, None, None, None, content,
+                      configuration=content["ds_config"])  # fmt: skip
 
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:

@@ -6,7 +6,7 @@ The padding of a shard is memory that nobody initialised; it is never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots
@@ -17,7 +17,7 @@ from zckpt.torchfile import Tensor
 
 
 def cut_parameters(
-    shapes: Shapes, members: Sequence[OptimizerShard], keys: set[str]
+    shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]
 ) -> tuple[Slots, dict[str, int], list[Padding]]:
     """Return the slots of all parameters, the sub-group of each, and the padding of each rank.
 
@@ -27,8 +27,8 @@ def cut_parameters(
         All trained parameters, in the order of the sub-groups.
     members : sequence of OptimizerShard
         The ranks that share the parameters, in order.
-    keys : set of str
-        Per-element state.
+    keys : mapping of int to set of str
+        Per-element state of each sub-group.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def cut_parameters(
             start, count = shard_fragment(numel, world, position)
             sub_groups[name] = index
             pad[index] = pad.get(index, 0) + shard_numel(numel, world) - count
-            for key in (MASTER, *sorted(keys & set(member.tensors[index]))):
+            for key in (MASTER, *sorted(keys[index] & set(member.tensors[index]))):
                 tensor = member.masters[index] if key == MASTER else member.tensors[index][key]
                 span = Span(
                     Extent.flat(shapes[name], start, count),
@@ -60,7 +60,7 @@ def cut_parameters(
                 )
                 spans.setdefault((name, key), []).append(span)
         paddings += [
-            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys))
+            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys[index]))
             for index, numel in sorted(pad.items())
         ]
     for (name, key), found in spans.items():
@@ -68,7 +68,7 @@ def cut_parameters(
     return slots, sub_groups, paddings
 
 
-def _bytes_per_element(member: OptimizerShard, index: int, keys: set[str]) -> int:
+def _bytes_per_element(member: OptimizerShard, index: int, keys: Set[str]) -> int:
     tensors = [member.masters[index], *(t for key, t in member.tensors[index].items() if key in keys)]
     return sum(tensor.itemsize for tensor in tensors)
 

@@ -78,6 +78,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     )
     checkpoint.padding = state.padding
     checkpoint.duplicates = state.duplicates
+    checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
         directory, models[0], members, ranks, experts, info, None if tp_rules is None else str(tp_rules)

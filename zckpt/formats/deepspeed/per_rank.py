@@ -1,0 +1,92 @@
+"""Which of an optimizer's state is each rank's own: neither one value for each element nor one for a param group.
+
+An optimizer sees a rank's partition as one parameter. What it computes over "the parameter" differs by rank:
+
+    Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
+    bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
+                    (older: the same keys without that dict around them)
+
+What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.rank_values import RankValue
+from zckpt.state import Scalar
+from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
+
+FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
+
+OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
+"""Single values that are each rank's own even where they happen to be equal."""
+
+_QUANTISED = frozenset(
+    {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
+)
+_SCALES = ("absmax1", "max1")
+"""What tells that a state is quantised, and its keys (bitsandbytes 0.35 to 0.50)."""
+
+
+def quantised_keys(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the keys of one state that are codes and what is needed to make numbers of them."""
+    return _QUANTISED & tensors.keys() if any(key in tensors for key in _SCALES) else frozenset()
+
+
+def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
+    """Return the keys of what is no tensor, or one of no dimension, of which each rank has its own."""
+    found = set()
+    for index in range(len(members[0].masters)):
+        for key in dict.fromkeys(key for member in members for key in member.scalars[index]):
+            values = [member.scalars[index][key] for member in members if key in member.scalars[index]]
+            if key not in FOLLOWS_FROM_STEPS and (key in OF_ONE_RANK or not _is_common(values)):
+                found.add(key)
+    return found
+
+
+def _is_common(values: Sequence[object]) -> bool:
+    """Tell whether a value is one for all ranks; of a computed number, one rank alone does not show it."""
+    first = values[0]
+    if any(True for value in values for _ in walk_tensors(value)):
+        return False
+    if len({repr(_plain(value)) for value in values}) > 1:
+        return False
+    return len(values) > 1 or not isinstance(_plain(first), float)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Scalar) else plain(value)
+
+
+def rank_values(
+    members: Sequence[OptimizerShard],
+    parts: Mapping[int, int],
+    own: Collection[str],
+    cut: Mapping[int, Collection[str]],
+) -> Iterator[RankValue]:
+    """Yield what is each rank's own.
+
+    Parameters
+    ----------
+    members : sequence of OptimizerShard
+    parts : mapping of int to int
+        The param group of each partition in the files.
+    own : collection of str
+        From `own_keys`.
+    cut : mapping of int to collection of str
+        For each partition the keys of tensors that are read as slots.
+    """
+    for member in members:
+        mp_rank = member.shard.mp_rank or 0
+        for part, group in parts.items():
+            for key, value in member.scalars[part].items():
+                if key in own:
+                    single = value is None or isinstance(value, (bool, int, float, str, Scalar))
+                    kept = value if single else FromFile.of(member.file, value)
+                    yield RankValue(key, group, part, member.rank, mp_rank, kept)
+            for key, tensor in member.tensors[part].items():
+                if key not in cut[part]:
+                    yield RankValue(key, group, part, member.rank, mp_rank, FromFile.of(member.file, tensor))
