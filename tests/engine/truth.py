@@ -143,6 +143,8 @@ def _slots(master: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tenso
     shaped = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == master.shape}
     if master.dim() == 0:  # of a 0-d parameter, `step` has the same shape
         shaped.pop("step", None)
+    for key in ("state1", "state2"):  # codes of a quantised moment, or what takes their place
+        shaped.pop(key, None)
     return {slot: value.detach().cpu().clone() for slot, value in {"fp32": master, **shaped}.items()}
 
 

@@ -122,6 +122,7 @@ def _deepspeed(job: Job) -> Made:
 
     checkpoint, wanted = job.checkpoint, job.wanted
     origin = checkpoint.origin
+    notes: tuple[str, ...] = ()
     own = isinstance(origin, Origin) and bool(origin.members)
     world_size = wanted.world_size if wanted.world_size is not None or not own else checkpoint.topology.dp
     stage = wanted.stage
@@ -137,12 +138,14 @@ def _deepspeed(job: Job) -> Made:
             )
         if stage not in (1, 2, 3):
             raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-        checkpoint = foreign.adopt(checkpoint, stage=stage)
+        adopted = foreign.adopt(checkpoint, stage=stage)
+        notes, checkpoint = foreign.notes(checkpoint, stage=stage), adopted
     run_directory = not own or job.source.resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size or 1, stage, wanted.elastic, wanted.round_robin, wanted.parameter_alignment)
     return Made(
         writer.lay_out(checkpoint, options, run_directory=run_directory),
         lambda name: names.is_own(name.rpartition("/")[2]),
+        notes=notes,
     )
 
 

@@ -10,6 +10,7 @@ Under ZeRO, whose files have the state of experts, too, DeepSpeed before 0.19 wr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,6 +23,8 @@ from zckpt.formats.deepspeed.stage0 import keep_beside, mark_frozen, of_content,
 from zckpt.formats.torch_optimizer import OptimizerState, attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import TorchFile
+
+_NAMED = re.compile(r"ep_size_(\d{1,6})")
 
 Files = Sequence[tuple[Shard, TorchFile]]
 
@@ -59,12 +62,13 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     UnsupportedError
         Which experts a rank's optimizer has, or which parameter is which, cannot be told.
     """
-    ranks = [shard.dp_rank for shard, _ in files]
-    if ranks != list(range(len(files))):
+    ranks = [shard.dp_rank or 0 for shard, _ in files]
+    expected = max(max(ranks) + 1, _degree(_content(files[0][1])))
+    if ranks != list(range(expected)):
         raise ShardError(
-            "files of expert ranks are missing",
+            "optimizer files of expert ranks are missing",
             path=checkpoint.source,
-            expected=f"ranks 0 to {max(rank or 0 for rank in ranks)}",
+            expected=f"{expected} ranks",
             found=", ".join(map(str, ranks)),
             code=MISSING_FILE,
         )
@@ -101,6 +105,15 @@ def _content(file: TorchFile) -> dict[object, object]:
             "unexpected content", path=file.path, expected="an optimizer's state dict", found=type(content).__name__
         )
     return content
+
+
+def _degree(content: dict[object, object]) -> int:
+    """Return over how many ranks the experts are spread, as the names of their groups say; 1 where they do not."""
+    base = content.get("optimizer_state_dict", content)
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    names = [group.get("name") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    degrees = {int(match[1]) for name in names if isinstance(name, str) and (match := _NAMED.fullmatch(name))}
+    return degrees.pop() if len(degrees) == 1 else 1
 
 
 class _Rank:
