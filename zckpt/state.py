@@ -6,6 +6,7 @@
     |   `-- slots:  name -> Slot               weight, master, and the optimizer's own keys
     |       `-- spans: Span, ...               which elements lie in which bytes of which file
     |-- param_groups: ParamGroup, ...          hyperparameters, ordered names, state that is one value per group
+    |-- per_rank: RankValue, ...               state that belongs to what one rank holds, as a whole
     `-- files: SourceFile, ...                 what was read, and every rank's share of it
 
 A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 
 from zckpt.dtypes import itemsize
 from zckpt.inventory import Claim, Rule
+from zckpt.rank_values import RankValue
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -318,6 +320,8 @@ class Checkpoint:
     unnamed : dict of str to Parameter
         Optimizer state of parameters that the file knows by number only and whose name cannot be told, by number.
     param_groups : list of ParamGroup
+    per_rank : list of RankValue
+        State of the optimizer that other ranks could do nothing with; empty almost always.
     zero_stage : int or None
     topology : Topology
     world_size : int
@@ -357,6 +361,7 @@ class Checkpoint:
     buffers: dict[str, Parameter] = field(default_factory=dict)
     unnamed: dict[str, Parameter] = field(default_factory=dict)
     param_groups: list[ParamGroup] = field(default_factory=list)
+    per_rank: list[RankValue] = field(default_factory=list)
     zero_stage: int | None = None
     topology: Topology = Topology()
     world_size: int = 1

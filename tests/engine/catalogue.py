@@ -40,7 +40,7 @@ def _flat(name: str, **changes: Any) -> Spec:
 
 # fmt: off
 _PLAIN = [
-    "s0_bf16_dp2", "s0_fp32_dp2",
+    "s0_bf16_dp2", "s0_fp16_dp2", "s0_fp32_dp2",
     "s1_bf16_dp2", "s1_bf16_dp4", "s1_fp32_dp1", "s1_fp32_dp2", "s1_fp32_dp3",
     "s2_bf16_dp1", "s2_bf16_dp2", "s2_bf16_dp3", "s2_bf16_dp4", "s2_fp16_dp2", "s2_fp32_dp2",
     "s2_fp32_dp4",
@@ -91,6 +91,11 @@ _OTHERS = [
     Spec("moe_ep1_s2_bf16_dp2", model="moe"),
     Spec("moe_ep2_s2_bf16_dp2", model="moe", expert_parallel=2),
     Spec("moe_ep2_s2_fp32_dp4", model="moe", expert_parallel=2, dtype="fp32", world_size=4),
+    Spec("moe_ep2_s0_bf16_dp2", stage=0, model="moe", expert_parallel=2, optimizer="sgdm", experts=2),
+    Spec("moe_ep2_s0_fp32_dp4", stage=0, model="moe", expert_parallel=2, optimizer="lion", dtype="fp32", world_size=4),
+    Spec("muon_s2_bf16_dp3", model="matrices", optimizer="muon", world_size=3),
+    Spec("own_lamb_s2_fp32_dp2", optimizer="lamb", dtype="fp32"),
+    Spec("own_blockwise_s3_fp32_dp2", stage=3, optimizer="blockwise", dtype="fp32"),
     Spec("hf_llama_s2_bf16_dp2", model="llama"),
     Spec("hf_gpt2_s1_fp32_dp2", model="gpt2", stage=1, dtype="fp32"),
     Spec("tp2_s1_bf16_dp2", stage=1, **_MEGATRON),

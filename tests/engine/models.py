@@ -24,6 +24,8 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
     torch.manual_seed(seed)
     if spec.model == "rich":
         model: nn.Module = Rich(empty=spec.empty, zero_dim=spec.zero_dim, tied=spec.tied)
+    elif spec.model == "matrices":
+        model = Matrices()
     elif spec.model == "moe":
         model = MixtureOfExperts(spec.expert_parallel, spec.experts)
     elif spec.model in HUGGING_FACE:
@@ -133,6 +135,26 @@ class Rich(nn.Module):
         if self.has_empty:
             x = x + self.empty.sum() + self.empty_frozen.sum()
         return token_loss(self.head(x), labels)
+
+
+class Matrices(nn.Module):
+    """Four matrices of 310 elements between vectors, all trained: for optimizers that step matrices as such.
+
+    Two ranks have two of them each, three ranks cut two of them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 10)
+        self.up = nn.ModuleList(nn.Linear(10, 31) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(31, 10, bias=False) for _ in range(2))
+        self.lm_head = nn.Linear(10, VOCABULARY, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(functional.gelu(up(x)))
+        return token_loss(self.lm_head(x), labels)
 
 
 class MixtureOfExperts(nn.Module):

@@ -65,11 +65,121 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         p.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
+class Lamb(torch.optim.Optimizer):
+    """LAMB, which keeps norms and the trust ratio of its last step: under ZeRO of a rank's whole partition."""
+
+    def __init__(self, params: Iterable, lr: float = 1e-2, betas=(0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._step_one(p, group)
+
+    def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[p]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(p.grad, alpha=1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+        update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6) + group["weight_decay"] * p
+        state["weight_norm"], state["adam_norm"] = p.norm().clamp(0, 10), update.norm()
+        known = state["weight_norm"] > 0 and state["adam_norm"] > 0
+        state["trust_ratio"] = float(state["weight_norm"] / state["adam_norm"]) if known else 1.0
+        p.add_(update, alpha=-group["lr"] * state["trust_ratio"])
+
+
+class BlockwiseAdam(torch.optim.Optimizer):
+    """Adam with the state of bitsandbytes' 8-bit optimizers, which need a GPU in older versions.
+
+    Each moment is a code of 8 bits for each element and a scale for each 256 elements, counted from the start of the
+    tensor; small tensors keep theirs in float32. `state_dict` has them in a dict of their own.
+    """
+
+    BLOCK = 256
+    NESTED = "__bnb_optimizer_quant_state__"
+
+    def __init__(self, params: Iterable, lr: float = 1e-2, betas=(0.9, 0.95), eps: float = 1e-8, smallest: int = 64):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        self.smallest = smallest
+        self.maps = {"1": torch.linspace(-1, 1, 256), "2": torch.linspace(0, 1, 256)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._step_one(p, group)
+
+    def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if not state:
+            state["step"] = 0
+            for which in self.maps:
+                self._store(state, which, torch.zeros_like(p), p.numel() < self.smallest)
+        state["step"] += 1
+        small = p.numel() < self.smallest
+        first = self._value(state, "1").mul(beta1).add(p.grad, alpha=1 - beta1)
+        second = self._value(state, "2").mul(beta2).addcmul(p.grad, p.grad, value=1 - beta2)
+        self._store(state, "1", first, small)
+        self._store(state, "2", second, small)
+        scale = (second / (1 - beta2 ** state["step"])).sqrt().add_(group["eps"])
+        p.addcdiv_(first, scale, value=-group["lr"] / (1 - beta1 ** state["step"]))
+
+    def _value(self, state: dict[str, Any], which: str) -> torch.Tensor:
+        codes = state[f"state{which}"]
+        if codes.dtype == torch.float32:
+            return codes
+        scales = state[f"absmax{which}"].repeat_interleave(self.BLOCK)[: codes.numel()]
+        return state[f"qmap{which}"][codes.long()] * scales
+
+    def _store(self, state: dict[str, Any], which: str, value: torch.Tensor, small: bool) -> None:
+        if small:
+            state[f"state{which}"] = value
+            return
+        blocks = value.split(self.BLOCK)
+        scales = torch.stack([block.abs().max() for block in blocks])
+        whole = scales.clamp_min(1e-30).repeat_interleave(self.BLOCK)[: value.numel()]
+        edges = (self.maps[which][1:] + self.maps[which][:-1]) / 2
+        state[f"state{which}"] = torch.bucketize(value / whole, edges).to(torch.uint8)
+        state[f"qmap{which}"], state[f"absmax{which}"] = self.maps[which].clone(), scales
+
+    def state_dict(self):
+        found = super().state_dict()
+        found["state"] = {
+            number: {
+                "step": state["step"],
+                self.NESTED: {key: value for key, value in state.items() if key != "step"},
+            }
+            for number, state in found["state"].items()
+        }
+        return found
+
+    def load_state_dict(self, state_dict):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, state in state_dict["state"].items():
+            nested = {key: value.clone() for key, value in state[self.NESTED].items()}
+            self.state[parameters[number]] = {"step": state["step"], **nested}
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _adafactor(groups: Groups) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False, warmup_init=False)
+
+
 def _cpu_adam(groups: Groups) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     return DeepSpeedCPUAdam(groups, lr=1e-2, betas=(0.9, 0.95))
 
+
+BY_CONFIGURATION = {"muon": {"type": "Muon", "params": {"lr": 2e-2, "momentum": 0.9, "weight_decay": 0.01}}}
+"""Optimizers that DeepSpeed makes itself, as its configuration names them."""
 
 KINDS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95)),
@@ -79,5 +189,9 @@ KINDS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
     "lion": lambda groups: Lion(groups, lr=1e-3),
     "fused_layout": lambda groups: FusedLayoutAdam(groups, lr=1e-2, betas=(0.9, 0.95)),
+    "lamb": Lamb,
+    "blockwise": BlockwiseAdam,
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),
+    "adafactor": _adafactor,
     "cpuadam": _cpu_adam,  # compiles a C++ extension on first use
 }

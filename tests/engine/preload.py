@@ -16,6 +16,7 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # Muon would compile its update, for minutes
 }
 
 _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be in every rank
@@ -43,7 +44,29 @@ def patch() -> None:
         comm.build_shm_op = lambda: None
     # DeepSpeed asks oneDNN about fp16 and refuses; torch itself computes fp16 on any CPU.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+    _patch_fused_adam()
     _patch_zero_dim_broadcast()
+
+
+def _patch_fused_adam() -> None:
+    """Serve FusedAdam, which Muon has beside it, without the minutes that compiling its kernel takes."""
+    import types
+
+    from deepspeed.ops.adam import fused_adam
+
+    def multi_tensor_adam(chunk, overflow, tensors, lr, beta1, beta2, eps, step, decoupled, correction, weight_decay):
+        del chunk, overflow
+        for reduced, p, first, second in zip(*tensors, strict=True):
+            gradient = reduced if decoupled else reduced.add(p, alpha=weight_decay)
+            if decoupled:
+                p.mul_(1 - lr * weight_decay)
+            first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            scale = (second / (1 - beta2**step if correction else 1)).sqrt_().add_(eps)
+            p.addcdiv_(first, scale, value=-lr / (1 - beta1**step if correction else 1))
+
+    kernel = types.SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+    fused_adam.FusedAdamBuilder = lambda: types.SimpleNamespace(load=lambda: kernel)
 
 
 def _patch_zero_dim_broadcast() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.engine.optimizers import BY_CONFIGURATION
+
 # 12 divides evenly among 1, 2, 3, 4, 6 and 12 ranks, so that every world size sees the same batches.
 # A description for 5 ranks says another one.
 GLOBAL_BATCH = 12
@@ -28,7 +30,7 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    model: str = "rich"  # rich, moe, llama, llama_untied, gpt2, megatron, pipeline, pipeline_megatron
+    model: str = "rich"  # rich, matrices, moe, llama, llama_untied, gpt2, megatron, pipeline, pipeline_megatron
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
     batch: int = GLOBAL_BATCH  # over all ranks
@@ -94,6 +96,8 @@ def ds_config(spec: Spec) -> dict[str, Any]:
             "enabled": True, "loss_scale": 0, "initial_scale_power": 8,
             "loss_scale_window": 3, "hysteresis": 2, "min_loss_scale": 1,
         }  # fmt: skip
+    if spec.optimizer in BY_CONFIGURATION:
+        config["optimizer"] = BY_CONFIGURATION[spec.optimizer]
     if spec.bf16_optimizer:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config | dict(spec.config)
@@ -106,6 +110,8 @@ def _zero_section(spec: Spec) -> dict[str, Any]:
         section["round_robin_gradients"] = spec.round_robin
         if spec.parameter_alignment:
             section["parameter_alignment"] = True
+    if spec.optimizer == "muon":
+        section["reduce_scatter"] = False  # DeepSpeed asks for it
     if spec.stage == 3:
         section["stage3_param_persistence_threshold"] = 0
         if spec.sub_group_size is not None:

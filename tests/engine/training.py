@@ -70,9 +70,12 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
     if spec.pipeline_parallel > 1:
         mpu = None  # the pipeline brings its own
     model = models.build_model(spec, seed)
-    optimizer = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
+    own = spec.optimizer not in optimizers.BY_CONFIGURATION
+    optimizer = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model)) if own else None
+    trained = None if own else [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=ds_config(spec), mpu=mpu, dist_init_required=False,
+        model_parameters=trained,
         lr_scheduler=_warmup if spec.scheduler else None,
     )  # fmt: skip
     return engine

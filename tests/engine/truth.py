@@ -20,6 +20,8 @@ from tests.engine.spec import Spec, ds_config
 
 Slots = dict[str, dict[str, torch.Tensor]]
 
+MOMENTUM = "momentum_buffer"
+
 
 @dataclass
 class Live:
@@ -80,15 +82,41 @@ def _read_flat(optimizer: Any, names: dict, live: Live) -> None:
     paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # parameter_alignment, per parameter
     for i, params in enumerate(groups):
         state = optimizer.optimizer.state[flats[i]]
-        ranks, offset = _gather(_slots(flats[i], state), optimizer.real_dp_process_group[i]), 0
+        own = _slots(flats[i], state)
+        matrices = _matrices(optimizer, i, names)
+        own = {slot: value for slot, value in own.items() if slot != MOMENTUM or matrices is None}
+        ranks, offset = _gather(own, optimizer.real_dp_process_group[i]), 0
         whole = {slot: torch.cat([rank[slot] for rank in ranks]) for slot in ranks[0]}
         for j, p in enumerate(params):
             live.slots[names[p]] = {
                 slot: flat[offset : offset + p.numel()].reshape(p.shape).float() for slot, flat in whole.items()
             }
             offset += p.numel() + (paddings[i][j] if paddings and not bf16 else 0)
+        for name, value in (matrices or {}).items():
+            live.slots[name][MOMENTUM] = value
         live.order.append([names[p] for p in params])
         live.scalars.append(_scalars(state))
+
+
+def _matrices(optimizer: Any, group: int, names: dict) -> dict[str, torch.Tensor] | None:
+    """Muon keeps the momentum of every matrix that a rank holds a part of, whole; None in other groups.
+
+    Where several ranks have the same one, they must be equal.
+    """
+    base = optimizer.optimizer
+    if type(base).__name__ != "MuonWithAuxAdam" or not base.param_groups[group].get("use_muon"):
+        return None
+    state = base.state[optimizer.single_partition_of_fp32_groups[group]]
+    held, offset = {}, 0
+    for p in optimizer.params_in_partition[group] if MOMENTUM in state else []:
+        held[names[p]] = state[MOMENTUM][offset : offset + p.numel()].reshape(p.shape).float().clone()
+        offset += p.numel()
+    found: dict[str, torch.Tensor] = {}
+    for rank in _gather(held, optimizer.real_dp_process_group[group]):
+        for name, value in rank.items():
+            if not torch.equal(found.setdefault(name, value), value):
+                raise AssertionError(f"ranks differ in the momentum of {name}")
+    return found
 
 
 def _read_unfused(optimizer: Any, names: dict, live: Live) -> None:
@@ -115,6 +143,8 @@ def _slots(master: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tenso
     shaped = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == master.shape}
     if master.dim() == 0:  # of a 0-d parameter, `step` has the same shape
         shaped.pop("step", None)
+    for key in ("state1", "state2"):  # codes of a quantised moment, or what takes their place
+        shaped.pop(key, None)
     return {slot: value.detach().cpu().clone() for slot, value in {"fp32": master, **shaped}.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.engine import Spec, produce, resume
+from tests.engine import Spec, produce, resume, workers
 from tests.engine.catalogue import odd_client_state
 from tests.interop.test_reshard import TOLERANCE
 from tests.truth import Truth
@@ -83,3 +83,28 @@ def test_a_run_without_zero_goes_on_with_it(
     names = list(Truth(folder).numbers.values())
     zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
     assert_resumes(tmp_path / "run", source.at(3, stage=stage), folder)
+
+
+def loss_scaler(rank: int, world_size: int, wanted: Spec, run: Path) -> dict[str, Any]:
+    """What DeepSpeed's loss scaler is after loading."""
+    from tests.engine.training import build_engine
+
+    engine = build_engine(wanted)
+    engine.load_checkpoint(str(run))
+    return {key: str(value) for key, value in vars(engine.optimizer.loss_scaler).items()}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_loss_scale_of_a_run_without_zero_goes_on(stage: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Without ZeRO, DeepSpeed 0.19 divides gradients by a scale that the loss never had: losses are another matter."""
+    source = spec("s0_fp16", stage=0, dtype="fp16", world_size=2)
+    folder = made(source)
+    names = list(Truth(folder).numbers.values())
+    zckpt.convert(folder, tmp_path / "run", to="deepspeed", world_size=3, stage=stage, names=names)
+    verdict = resume(tmp_path / "run", source.at(3, stage=stage), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    known = zckpt.open(folder).optimizer_metadata
+    for found in workers.run(loss_scaler, 3, source.at(3, stage=stage), tmp_path / "run"):
+        counted = {key: found[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")}
+        assert counted == {key: str(known[key]) for key in counted}
+        assert (found["delayed_shift"], found["dtype"]) == ("2", "torch.float16")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
 from zckpt.ownership import Owned
 from zckpt.partition import check_world_size
 from zckpt.plan import TargetFile
+from zckpt.rank_values import listed
 from zckpt.renaming import as_filed
 from zckpt.state import Checkpoint
 
@@ -109,6 +110,14 @@ def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted:
         check_world_size(wanted.world_size)
     if {to, checkpoint.format} <= _OF_ENGINES:
         checkpoint = as_filed(checkpoint)
+    if checkpoint.per_rank and to != checkpoint.format:  # its own format knows when it can go along
+        raise UnsupportedError(
+            f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other format "
+            f"has a place for that",
+            path=checkpoint.source,
+            expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
+            advice="`zckpt consolidate` writes the model by itself",
+        )
     return writer(Job(checkpoint, source, target, wanted))
 
 
@@ -122,6 +131,7 @@ def _deepspeed(job: Job) -> Made:
 
     checkpoint, wanted = job.checkpoint, job.wanted
     origin = checkpoint.origin
+    notes: tuple[str, ...] = ()
     own = isinstance(origin, Origin) and bool(origin.members)
     world_size = wanted.world_size if wanted.world_size is not None or not own else checkpoint.topology.dp
     stage = wanted.stage
@@ -137,16 +147,17 @@ def _deepspeed(job: Job) -> Made:
             )
         if stage not in (1, 2, 3):
             raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-        checkpoint = foreign.adopt(checkpoint, stage=stage)
+        adopted = foreign.adopt(checkpoint, stage=stage)
+        notes, checkpoint = foreign.notes(checkpoint, stage=stage), adopted
     run_directory = not own or job.source.resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size or 1, stage, wanted.elastic, wanted.round_robin, wanted.parameter_alignment)
     target = decide(checkpoint, options)
-    beside, notes = files_beside(checkpoint, job.source, target) if own and run_directory else ([], [])
+    beside, told = files_beside(checkpoint, job.source, target) if own and run_directory else ([], [])
     copied = {one.name for one in beside}
     return Made(
         [*writer.target_files(target, run_directory=run_directory), *beside],
         Owned(lambda name: names.is_own(name.rpartition("/")[2]) or name in copied),
-        notes=tuple(notes),
+        notes=(*notes, *told),
     )
 
 

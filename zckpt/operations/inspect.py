@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.jsonable import jsonable
+from zckpt.rank_values import RankValue
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
+from zckpt.torchfile import FromFile, plain
 
 
 def inspect(
@@ -50,6 +52,7 @@ def inspect(
         "num_buffers": len(checkpoint.buffers),
         "slots": _slots(checkpoint),
         "param_groups": [_group(group) for group in checkpoint.param_groups],
+        "per_rank": [_rank_value(value) for value in checkpoint.per_rank],
         "parameters": [_parameter(p) for p in checkpoint.parameters.values()],
         "buffers": [_parameter(p) for p in checkpoint.buffers.values()],
         "unnamed": [_parameter(p) for p in checkpoint.unnamed.values()],
@@ -88,6 +91,12 @@ def _group(group: ParamGroup) -> dict[str, object]:
     hyperparameters = {key: jsonable(value) for key, value in group.hyperparameters.items()}
     state = {key: jsonable(value) for key, value in group.state.items()}
     return {**hyperparameters, "state": state, "parameters": list(group.parameters)}
+
+
+def _rank_value(value: RankValue) -> dict[str, object]:
+    found = {"key": value.key, "group": value.group, "part": value.part, "rank": value.rank, "mp_rank": value.mp_rank}
+    node = value.value
+    return {**found, "value": plain(node.node) if isinstance(node, FromFile) else jsonable(node)}
 
 
 def _parameter(parameter: Parameter) -> dict[str, object]:

@@ -15,9 +15,12 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.optimizer_file import beside_model
 from zckpt.formats.suffixes import check_directory
+from zckpt.formats.tensors import slot_of
 from zckpt.ownership import Owned, check_replaceable
 from zckpt.plan import Hole, fill
+from zckpt.rank_values import RankValue
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
     from zckpt.compare import Pair
@@ -176,6 +179,15 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
                     advice="please report this",
                 )
             fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+    arrived = {_place(value) for value in written.per_rank}
+    for value in checkpoint.per_rank:
+        if _place(value) not in arrived:
+            raise LayoutError(f"{value.key} of rank {value.rank} did not arrive", path=target,
+                              advice="please report this")  # fmt: skip
+
+
+def _place(value: RankValue) -> tuple[object, ...]:
+    return value.key, value.group, value.part, value.rank, value.mp_rank
 
 
 def prove_rest(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, drop: Sequence[str], whole: bool) -> None:
@@ -241,6 +253,7 @@ def verify_bytes(
         for key, slot in parameter.slots.items()
         for pair in _pairs(f"{key}/{parameter.name}", key, slot, _same(parameter, written))
     ]
+    pairs += _rank_pairs(checkpoint, written)
     different = differences(pairs, memory=memory, reporter=reporter)
     if different:
         first = different[0]
@@ -251,6 +264,22 @@ def verify_bytes(
             advice="please report this",
         )
     return sum(pair.b.nbytes for pair in pairs)
+
+
+def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[Pair]:
+    """Yield the tensors of state that is each rank's own, beside what was written of them."""
+    from zckpt.compare import Pair
+
+    copies = {_place(value): value.value for value in written.per_rank}
+    for value in checkpoint.per_rank:
+        copy = copies[_place(value)]
+        if not isinstance(value.value, FromFile) or not isinstance(copy, FromFile):
+            continue
+        mine, its = ([(where, slot_of(value.key, tensor, one.path)) for where, tensor in walk_tensors(one.node)]
+                     for one in (value.value, copy))  # fmt: skip
+        for (where, slot), (_, other) in zip(mine, its, strict=True):
+            label = "/".join(map(str, (value.key, *where)))
+            yield Pair(f"{label} of rank {value.rank}", slot, other, slot.dtype)
 
 
 def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[Pair]:

@@ -29,6 +29,7 @@ def render(document: dict[str, Any], *, parameters: bool, files: bool, with_glob
     lines = _heading(document)
     lines += ["", *_slots(document)]
     lines += _groups(document)
+    lines += _per_rank(document)
     lines += _padding(document)
     if parameters:
         lines += ["", *_parameters(document)]
@@ -98,6 +99,19 @@ def _groups(document: dict[str, Any]) -> list[str]:
             + (f"; state {state}" if state else "")
         )
     return ["", *lines] if lines else []
+
+
+def _per_rank(document: dict[str, Any]) -> list[str]:
+    """Name the state that each rank has of its own, and where it is."""
+    values = document.get("per_rank", [])
+    if not values:
+        return []
+    keys = ", ".join(dict.fromkeys(one["key"] for one in values))
+    ranks = len({(one["mp_rank"], one["rank"]) for one in values})
+    where = sorted({one["group"] for one in values})
+    groups = f"{'group' if len(where) == 1 else 'groups'} {', '.join(map(str, where))}"
+    return ["", f"each rank's own: {keys} ({count(len(values), 'value')} on {count(ranks, 'rank')}, {groups}); "
+            "cannot be cut for other ranks"]  # fmt: skip
 
 
 def _short(value: object) -> str:

@@ -69,6 +69,9 @@ def taken(checkpoint: Checkpoint) -> Taken:
             found.keys.update(values)
             for key, value in values.items():
                 _mark(found, value, STATE, f"{key} of param group {number}")
+    for own in checkpoint.per_rank:
+        found.keys.add(own.key)
+        _mark(found, own.value, STATE, f"{own.key} of rank {own.rank}")
     for parameter in every:
         found.keys.update(parameter.state)
         found.keys.update(key for key in parameter.slots if key not in (WEIGHT, MASTER))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zckpt.formats.deepspeed.per_rank import is_same
 from zckpt.formats.deepspeed.rules_file import INFO_KEY
+from zckpt.formats.deepspeed.same_on_ranks import is_same
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target
 from zckpt.torchfile import FromFile

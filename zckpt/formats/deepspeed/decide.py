@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed.alike import refuse_to_cut
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.local_states import local_states, written_rules
+from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.regroup import Unit, local_parameters, units
 from zckpt.formats.deepspeed.target import Options, Target, TargetGroup, TargetRank
@@ -51,6 +53,7 @@ def decide(checkpoint: Checkpoint, options: Options) -> Target:
         for unit in units(checkpoint, origin, state.groups, rank.parameters, options):
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
         target.ranks.append(rank)
+    refuse_to_cut(target)
     return target
 
 
@@ -77,10 +80,12 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: Options, *, stage: 
         raise UnsupportedError("the elastic form holds no hyperparameters, which the rigid form needs", path=path)
     if bare and stage == 3:
         raise UnsupportedError("the elastic form holds no hyperparameters, which ZeRO-3 needs", path=path)
-    lost = [f"{key} of group {index}" for index, group in enumerate(checkpoint.param_groups)
-            for key, value in group.state.items() if hasattr(value, "storage")]  # fmt: skip
-    if lost:
-        raise UnsupportedError(f"{', '.join(lost[:4])}: a tensor for a whole group is not cut anew", path=path)
+    if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
+        raise UnsupportedError(
+            "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",
+            path=path,
+            expected="the rigid form",
+        )
 
 
 def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: Options, *, stage: int) -> None:

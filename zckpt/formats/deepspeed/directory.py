@@ -79,7 +79,7 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
                     code=TWICE,
                     ranks=[] if shard.dp_rank is None else [shard.dp_rank],
                 )
-    return TagDirectory(directory, directory.name, tuple(sorted(shards.values(), key=lambda s: s.order)))
+    return TagDirectory(directory, _tag_of(directory, source), tuple(sorted(shards.values(), key=lambda s: s.order)))
 
 
 def _ranks(shard: Shard) -> str:
@@ -113,7 +113,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
         return source
     name = latest_name(source)
     if name is not None:
-        if name not in ("", ".", "..") and Path(name).name == name and _is_directory(source / name):
+        if is_tag(name) and _is_directory(source / name):
             return source / name
         raise UnknownFormatError(
             "names no checkpoint",
@@ -137,6 +137,18 @@ def latest_name(source: Path) -> str | None:
     return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
 
 
+def is_tag(name: str) -> bool:
+    """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
+    parts = name.split("/")
+    return "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+
+
+def _tag_of(directory: Path, source: Path) -> str:
+    """Return the name of a tag directory within its run's, as `latest` has it; of a tag directory alone, its own."""
+    name = directory.relative_to(source).as_posix() if source in directory.parents else directory.name
+    return name if is_tag(name) else directory.name
+
+
 def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
@@ -157,7 +169,7 @@ def _root_directory(root: Path, directory: Path, source: Path) -> Path:
     """Return the directory in another root that corresponds to `directory` in `source`."""
     if not root.is_dir():
         raise SourceError("is not a directory", path=root, advice="--root takes the same directory of another node")
-    candidate = root if directory == source else root / directory.name
+    candidate = root if directory == source else root / _tag_of(directory, source)
     if candidate.is_dir() and _shards(candidate):
         return candidate
     if _shards(root):

@@ -26,6 +26,12 @@ def expert_number(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
+def layer_of(name: str) -> str:
+    """Return the part of an expert's name before its number."""
+    match = _EXPERT.fullmatch(name)
+    return match["before"] if match else ""
+
+
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
     numbers: dict[str, set[int]] = {}

@@ -29,6 +29,9 @@ ZERO_WITHOUT_GRADIENTS = frozenset(
 """State that begins at zero and stays there under zero gradients, which padding has; Adagrad's `sum` may begin at
 another value, and Adamax's `exp_inf` grows by eps."""
 
+GROWS_BESIDE_RMS = frozenset({"exp_avg_sq"})
+"""Adafactor, which keeps an `RMS`, adds a constant to squared gradients (Transformers 5.23)."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
@@ -58,22 +61,37 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`."""
+    """How many elements a per-element tensor of one rank and group has: at least `low`, at most `high`.
+
+    `others` are the keys of tensors that are something else.
+    """
 
     member: OptimizerShard
     group: int
     low: int
     high: int
+    others: frozenset[str] = frozenset()
 
 
-def flat_cases(group: FlatGroup, members: Sequence[OptimizerShard]) -> list[Case]:
-    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic."""
+def flat_cases(
+    group: FlatGroup, members: Sequence[OptimizerShard], others: Sequence[frozenset[str]] | None = None
+) -> list[Case]:
+    """Return the cases of a flat group: whole partitions in the rigid form, possibly stripped ones in the elastic.
+
+    Parameters
+    ----------
+    group : FlatGroup
+    members : sequence of OptimizerShard
+        The ranks that share the group, in order.
+    others : sequence of frozenset of str, optional
+        For each of them the keys of tensors that do not have a value for each element, whatever their size.
+    """
     total = flat_starts(group.numels, group.pads)[-1]
-    partition = _partition_numel(group, members, total)
+    partition = partition_numel(group, members, total)
     needed = [partition - flat_padding(total, partition, position) for position in range(len(members))]
     return [
-        Case(member, group.index, need if member.elastic else partition, partition)
-        for member, need in zip(members, needed, strict=True)
+        Case(member, group.index, need if member.elastic else partition, partition, aside)
+        for member, need, aside in zip(members, needed, others or [frozenset()] * len(members), strict=True)
     ]
 
 
@@ -88,6 +106,8 @@ def element_slots(cases: Iterable[Case]) -> set[str]:
     votes: dict[str, dict[bool, Case]] = {}
     for case in cases:
         for key, tensor in case.member.tensors[case.group].items():
+            if key in case.others:
+                continue
             fits = len(tensor.shape) == 1 and case.low <= tensor.numel <= case.high
             if case.high > 1 or not fits:  # one element of one element says nothing
                 votes.setdefault(key, {}).setdefault(fits, case)
@@ -124,7 +144,7 @@ def cut_group(
         Sizes, paddings or mappings disagree with the shapes.
     """
     starts = flat_starts(group.numels, group.pads)
-    partition = _partition_numel(group, members, starts[-1])
+    partition = partition_numel(group, members, starts[-1])
     names, shapes = list(group.shapes), list(group.shapes.values())
     slots: Slots = {name: {} for name in names}
     spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
@@ -145,7 +165,8 @@ def cut_group(
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
         own = list(_padding_runs(member, group.index, partition, fragments, keys))
-        zeros = tuple(run for run in own if run.slot == MASTER or run.slot in ZERO_WITHOUT_GRADIENTS)
+        kept = _zero_keys(member, group.index)
+        zeros = tuple(run for run in own if run.slot == MASTER or run.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
         runs += own
     for name, shape in group.shapes.items():
@@ -154,7 +175,7 @@ def cut_group(
     return slots, paddings, runs
 
 
-def _partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
+def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
     """Return the partition's size, checked against the tensors of every rank.
 
     Versions before 0.4 padded to the world size only; whichever rule fits the tensors is the one.
@@ -300,6 +321,11 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
             ranks=sorted(member.rank for member in dtypes.values()),
         )
     return next(iter(dtypes))
+
+
+def _zero_keys(member: OptimizerShard, group: int) -> frozenset[str]:
+    """Return the optimizer's keys whose padding stays zero."""
+    return ZERO_WITHOUT_GRADIENTS - (GROWS_BESIDE_RMS if "RMS" in member.scalars[group] else frozenset())
 
 
 def _padding_runs(

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_archive import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
-from zckpt.torchfile import FromFile, Global, Object, OrderedMapping, TorchFile
+from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
@@ -30,10 +31,6 @@ _FLAT_KEYS = (
     "param_alignment_paddings", "partition_count", "ds_version", "param_slice_mappings",
 )  # fmt: skip
 _PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
-
-_LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler")
-_DYNAMIC_LOSS_SCALER = Global("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler")
-_DEFAULT_LOSS_SCALE = 2.0**16
 
 
 def adopt(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
@@ -63,6 +60,32 @@ def adopt(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
     made = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
     made.origin = _origin(made, stage)
     return made
+
+
+def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
+    """Say what DeepSpeed's form holds that the source does not, and what of the source it has no place for.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The source.
+    stage : {1, 2, 3}
+    """
+    found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint)).notes
+    made: list[str] = []
+    for index, group in enumerate(checkpoint.param_groups):
+        members = [checkpoint.parameters[name] for name in group.parameters]
+        stepped = {p.name for p in members if p.state or set(p.slots) - {WEIGHT, MASTER}}
+        rest = [p.name for p in members if p.name not in stepped]
+        if stepped and rest:
+            found.append(
+                f"{_listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
+                f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
+            )
+        made += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
+    if made:
+        found.append(f"masters of {_listed(made)} are made of the weights: the source has none")
+    return tuple(found)
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
@@ -140,8 +163,17 @@ def _origin(checkpoint: Checkpoint, stage: int) -> Origin:
     """Return files as DeepSpeed would have written them, of which the writer takes all but what is cut."""
     tag = origin(checkpoint).get("tag")
     name = tag if isinstance(tag, str) and tag not in ("", ".", "..") and Path(tag).name == tag else None
-    directory = TagDirectory(Path(checkpoint.source), name or f"global_step{checkpoint.step or 0}", ())
+    directory = TagDirectory(Path(checkpoint.source), name or f"global_step{_steps(checkpoint)}", ())
     return Origin(directory, _model(checkpoint), [_optimizer(checkpoint, stage)])
+
+
+def _steps(checkpoint: Checkpoint) -> int:
+    """Return the steps of the run: as the source says, else as many as its optimizer has taken."""
+    if checkpoint.step is not None:
+        return checkpoint.step
+    values = (group.state.get("step") for group in checkpoint.param_groups)
+    steps = [value.value if isinstance(value, Scalar) else value for value in values]
+    return max((int(step) for step in steps if isinstance(step, (int, float))), default=0)
 
 
 def _file(root: object) -> TorchFile:
@@ -151,7 +183,7 @@ def _file(root: object) -> TorchFile:
 def _model(checkpoint: Checkpoint) -> ModelShard:
     """Return a model file of which the keys are those of DeepSpeed and then the client's own."""
     metadata = checkpoint.metadata
-    step = checkpoint.step or 0
+    step = _steps(checkpoint)
     content: dict[str, object] = {
         "module": OrderedMapping(),
         "buffer_names": list(checkpoint.buffers),
@@ -165,7 +197,7 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
         "random_ltd": metadata.get("random_ltd"),
         "skipped_steps": metadata.get("skipped_steps", 0),
         "global_steps": metadata.get("global_steps", step),
-        "global_samples": metadata.get("global_samples", 0),
+        **{key: metadata[key] for key in ("global_samples",) if key in metadata},  # DeepSpeed counts it from the steps
         "dp_world_size": 1,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
@@ -174,7 +206,9 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
     }
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
-    return ModelShard(shard, _file(content), {}, set(checkpoint.buffers), None, None, None, None, content)
+    buffers = set(checkpoint.buffers)
+    return ModelShard(shard, _file(content), {}, buffers, None, None, None, None, content,
+                      configuration=content["ds_config"])  # fmt: skip
 
 
 def _config(checkpoint: Checkpoint) -> dict[object, object]:
@@ -200,18 +234,14 @@ def _dtype(checkpoint: Checkpoint) -> str:
 
 def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
     """Return an optimizer file with the keys of a stage; those that depend on the cut are made by the writer."""
-    carried = checkpoint.optimizer_metadata
-    common = {
-        "loss_scaler": carried.get("loss_scaler", _scaler(checkpoint, stage)),
-        "dynamic_loss_scale": carried.get("dynamic_loss_scale", _dtype(checkpoint) == "float16"),
-        "overflow": carried.get("overflow", False),
-    }
-    if common["loss_scaler"] is None:
-        common = {"overflow": common["overflow"]}  # the training's own configuration decides
+    carried, config = checkpoint.optimizer_metadata, _config(checkpoint)
+    common = scaling(checkpoint, config, stage=stage, dtype=_dtype(checkpoint)).keys
     if stage == 3:
         content = {"zero_stage": stage, **common, **dict.fromkeys(_PARAMETERWISE_KEYS)}
     else:
-        content = {**common, "clip_grad": carried.get("clip_grad"), **dict.fromkeys(_FLAT_KEYS)}
+        known = carried.get("clip_grad") is not None or "gradient_clipping" in config
+        clipping = {"clip_grad": carried.get("clip_grad")} if known else {}
+        content = {**common, **clipping, **dict.fromkeys(_FLAT_KEYS)}
     prefix = "bf16_" if _dtype(checkpoint) == "bfloat16" else ""
     shard = Shard(f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt", OPTIMIZER, 0, 0)
     root: dict[str, object] = {"optimizer_state_dict": content, "ds_config": None, "ds_version": VERSION}
@@ -230,17 +260,3 @@ def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
         content=content,
         version=VERSION,
     )
-
-
-def _scaler(checkpoint: Checkpoint, stage: int) -> Object | None:
-    """Return a loss scaler for a source that has none; None where DeepSpeed can do without one and knows better."""
-    if _dtype(checkpoint) != "float16":
-        state: dict[object, object] = {"cur_scale": 1.0, "dynamic": False}
-        return Object(_LOSS_SCALER, how="newobj", state=state, has_state=True)
-    if stage != 3:
-        return None
-    scale = checkpoint.loss_scale or _DEFAULT_LOSS_SCALE
-    state = {"cur_scale": scale, "dynamic": True, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0,
-             "scale_window": 1000, "min_scale": 1, "delayed_shift": 1, "cur_hysteresis": 1,
-             "consecutive_hysteresis": False, "raise_error_at_min_scale": True}  # fmt: skip
-    return Object(_DYNAMIC_LOSS_SCALER, how="newobj", state=state, has_state=True)

@@ -46,6 +46,8 @@ class Origin:
         By model-parallel rank; empty where the files are made up and the checkpoint itself is the state.
     experts : sequence of (Shard, TorchFile)
         Files of experts' weights.
+    expert_optimizers : sequence of (Shard, TorchFile)
+        Files for the optimizer of experts, which under ZeRO hold nothing.
     rules : mapping or None
         How tensor-parallel slices make up parameters: the content of `universal_checkpoint_info`, or what a user gave.
     rules_path : str or None
@@ -57,5 +59,6 @@ class Origin:
     members: Sequence[OptimizerShard]
     ranks: Sequence[RankFiles] = ()
     experts: Sequence[tuple[Shard, TorchFile]] = ()
+    expert_optimizers: Sequence[tuple[Shard, TorchFile]] = ()
     rules: Mapping[str, object] | None = None
     rules_path: str | None = None

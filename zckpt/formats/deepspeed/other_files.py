@@ -128,7 +128,8 @@ def trainer_files(
     """
     found, left_out = other_files(source, tag_directory)
     notes = [f"other checkpoints beside it are left out: {', '.join(left_out)}"] if left_out else []
-    beside = [(name, path) for name, path in found if name != LATEST and not name.startswith(f"{tag_directory.name}/")]
+    own = f"{tag_directory.relative_to(source).as_posix()}/"
+    beside = [(name, path) for name, path in found if name != LATEST and not name.startswith(own)]
     states: dict[int, Path] = {}
     for place in (*roots, source):
         named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(place.iterdir()) if path.is_file())

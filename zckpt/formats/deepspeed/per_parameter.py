@@ -6,7 +6,7 @@ The padding of a shard is memory that nobody initialised; it is never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from zckpt.errors import LayoutError, UnsupportedError
@@ -19,7 +19,7 @@ from zckpt.torchfile import Tensor
 
 
 def cut_parameters(
-    shapes: Shapes, members: Sequence[OptimizerShard], keys: set[str]
+    shapes: Shapes, members: Sequence[OptimizerShard], keys: Mapping[int, Set[str]]
 ) -> tuple[Slots, dict[str, int], list[Padding]]:
     """Return the slots of all parameters, the sub-group of each, and how much padding each rank has.
 
@@ -29,8 +29,8 @@ def cut_parameters(
         All trained parameters, in the order of the sub-groups.
     members : sequence of OptimizerShard
         The ranks that share the parameters, in order.
-    keys : set of str
-        Per-element state.
+    keys : mapping of int to set of str
+        Per-element state of each sub-group.
 
     Raises
     ------
@@ -50,12 +50,12 @@ def cut_parameters(
             start, count = shard_fragment(numel, world, position)
             sub_groups[name] = index
             pad[index] = pad.get(index, 0) + shard_numel(numel, world) - count
-            for key in (MASTER, *sorted(keys & set(member.tensors[index]))):
+            for key in (MASTER, *sorted(keys[index] & set(member.tensors[index]))):
                 tensor = member.masters[index] if key == MASTER else member.tensors[index][key]
                 span = span_of(tensor, member.path, Extent.flat(shapes[name], start, count), first=at)
                 spans.setdefault((name, key), []).append(span)
         paddings += [
-            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys))
+            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys[index]))
             for index, numel in sorted(pad.items())
         ]
     for (name, key), found in spans.items():
@@ -75,7 +75,7 @@ class ShardPadding:
 
     shapes: Shapes
     members: Sequence[OptimizerShard]
-    keys: frozenset[str]
+    keys: Mapping[int, Set[str]]
 
     def __iter__(self) -> Iterator[PaddingRun]:
         """Yield a run for each slot of each parameter that a rank has padding of."""
@@ -87,7 +87,7 @@ class ShardPadding:
                 left = shard_numel(numel, world) - count
                 tensors = {MASTER: member.masters[index], **member.tensors[index]}
                 for key, tensor in tensors.items():
-                    if left and (key == MASTER or key in self.keys):
+                    if left and (key == MASTER or key in self.keys[index]):
                         offset = tensor.offset + (at + count) * tensor.itemsize
                         yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
 
@@ -112,7 +112,7 @@ class FragmentPadding:
                     yield PaddingRun(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
-def _bytes_per_element(member: OptimizerShard, index: int, keys: set[str]) -> int:
+def _bytes_per_element(member: OptimizerShard, index: int, keys: Set[str]) -> int:
     tensors = [member.masters[index], *(t for key, t in member.tensors[index].items() if key in keys)]
     return sum(tensor.itemsize for tensor in tensors)
 

@@ -1,72 +1,92 @@
-"""What every rank's file has under the same key: the same as the first rank's, or something of its own.
+"""Which of an optimizer's state is each rank's own: neither one value for each element nor one for a param group.
 
-The metadata have what the first file holds. What another one holds otherwise (a random state, a sampler's place) is
-kept as well, under the file's stem and the key: `zero_pp_rank_1_mp_rank_00_model_states.rng`.
+An optimizer sees a rank's partition as one parameter. What it computes over "the parameter" differs by rank:
+
+    Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
+    bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
+                    (older: the same keys without that dict around them)
+
+What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from zckpt.formats.tensors import carried
-from zckpt.inventory import COPY, Rule
-from zckpt.storage import opened, read_at
-from zckpt.torchfile import FromFile, TorchFile
-from zckpt.torchfile.pickle_writer import Mentioned, dump
+from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.rank_values import RankValue
+from zckpt.state import Scalar
+from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
 
-COMPARED_NBYTES = 1 << 20
-"""Bytes of tensors of one key that are compared: random states are a few kilobytes."""
+FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
 
-Content = tuple[TorchFile, Mapping[str, object]]
-"""A file, and its keys."""
+OF_ONE_RANK = frozenset({"RMS", "trust_ratio", "weight_norm", "adam_norm"})
+"""Single values that are each rank's own even where they happen to be equal."""
+
+_QUANTISED = frozenset(
+    {"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "max1", "max2", "new_max1", "new_max2"}
+)
+_SCALES = ("absmax1", "max1")
+"""What tells that a state is quantised, and its keys (bitsandbytes 0.35 to 0.50)."""
 
 
-def keep_others(
-    first: Content, others: Sequence[Content], keys: Sequence[str], place: Sequence[str] = ()
-) -> tuple[dict[str, object], dict[str, tuple[Rule, ...]]]:
-    """Return what other ranks' files hold otherwise than the first, and rules for what they hold as it does.
+def quantised_keys(tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the keys of one state that are codes and what is needed to make numbers of them."""
+    return _QUANTISED & tensors.keys() if any(key in tensors for key in _SCALES) else frozenset()
+
+
+def own_keys(members: Sequence[OptimizerShard]) -> set[str]:
+    """Return the keys of what is no tensor, or one of no dimension, of which each rank has its own."""
+    found = set()
+    for index in range(len(members[0].masters)):
+        for key in dict.fromkeys(key for member in members for key in member.scalars[index]):
+            values = [member.scalars[index][key] for member in members if key in member.scalars[index]]
+            if key not in FOLLOWS_FROM_STEPS and (key in OF_ONE_RANK or not _is_common(values)):
+                found.add(key)
+    return found
+
+
+def _is_common(values: Sequence[object]) -> bool:
+    """Tell whether a value is one for all ranks; of a computed number, one rank alone does not show it."""
+    first = values[0]
+    if any(True for value in values for _ in walk_tensors(value)):
+        return False
+    if len({repr(_plain(value)) for value in values}) > 1:
+        return False
+    return len(values) > 1 or not isinstance(_plain(first), float)
+
+
+def _plain(value: object) -> object:
+    return value.value if isinstance(value, Scalar) else plain(value)
+
+
+def rank_values(
+    members: Sequence[OptimizerShard],
+    parts: Mapping[int, int],
+    own: Collection[str],
+    cut: Mapping[int, Collection[str]],
+) -> Iterator[RankValue]:
+    """Yield what is each rank's own.
 
     Parameters
     ----------
-    first : (TorchFile, mapping of str to object)
-    others : sequence of the same
-    keys : sequence of str
-        Those that the metadata have of the first, and others of the same kind.
-    place : sequence of str
-        Where in the file's tree the mapping is.
+    members : sequence of OptimizerShard
+    parts : mapping of int to int
+        The param group of each partition in the files.
+    own : collection of str
+        From `own_keys`.
+    cut : mapping of int to collection of str
+        For each partition the keys of tensors that are read as slots.
     """
-    metadata: dict[str, object] = {}
-    rules: dict[str, tuple[Rule, ...]] = {}
-    for file, content in others:
-        copies = []
-        for key in keys:
-            if content.get(key) is None:
-                continue
-            own = FromFile.of(file, content[key])
-            if first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own):
-                copies.append(Rule((*place, key, "**"), COPY, f"as in {Path(first[0].path).name}", tensors=True))
-            else:
-                metadata[f"{Path(file.path).stem}.{key}"] = carried(file, content[key])
-        rules[file.path] = tuple(copies)
-    return metadata, rules
-
-
-def is_same(one: FromFile, other: FromFile) -> bool:
-    """Tell whether two parts of files would be written alike, as far as `COMPARED_NBYTES`."""
-    a, b = dump(one), dump(other)
-    if a.data != b.data or [s.storage.nbytes for s in a.storages] != [s.storage.nbytes for s in b.storages]:
-        return False
-    return all(x == y for x, y in zip(_head(a.storages), _head(b.storages), strict=True))
-
-
-def _head(storages: Sequence[Mentioned]) -> Iterator[bytes]:
-    left = COMPARED_NBYTES
-    for one in storages:
-        count = min(left, one.storage.nbytes)
-        left -= count
-        if not count or one.path is None:
-            yield b""
-            continue
-        with opened(one.path) as descriptor:
-            yield read_at(descriptor, one.storage.offset, count, path=one.path)
+    for member in members:
+        mp_rank = member.shard.mp_rank or 0
+        for part, group in parts.items():
+            for key, value in member.scalars[part].items():
+                if key in own:
+                    single = value is None or isinstance(value, (bool, int, float, str, Scalar))
+                    kept = value if single else FromFile.of(member.file, value)
+                    yield RankValue(key, group, part, member.rank, mp_rank, kept)
+            for key, tensor in member.tensors[part].items():
+                if key not in cut[part]:
+                    yield RankValue(key, group, part, member.rank, mp_rank, FromFile.of(member.file, tensor))

@@ -142,6 +142,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         joined.padding += stage.padding
         joined.padding_runs += stage.padding_runs
         joined.duplicates += stage.duplicates
+        joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:
             joined.duplicates += _kept_by(name, stage.parameters[name], joined.parameters[name], stage.mp_rank)
         joined.warnings += stage.warnings

@@ -1,13 +1,14 @@
 """The state that the files of one model-parallel rank describe: every parameter of that rank with its slots.
 
 What a name in `module` is: a buffer if `buffer_names` has it; an alias if `shared_params` does; trained if a
-param group has it; frozen otherwise.
+param group has it; frozen if it is listed as that or may be one; else what a module puts beside its parameters, which
+is kept as a buffer is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.codes import MISSING_FILE
@@ -19,12 +20,16 @@ from zckpt.formats.deepspeed.experts import (
     global_name,
     is_expert,
 )
-from zckpt.formats.deepspeed.flat import Case, cut_group, element_slots, flat_cases
+from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
+from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
 from zckpt.formats.deepspeed.per_parameter import FragmentPadding, ShardPadding, cut_parameters, frozen_weight
+from zckpt.formats.deepspeed.per_rank import own_keys, quantised_keys, rank_values
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.tensors import slot_of
+from zckpt.partition import flat_starts
+from zckpt.rank_values import RankValue
 from zckpt.state import WEIGHT, Duplicate, Padding, PaddingRun, Parameter, ParamGroup, Slot
 from zckpt.torchfile import Tensor
 
@@ -42,6 +47,7 @@ class RankState:
     groups: list[ParamGroup] = field(default_factory=list)
     padding: list[Padding] = field(default_factory=list)
     padding_runs: list[Iterable[PaddingRun]] = field(default_factory=list)
+    per_rank: list[RankValue] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expert_parallel: int = 1
@@ -100,23 +106,56 @@ def _read_flat(
     degrees = [expert_parallel_size(dp, members[0].partition_count[g.index], g.shapes) for g in groups]
     if any(1 < ep < dp for ep in degrees) and model.config.get("use_data_before_expert_parallelism") is True:
         raise UnsupportedError("experts whose ranks are numbered data-parallel first", path=model.shard.path)
-    shared = [members[first::ep] for ep in degrees for first in range(ep)]
-    owners = [group for group, ep in zip(groups, degrees, strict=True) for _ in range(ep)]
-    keys = element_slots(case for g, ranks in zip(owners, shared, strict=True) for case in flat_cases(g, ranks))
+    shared = [(group, members[first::ep]) for group, ep in zip(groups, degrees, strict=True) for first in range(ep)]
+    apart = [_apart(group, ranks, model) for group, ranks in shared]
+    keys = element_slots(
+        case for (group, ranks), one in zip(shared, apart, strict=True) for case in flat_cases(group, ranks, one)
+    )
+    own = own_keys(members)
     per_rank = experts_per_rank(name for group in groups for name in group.shapes)
+    cuts = iter(zip(shared, apart, strict=True))
+    read: dict[int, set[str]] = {}
     for group, ep in zip(groups, degrees, strict=True):
         count = members[0].partition_count[group.index]
         state.expert_parallel = max(state.expert_parallel, ep)
         names: list[str] = []
         for expert_rank in range(ep):
-            slots, padding, runs = cut_group(group, members[expert_rank::ep], keys)
+            (_, ranks), aside = next(cuts)
+            per_element = keys.difference(*aside)
+            slots, padding, runs = cut_group(group, ranks, per_element)
+            read[group.index] = per_element
+            if any(MOMENTUM in one for one in aside):
+                read[group.index] = per_element | {MOMENTUM}
+                whole, copies = whole_slots(group.shapes, ranks, group.index, *_cut(group, ranks))
+                state.duplicates += copies
+                for name, slot in whole.items():
+                    slots[name][MOMENTUM] = slot
             state.padding += padding
             state.padding_runs.append(runs)
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
             names += [renamed[name] for name in optimizer_order(list(group.shapes), model, count)]
-        state.groups.append(_param_group(members, group.index, [group.index], names, keys))
+        state.groups.append(_param_group(members, group.index, [group.index], names, own))
+    state.per_rank += rank_values(members, {index: index for index in read}, own, read)
+
+
+def _cut(group: FlatGroup, ranks: Sequence[OptimizerShard]) -> tuple[list[int], int]:
+    """Return where the parameters of a group start in its flat buffer, and the size of a partition, in elements."""
+    starts = flat_starts(group.numels, group.pads)
+    return starts, partition_numel(group, ranks, starts[-1])
+
+
+def _apart(group: FlatGroup, ranks: Sequence[OptimizerShard], model: ModelShard) -> list[frozenset[str]]:
+    """Return for each rank the keys of tensors that are no partitions, whatever their size."""
+    first = ranks[0]
+    hyperparameters = first.groups[group.index] if group.index < len(first.groups) else {}
+    whole: frozenset[str] = frozenset()
+    if keeps_whole_matrices(hyperparameters, model.config, partition=first.bf16_optimizer):
+        tensors = [member.tensors[group.index].get(MOMENTUM) for member in ranks]
+        if is_whole(tensors, group.numels, *_cut(group, ranks)):
+            whole = frozenset({MOMENTUM})
+    return [quantised_keys(member.tensors[group.index]) | whole for member in ranks]
 
 
 def _claim(trained: Trained, name: str, shape: tuple[int, ...], slots: dict[str, Slot], group: int, path: str) -> None:
@@ -137,9 +176,13 @@ def _read_parameterwise(
     if len(shapes) != sum(map(len, model.param_shapes)):
         raise LayoutError("a parameter is in two param groups", path=model.shard.path)
     sizes = [(member, index, master.numel) for member in members for index, master in enumerate(member.masters)]
-    keys = element_slots(Case(member, index, numel, numel) for member, index, numel in sizes)
-    slots, sub_groups, state.padding = cut_parameters(shapes, members, keys)
-    state.padding_runs = [ShardPadding(shapes, members, frozenset(keys)), FragmentPadding(models)]
+    keys = element_slots(
+        Case(member, index, numel, numel, quantised_keys(member.tensors[index])) for member, index, numel in sizes
+    )
+    own = own_keys(members)
+    read = {sub: keys - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
+    slots, sub_groups, state.padding = cut_parameters(shapes, members, read)
+    state.padding_runs = [ShardPadding(shapes, members, read), FragmentPadding(models)]
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
     group_of = {sub: index for index, one in enumerate(subs) for sub in one}
@@ -151,7 +194,8 @@ def _read_parameterwise(
         names[index].append(name)
         trained[name] = (shape, slots[name], index)
     for index, parts in enumerate(subs):
-        state.groups.append(_param_group(members, index, parts, names[index], keys))
+        state.groups.append(_param_group(members, index, parts, names[index], own))
+    state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
     state.padding = _by_group(state.padding, group_of)
 
 
@@ -165,16 +209,15 @@ def _by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[
 
 
 def _param_group(
-    members: Sequence[OptimizerShard], index: int, parts: Sequence[int], names: list[str], keys: set[str]
+    members: Sequence[OptimizerShard], index: int, parts: Sequence[int], names: list[str], own: Collection[str]
 ) -> ParamGroup:
-    """Return a group with its hyperparameters and the state that is one value (or one tensor) for all its elements."""
+    """Return a group with its hyperparameters and the state that is one value for all its elements."""
     groups = members[0].groups
     hyperparameters = {k: v for k, v in groups[index].items() if k != "params"} if index < len(groups) else {}
     values: dict[str, object] = {}
     for member in members:
         for part in parts:
-            values = {**member.scalars[part], **values}
-            values |= {k: v for k, v in member.tensors[part].items() if k not in keys and k not in values}
+            values = {**{k: v for k, v in member.scalars[part].items() if k not in own}, **values}
     return ParamGroup(hyperparameters, names, values)
 
 
@@ -191,14 +234,17 @@ def _place_parameters(
     model = models[0]
     path = model.shard.path
     lost = []
+    known = {*model.module, *trained, *weights}
     for name, tensor in model.module.items():
         if name in model.buffer_names:
             slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
             state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
-        elif name in aliases:
+        elif name in aliases and aliases[name] in known:
             state.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
         elif name in trained:
             state.parameters[name] = _trained(name, trained, tensor, path, parameterwise=parameterwise)
+        elif _is_beside_parameters(name, tensor, model, parameterwise=parameterwise):
+            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
         elif (slot := _frozen(name, tensor, models, parameterwise=parameterwise)) is not None:
             state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         else:
@@ -303,6 +349,23 @@ def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, paramete
     if math.prod(shapes[name]) == 0:
         return Slot(WEIGHT, tensor.dtype, shapes[name], ())
     return frozen_weight(name, shapes[name], models)
+
+
+def _is_beside_parameters(name: str, tensor: Tensor, model: ModelShard, *, parameterwise: bool) -> bool:
+    """Tell whether a module has put a tensor into its state dict that is neither a parameter nor a buffer.
+
+    A quantised weight has its scales and maps there (bitsandbytes: `weight.absmax`, `weight.quant_map`, ...), and
+    without them its codes mean nothing. Every rank has them whole. They are known by what they are not: a frozen
+    parameter is listed, but not in ZeRO-1; there, what lies below a tensor's name is no parameter of a module.
+    """
+    if name in (model.frozen_shapes or {}):
+        return False
+    if parameterwise:
+        return tensor.numel > 0  # a parameter's own tensor is empty
+    if model.frozen_shapes is not None:
+        return True
+    parts = name.split(".")
+    return parts[-1] == "_extra_state" or any(".".join(parts[:end]) in model.module for end in range(1, len(parts)))
 
 
 def _model_dtype(model: ModelShard) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError
+from zckpt.formats.deepspeed.per_rank import FOLLOWS_FROM_STEPS
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.jsonable import jsonable
 from zckpt.state import Scalar
@@ -235,7 +236,8 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
     if len(set(facts[count])) > 1:
         return facts
     for index in range(len(members[0].masters)):
-        for key in dict.fromkeys(key for m in members for key in m.scalars[index]):
+        keys = dict.fromkeys(key for m in members for key in m.scalars[index] if key in FOLLOWS_FROM_STEPS)
+        for key in keys:  # other values may be each rank's own
             facts[f"{key} of group {index}"] = [
                 None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]

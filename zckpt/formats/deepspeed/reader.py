@@ -9,15 +9,23 @@ from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.claims import MODEL_RULES, shard_rules
 from zckpt.formats.deepspeed.directory import TagDirectory
+from zckpt.formats.deepspeed.expert_optimizers import attach_experts, check_empty
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
-from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.rules_file import INFO_KEY, read_rules
-from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard, read_model, read_optimizer
+from zckpt.formats.deepspeed.same_on_ranks import keep_others
+from zckpt.formats.deepspeed.shards import (
+    MODEL_KEYS,
+    ModelShard,
+    OptimizerShard,
+    configuration,
+    read_model,
+    read_optimizer,
+)
 from zckpt.formats.deepspeed.stage0 import attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import Rules
@@ -27,6 +35,9 @@ from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
 VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
 """The rules that also matter where nothing is sliced."""
+
+EXTRA_STATE_KEY = "module_extra_state"
+"""Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
 
 OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 """What an optimizer file holds beside the optimizer's state and how it is cut."""
@@ -69,11 +80,17 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         )
     optimizers = [read_optimizer(shard) for shard in directory.of(OPTIMIZER)]
     outside = [(shard, read_torchfile(shard.path)) for shard in [*directory.of(EXPERT), *directory.of(PIPELINE_LAYER)]]
+    of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
-    for shard, file in [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside]:
+    files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
+    for shard, file in files:
         known = MODEL_RULES if shard.role == MODEL else ()
         checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known))
     _refuse_unknown(directory, models)
+    if optimizers:
+        check_empty(of_experts)
+        for model in models:  # that of a mixture of experts has no configuration before 0.19
+            model.configuration = model.configuration or configuration(optimizers[0])
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
@@ -88,9 +105,10 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     )
     checkpoint.padding, checkpoint.padding_runs = state.padding, state.padding_runs
     checkpoint.duplicates = state.duplicates
+    checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
-        directory, models[0], members, ranks, experts, info, None if tp_rules is None else str(tp_rules)
+        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules)
     )
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
@@ -98,12 +116,14 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     if not optimizers:
         for parameter in checkpoint.parameters.values():
             parameter.frozen = False  # a file without groups does not say
-    if not optimizers and models[0].content.get("optimizer") is not None:
+    if not optimizers and (of_experts or models[0].content.get("optimizer") is not None):
         if len(states) > 1:
             checkpoint.warnings.append(
                 "without ZeRO, each model-parallel rank numbers its optimizer's parameters by itself; "
                 "the optimizer's state is left out"
             )
+        elif of_experts:
+            attach_experts(checkpoint, of_experts, models[0], names)
         else:
             attach_optimizer(checkpoint, models[0], names)
     elif names is not None and optimizers:
@@ -124,8 +144,6 @@ def _expert_weights(files: Sequence[tuple[Shard, TorchFile]], mp_rank: int) -> W
 
 
 def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
-    if directory.of(EXPERT_OPTIMIZER):
-        raise UnsupportedError("experts without ZeRO: their optimizer is in files of its own", path=directory.path)
     for model in models:
         if plain(model.content.get("ds_autoep_layers")):
             raise UnsupportedError("experts placed by AutoEP", path=model.shard.path)
@@ -229,7 +247,7 @@ def _describe(
     step = model.content.get("global_steps")
     checkpoint.step = step if type(step) is int else None
     checkpoint.zero_stage = _stage(model, members)
-    checkpoint.loss_scale = _loss_scale(model, members)
+    checkpoint.loss_scale = _loss_scale(members)
     checkpoint.details["tag"] = directory.tag
     if members:
         checkpoint.details["optimizer_form"] = "elastic" if members[0].elastic else "rigid"
@@ -245,6 +263,10 @@ def _describe(
     checkpoint.metadata |= {
         key: carried(model.file, model.content[key]) for key in KEPT_KEYS if model.content.get(key) is not None
     }
+    if model.configuration is not None:
+        checkpoint.metadata.setdefault("ds_config", carried(model.file, model.configuration))
+    if model.extra:
+        checkpoint.metadata[EXTRA_STATE_KEY] = carried(model.file, dict(model.extra))
     if members:
         content = members[0].content
         checkpoint.optimizer_metadata = {
@@ -282,12 +304,9 @@ def _stage(model: ModelShard, members: Sequence[OptimizerShard]) -> int:
     return configured if isinstance(configured, int) else (1 if members else 0)
 
 
-def _loss_scale(model: ModelShard, members: Sequence[OptimizerShard]) -> float | None:
+def _loss_scale(members: Sequence[OptimizerShard]) -> float | None:
     scaler = members[0].content.get("loss_scaler") if members else None
     scale: object = None
     if isinstance(scaler, Object):
         scale = scaler.get("cur_scale")
-    elif not members:
-        optimizer = model.content.get("optimizer")
-        scale = optimizer.get("cur_scale") if isinstance(optimizer, dict) else None
     return float(scale) if isinstance(scale, (int, float)) else None

@@ -68,6 +68,10 @@ class ModelShard:
         Alias to owner.
     content : dict
         The file's whole top level.
+    extra : dict
+        What of `module` is no tensor.
+    configuration : object
+        DeepSpeed's, from this file or, where it has none, from an optimizer's.
     """
 
     shard: Shard
@@ -79,11 +83,13 @@ class ModelShard:
     frozen_fragments: dict[str, Tensor] | None
     shared: dict[str, str] | None
     content: dict[str, object]
+    extra: dict[str, object] = field(default_factory=dict)
+    configuration: object = None
 
     @property
     def config(self) -> dict[str, object]:
         """DeepSpeed's configuration as JSON-able data; empty where absent."""
-        config = plain(self.content.get("ds_config"))
+        config = plain(self.configuration)
         return config if isinstance(config, dict) else {}
 
 
@@ -161,6 +167,8 @@ def read_model(shard: Shard) -> ModelShard:
         _tensors_by_name(fragments, shard.path) if isinstance(fragments, dict) else None,
         _shared(shared, shard.path),
         by_name(content, shard.path),
+        {str(k): v for k, v in module.items() if not isinstance(v, Tensor)} if isinstance(module, dict) else {},
+        content.get("ds_config"),
     )
 
 
@@ -242,6 +250,11 @@ def read_optimizer(shard: Shard) -> OptimizerShard:
     version = z.get("ds_version", top.get("ds_version"))
     found.version = version if isinstance(version, str) else None
     return found
+
+
+def configuration(shard: OptimizerShard) -> object:
+    """Return DeepSpeed's configuration as an optimizer file has it; None where it has none."""
+    return shard.file.root.get("ds_config") if isinstance(shard.file.root, dict) else None
 
 
 def _stage(z: Mapping[str, object], path: str) -> int:

@@ -1,21 +1,24 @@
 """Stage 0: the optimizer is a plain one, in the model file; with 16-bit weights its masters are beside it.
 
 optimizer = {state, param_groups}                                           fp32
-optimizer = {optimizer_state_dict: {state, param_groups}, fp32_groups}      FP16_UnfusedOptimizer: a list of
-                                                                            tensors for each group
-optimizer = {optimizer_state_dict, fp32_groups_flat}                        FP16_Optimizer: one flat tensor each
+optimizer = {optimizer_state_dict: {state, param_groups}, fp32_groups,      FP16_UnfusedOptimizer: a list of
+             dynamic_loss_scale, cur_scale, cur_iter, ...}                  tensors for each group
+optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16_Optimizer: one flat tensor each
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.tensors import slot_of
-from zckpt.formats.torch_optimizer import attach, parse
+from zckpt.formats.tensors import carried, slot_of
+from zckpt.formats.torch_optimizer import OptimizerState, Sample, attach, parse
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import Tensor, TorchFile
+
+_STATE = frozenset({"optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups"})
+"""What of an optimizer is read as slots and groups; the rest is about loss scaling and clipping."""
 
 
 def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[str] | None) -> None:
@@ -32,31 +35,60 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         raise DamagedFileError(
             "unexpected content", path=path, expected="an optimizer's state dict", found=type(content).__name__
         )
-    if "fp32_groups_flat" in content:
+    keep_beside(checkpoint, content, model.file)
+    optimizer = of_content(content, path)
+    if optimizer is None:
         checkpoint.warnings.append(
             f"{path}: FP16_Optimizer holds its masters and state in one flat tensor for each group without the names "
             f"and order of the parameters; they are left out, the weights are there"
         )
         return
+    attach(checkpoint, optimizer, path, names=names, sample=rounds_to_weight(checkpoint, path, optimizer))
+    mark_frozen(checkpoint)
+
+
+def of_content(content: Mapping[object, object], path: str) -> OptimizerState | None:
+    """Return an optimizer with its masters; None where they are flat.
+
+    Raises
+    ------
+    DamagedFileError
+        It is none that DeepSpeed writes.
+    """
+    if "fp32_groups_flat" in content:
+        return None
     masters: list[Tensor] = []
     base: object = content
     if "optimizer_state_dict" in content:
         base = content["optimizer_state_dict"]
-        groups = content.get("fp32_groups") or []
-        masters = [t for group in groups for t in group if isinstance(t, Tensor)]
-    optimizer = parse(base, path, masters)
+        groups = content.get("fp32_groups")
+        masters = [t for group in groups for t in group if isinstance(t, Tensor)] if isinstance(groups, list) else []
+    return parse(base, path, masters)
+
+
+def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerState) -> Sample | None:
+    """Return what tells by values whether a master belongs to a weight; None where there are no masters."""
 
     def sample(master: Tensor, name: str) -> bool:
         from zckpt.weight_check import rounds_to
 
-        weight = model.module.get(name)
-        return weight is not None and rounds_to(slot_of(MASTER, master, path), slot_of(WEIGHT, weight, path))
+        weight = checkpoint.parameters[name].slots.get(WEIGHT)
+        return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)
 
-    attach(checkpoint, optimizer, path, names=names, sample=sample if masters else None)
-    _mark_frozen(checkpoint)
+    return sample if optimizer.masters else None
 
 
-def _mark_frozen(checkpoint: Checkpoint) -> None:
+def keep_beside(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:
+    """Keep what an optimizer has beside its state: the loss scale and how it changes, clipping."""
+    for key, value in content.items():
+        if key not in _STATE:
+            checkpoint.optimizer_metadata[str(key)] = carried(file, value)
+    scale = content.get("cur_scale")
+    if isinstance(scale, (int, float)):
+        checkpoint.loss_scale = float(scale)
+
+
+def mark_frozen(checkpoint: Checkpoint) -> None:
     """Mark parameters that no number of the optimizer can stand for; what is not certain is not marked."""
     owned = {name for group in checkpoint.param_groups for name in group.parameters}
     shapes = {parameter.shape for parameter in checkpoint.unnamed.values()}

@@ -56,6 +56,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     merged.duplicates = [one for state in states for one in state.duplicates]
+    merged.per_rank = [one for state in states for one in state.per_rank]
     for state in states[1:]:
         merged.duplicates += _kept_by(state, first, merged)
     for state in states:

@@ -27,14 +27,15 @@ def tied_names(
     Notes
     -----
     DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
-    they are not. Files before 2023 have no `shared_params`: there, two names of the same bytes are one parameter.
+    they are not. Files before 2023 have no `shared_params`, and what DeepSpeed's own Python writer writes has an empty
+    one: there, two names of the same bytes are one parameter.
     """
     found: dict[str, str] = dict(others)
     recorded = [model.shared for model in models if model.shared is not None]
     module = models[0].module
     for shared in recorded:
         found.update(shared)
-    if not recorded and not parameterwise:
+    if not any(recorded) and not parameterwise:
         owners: dict[tuple[object, ...], str] = {}
         ordered = sorted(module, key=lambda name: name not in trained)
         for name in ordered:

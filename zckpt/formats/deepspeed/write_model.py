@@ -55,6 +55,8 @@ def _shared(source: ModelShard, mp: TargetRank, rank: int) -> object:
     """Return the list of tied parameters; DeepSpeed lets the first rank of all write it, others have an empty one."""
     listed = source.content.get("shared_params")
     first = mp.mp_rank == 0 and rank == 0
+    if listed == {} and first and source is mp.model:  # some writers leave it empty where parameters are tied
+        return {p.name: p.tied_to for p in mp.parameters.values() if p.tied_to is not None}
     return listed if first or listed is None or source is not mp.model else {}
 
 
@@ -110,6 +112,8 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
                 made[owner.name] = _single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
             module[name] = replace(made[owner.name]) if not apart else _single(target, owner)
+    for name, value in source.extra.items():
+        module[name] = FromFile.of(source.file, value)
     return module
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.parts import slot_parts
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.scalars import encode
 from zckpt.formats.torch_archive import FromFile, SlotPart, ValueTensor, new_storage, view
 from zckpt.partition import (
@@ -54,7 +55,7 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
 
 def config_tree(target: Target) -> object:
     """Return DeepSpeed's configuration, true of the target where it speaks of what was changed."""
-    config = target.origin.model.content.get("ds_config")
+    config = target.origin.model.configuration
     if not isinstance(config, dict):
         return config
     changed = dict(config)
@@ -96,9 +97,20 @@ def _slot_keys(parameters: list[Parameter]) -> list[str]:
     return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
-def _ordered(first: OptimizerShard, group: ParamGroup, tensors: dict[object, object]) -> dict[object, object]:
+def _own_values(target: Target, mp: TargetRank, rank: int, part: int) -> dict[object, object]:
+    """Return the state that one rank has of its own, as its file has it."""
+    return {
+        one.key: _value(one.value)
+        for one in target.checkpoint.per_rank
+        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, part)
+    }
+
+
+def _ordered(
+    first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
+) -> dict[object, object]:
     """Return one state with its keys in the order that the source's have."""
-    state = {**_values(group), **tensors}
+    state = {**_values(group), **tensors, **own}
     known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
     order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
     return {key: state[key] for key in order if key in state}
@@ -126,10 +138,14 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         full = partition if target.bf16_optimizer else stripped
         masters.append(_partition(parameters, MASTER, fragments, partition, full, like=like))
         length = stripped if target.elastic else partition
-        tensors: dict[object, object] = {
-            key: _partition(parameters, key, fragments, partition, length) for key in _slot_keys(parameters)
-        }
-        states.append(_ordered(source, group.values, tensors))
+        keys = _slot_keys(parameters)
+        tensors: dict[object, object] = {}
+        if MOMENTUM in keys and _keeps_whole(target, group):
+            keys.remove(MOMENTUM)
+            if fragments:
+                tensors[MOMENTUM] = _whole([parameters[f.index] for f in fragments], MOMENTUM)
+        tensors |= {key: _partition(parameters, key, fragments, partition, length) for key in keys}
+        states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
         mappings.append(_mapping(parameters, fragments))
@@ -179,6 +195,22 @@ def _partition(
     return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
 
 
+def _keeps_whole(target: Target, group: TargetGroup) -> bool:
+    """Tell whether DeepSpeed has the momentum of a group as whole matrices; it would take a partition for some."""
+    config = target.origin.model.config
+    return keeps_whole_matrices(group.values.hyperparameters, config, partition=target.bf16_optimizer)
+
+
+def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
+    """Return one slot of whole parameters, end to end."""
+    parts: list[SlotPart] = []
+    at = 0
+    for p in parameters:
+        parts += _parts(p, key, 0, at, p.numel)
+        at += p.numel
+    return view(new_storage(_dtype(list(parameters), key), at, parts), (at,))
+
+
 def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
     slot = parameter.slots.get(key)
     if slot is not None:
@@ -207,7 +239,7 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             numbers.append(number)
             like = known[min(number, len(known) - 1)] if known else None
             master, tensors = _shards(target, parameters, rank, like)
-            state = _ordered(source, group.values, tensors)
+            state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state
             masters.append(master)

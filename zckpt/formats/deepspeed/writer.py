@@ -31,6 +31,12 @@ def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
     for shard, file in target.origin.experts:
         # Named and numbered over all ranks, they are the same at any number of ranks.
         files.append(torch_archive.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file, file.root)))
+    of_experts = target.origin.expert_optimizers
+    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
+    for rank in range(degree) if of_experts else ():
+        shard, file = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
+        name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
+        files.append(torch_archive.lay_out(f"{folder}{name}", FromFile.of(file, file.root)))
     for mp in target.ranks:
         for rank in range(target.world_size):
             name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"

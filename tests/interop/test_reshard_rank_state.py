@@ -1,0 +1,141 @@
+"""Optimizers whose state is not one value for each element: what DeepSpeed resumes, and what is refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.engine import Spec, produce, resume
+from tests.truth import Truth, assert_consolidated
+
+pytestmark = pytest.mark.interop
+
+OWN = {
+    "lamb": {"trust_ratio", "weight_norm", "adam_norm"},
+    "adafactor": {"RMS"},
+    "blockwise": {"__bnb_optimizer_quant_state__"},
+}
+
+
+def spec(name: str, **changes: Any) -> Spec:
+    return Spec(name, **{"world_size": 3, "steps": 3, "steps_after": 2, **changes})
+
+
+MUON = spec("muon_s2", model="matrices", optimizer="muon")
+MUON_FP32 = spec("muon_s1_fp32", model="matrices", optimizer="muon", stage=1, dtype="fp32")
+MUON_ALIGNED = spec("muon_s2_palign", model="matrices", optimizer="muon", world_size=4, parameter_alignment=True)
+MUON_TWO = spec("muon_s2_dp2", model="matrices", optimizer="muon", world_size=2)
+MUON_S3 = spec("muon_s3", model="matrices", optimizer="muon", stage=3)
+NADAM = spec("nadam_s2", optimizer="nadam")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
+    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
+    directory = tmp_path_factory.mktemp("made")
+    folders: dict[str, Path] = {}
+
+    def get(wanted: Spec) -> Path:
+        if wanted.name not in folders:
+            folders.update(produce([wanted], directory))
+        return folders[wanted.name]
+
+    return get
+
+
+CASES = [spec(f"{kind}_s{stage}", optimizer=kind, stage=stage, dtype="fp32", world_size=2)
+         for kind, stage in (("lamb", 2), ("adafactor", 1), ("blockwise", 1), ("blockwise", 3))]  # fmt: skip
+each = pytest.mark.parametrize("source", CASES, ids=lambda one: one.name)
+
+
+@each
+def test_state_of_each_rank_is_read_as_its_own(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder, keys = made(source), OWN[source.optimizer]
+    found = zckpt.open(folder)
+    assert {value.key for value in found.per_rank} == keys
+    assert {value.rank for value in found.per_rank} == {0, 1}
+    assert not any(keys & group.state.keys() for group in found.param_groups)
+    verified = zckpt.verify(folder, deep=True)
+    assert verified.sound, verified.findings
+    assert_consolidated(folder, Truth(folder), tmp_path)
+
+
+@each
+def test_it_is_not_cut_for_other_ranks(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder, keys = made(source), OWN[source.optimizer]
+    for options in ({"world_size": 3}, {"world_size": 2, "stage": 1 if source.stage == 3 else 3}):
+        with pytest.raises(zckpt.UnsupportedError, match=min(keys)) as error:
+            zckpt.reshard(folder, tmp_path / "cut", **options)
+        assert all(key in str(error.value) for key in keys)
+    for to in ("zckpt", "consolidated", "universal"):
+        with pytest.raises(zckpt.UnsupportedError, match=min(keys)):
+            zckpt.convert(folder, tmp_path / "cut", to=to)
+    assert not (tmp_path / "cut").exists()
+
+
+@each
+def test_deepspeed_resumes_it_at_the_same_number_of_ranks(
+    source: Spec, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """At the same size every loss is the same bit for bit, so that the state was."""
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=2, verify=True)
+    verdict = resume(tmp_path / "cut", source, folder)
+    assert verdict.ok, verdict
+    assert [one.key for one in zckpt.open(tmp_path / "cut").per_rank] == [
+        one.key for one in zckpt.open(folder).per_rank
+    ]
+
+
+@pytest.mark.parametrize("source", [MUON, MUON_FP32, MUON_ALIGNED, MUON_TWO, MUON_S3, NADAM], ids=lambda one: one.name)
+def test_what_is_read_is_the_truth(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(source)
+    assert_consolidated(folder, Truth(folder), tmp_path)
+    assert zckpt.open(folder).per_rank == []
+    verified = zckpt.verify(folder, deep=True)
+    assert verified.sound, verified.findings
+
+
+@pytest.mark.parametrize(
+    ("source", "world_size", "changes"),
+    [
+        (MUON, 2, {}),
+        (MUON, 4, {}),
+        (MUON_TWO, 3, {}),
+        (MUON_FP32, 4, {"stage": 2}),
+        (MUON_ALIGNED, 3, {}),
+        (MUON, 2, {"stage": 3}),
+        (MUON_S3, 2, {"stage": 2}),
+        (NADAM, 4, {}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Spec) else str(value),
+)
+def test_deepspeed_resumes_matrices_cut_anew(
+    source: Spec, world_size: int, changes: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=world_size, **changes, verify=True)
+    verdict = resume(tmp_path / "cut", dataclasses.replace(source, world_size=world_size, **changes), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= (2e-5 if source.dtype == "fp32" else 3e-2), verdict.losses
+
+
+def test_matrix_on_two_ranks_is_whole_on_both(made: Callable[[Spec], Path]) -> None:
+    """Three partitions of 414 elements over matrices of 310: the momentum of a cut one is there twice."""
+    found = zckpt.open(made(MUON))
+    copies = {(one.name, one.rank) for one in found.duplicates if one.slot.name == "momentum_buffer"}
+    assert {rank for _, rank in copies} == {1, 2}
+    assert found.parameters["up.0.weight"].slots["momentum_buffer"].dtype == "bfloat16"
+    assert torch.equal(found.read("down.1.weight", "momentum_buffer").float(),
+                       Truth(made(MUON)).tensors["momentum_buffer/down.1.weight"])  # fmt: skip
+
+
+def test_muon_is_not_made_elastic(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError, match="momentum"):
+        zckpt.reshard(made(MUON), tmp_path / "cut", world_size=2, elastic=True)
