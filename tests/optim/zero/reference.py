@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import ZeroOptimizer
+from zckpt.optim.zero.stand_in import StandIn
 
 Optimizer = torch.optim.Optimizer
 
@@ -119,6 +120,11 @@ def assert_alike(model: torch.nn.Module) -> None:
 def bits(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return a copy of the parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank holds a parameter's whole gradient."""
+    return parameter.grad is not None and not isinstance(parameter.grad, StandIn)
 
 
 def is_unchanged(model: torch.nn.Module, before: Sequence[torch.Tensor]) -> bool:

@@ -229,18 +229,6 @@ def copies_are_refused(rank: int, world_size: int) -> None:
             act(ours)
 
 
-def scaler_of_torch_is_refused(rank: int, world_size: int) -> None:
-    """It looks for gradients in `grad`, from which they have been taken: it says so, and nothing is stepped."""
-    model = Net()
-    ours = make(model)
-    before = bits(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of(model, 0, rank)).backward()
-    with pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(ours)
-    assert is_unchanged(model, before)
-
-
 def rates_that_are_tensors(rank: int, world_size: int) -> None:
     """A rate may be a tensor, which is read at each step."""
     model = Net()
@@ -313,7 +301,7 @@ def moved_parameters(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(
     "check",
     [changed_hyperparameters, hooks_of_a_step, hooks_of_state_dicts, names_and_defaults, zeroed_gradients,
-     copies_are_refused, scaler_of_torch_is_refused, rates_that_are_tensors, group_added_between_steps,
+     copies_are_refused, rates_that_are_tensors, group_added_between_steps,
      moved_parameters],
     ids=lambda check: check.__name__,
 )  # fmt: skip

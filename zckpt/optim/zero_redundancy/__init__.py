@@ -4,7 +4,6 @@ partitioned    which rank has which parameter, and its local optimizer
 state_dicts    giving state away and taking it in
 optimizer      the class: the step, alone or along with DDP
 exchange       how updated parameters get from the rank that steps them to the others
-memory         how a tensor lies in memory
 consolidation  the whole state on one rank, tensor by tensor
 groups         param groups, and the part of each that a rank has
 overlap        which rank steps which part of which gradient bucket of DDP

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from zckpt.optim.memory import copied_like
 from zckpt.optim.param_groups import Group, copied, hyperparameters
-from zckpt.optim.zero_redundancy.memory import copied_like
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
