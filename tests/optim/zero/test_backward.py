@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.engine import run
 from tests.optim.zero.reference import (
     TOLERANCE,
+    Flat,
     Net,
     Unsharded,
     assert_alike,
@@ -82,19 +83,22 @@ def test_parameters_that_some_passes_or_ranks_do_not_use(uses: str) -> None:
 
 
 def on_one_rank(rank: int, world_size: int) -> None:
-    """Nothing is summed over ranks, so that all is equal, bit for bit."""
+    """Nothing is summed over ranks, so that all is equal, bit for bit, to one flat tensor's training."""
     for options in modes():
-        model = Net()
-        twin = Unsharded(model, torch.optim.AdamW)
+        model, flat = Net(), Net()
+        plain, twin = Flat(flat, torch.optim.AdamW), Unsharded(model, torch.optim.AdamW)
         ours = make(model, torch.optim.AdamW, **options)
         for step in range(5):
             ours.backward(loss_of(model, step, spare=step % 2 == 0))
             ours.step()
+            loss_of(flat, step, spare=step % 2 == 0).backward()
+            plain.step()
             twin.train([partial(loss_of, step=step, spare=step % 2 == 0)], 1)
-        twin.assert_is(model, exactly=True)
+        assert is_unchanged(model, bits(flat))
+        twin.assert_is(model)
 
 
-def test_one_rank_is_unsharded_training_bit_for_bit() -> None:
+def test_one_rank_is_flat_training_bit_for_bit() -> None:
     run(on_one_rank, 1)
 
 

@@ -18,6 +18,7 @@ from tests.engine import run
 from tests.optim.zero.reference import (
     SGD,
     TOLERANCE,
+    Flat,
     Net,
     assert_alike,
     bits,
@@ -172,12 +173,16 @@ def test_trains_as_the_plain_optimizer(mode: str) -> None:
 
 
 def equals_bit_for_bit_where_sums_are_the_same(rank: int, world_size: int) -> None:
-    """Of two ranks, whose sum has no order, with one bucket."""
+    """Of two ranks, whose sum has no order, with one bucket, and elements that lie in the same places."""
     model, ours = pair(torch.float32, {}, reduce_scatter=False)
-    other = DDP(Net())
-    theirs = torch.optim.SGD(groups(other.module), **SGD)
-    for one, optimizer in ((model, ours), (other, theirs)):
-        plain(one, optimizer, rank)
+    net = Net()
+    theirs = Flat(net, torch.optim.SGD, parts=world_size)
+    other = DDP(net)
+    for step in range(4):
+        step_of(model, ours, step, rank)
+        ours.step()
+        loss_of(other, step, rank).backward()
+        theirs.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
