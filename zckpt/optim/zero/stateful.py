@@ -92,7 +92,9 @@ class StatefulOptimizer(AttachedOptimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        made = self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        made: dict[str, Any] = state_dicts.DeepSpeedState(
+            self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        )
         for after in self._optimizer_state_dict_post_hooks.values():
             made = after(self, made) or made
         return made
