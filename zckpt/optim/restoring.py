@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.opened import OpenedCheckpoint
 from zckpt.optim.named_groups import Names, group_hyperparameters
@@ -22,6 +23,7 @@ from zckpt.optim.shares import share_of
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.parts import experts_of
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Scalar, Slot
 from zckpt.tensor_reads import Wanted, read_tensors
@@ -229,6 +231,7 @@ class _Flat(Restoring):
     masters: list[torch.Tensor] = field(default_factory=list)
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    own_names: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
     @property
     def _flat(self) -> ZeroOptimizer:
@@ -238,12 +241,15 @@ class _Flat(Restoring):
     @property
     def publishes(self) -> set[str]:
         """Names of the parameters that are trained."""
-        return {self.names[parameter] for group in self._flat.groups for parameter in group.parameters}
+        return {self.own_names[parameter] for group in self._flat.groups for parameter in group.parameters}
 
     def prepare(self) -> None:
-        """Make room for masters and state."""
+        """Make room for masters and state. Experts are found by their global numbers."""
         optimizer = self._flat
-        names = [[self.names[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups]
+        self.own_names = self.names
+        experts = experts_of(optimizer, self.names)
+        self.names = {parameter: experts.named(name) for parameter, name in self.own_names.items()}
+        names = [self._group_names(index) for index in range(len(optimizer.groups))]
         known = optimizer.optim.state_dict()["param_groups"]
         hyperparameters = self.hyperparameters(names, optimizer.param_groups)
         self.groups = [
@@ -257,6 +263,14 @@ class _Flat(Restoring):
             values = self._state(group, owners)
             if values:
                 self.state[index] = values
+
+    def _group_names(self, index: int) -> list[str]:
+        """Return the names of a param group's trained parameters; of experts, also those that other ranks have."""
+        optimizer, every = self._flat, self.checkpoint.param_groups
+        names = [self.names[p] for p in optimizer.param_groups[index]["params"] if p in optimizer._place]
+        if optimizer.groups[index].is_expert and index < len(every):
+            names += [name for name in every[index].parameters if is_expert(name) and name not in names]
+        return names
 
     def _state(self, group: FlatGroup, owners: Sequence[Parameter | None]) -> dict[str, Any]:
         """Return the state of a flat master: room for this rank's part of each slot, and what is one value for all.

@@ -17,6 +17,7 @@ optimizer          the class: the step, and what ranks without inputs do
 full_state         whole tensors by name
 state_dicts        state in DeepSpeed's form
 deepspeed_objects  the objects in it under DeepSpeed's names
+parts              experts under their global numbers, parts of models
 files              DeepSpeed's directories written, any checkpoint loaded
 """
 
