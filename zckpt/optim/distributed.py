@@ -211,7 +211,7 @@ class LocalOptimizer:
 
     def load(self, state: State, hyperparameters: list[Group]) -> None:
         """Take over state by number, laid out in memory as its parameter is; what is not there is cleared."""
-        from zckpt.optim.zero_redundancy.memory import copied_like
+        from zckpt.optim.memory import copied_like
 
         with self.lock:
             saved = self.optimizer.state_dict()["param_groups"]

@@ -131,6 +131,7 @@ def _of_parameter(
 
 def _of_flat_groups(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], found: OptimizerState) -> None:
     refuse_parts(optimizer)
+    optimizer.adopt_weights()
     mine = (world_rank(),)
     has_masters = not _are_weights(optimizer)
     for group, flat, values in zip(optimizer.param_groups, optimizer.groups, found.group_values, strict=True):

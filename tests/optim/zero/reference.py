@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import ZeroOptimizer
+from zckpt.optim.zero.stand_in import StandIn
 
 Optimizer = torch.optim.Optimizer
 
@@ -89,14 +90,61 @@ class Unsharded:
         for loss in losses:
             (loss(self.model) / divisor).backward()
 
-    def assert_is(self, model: torch.nn.Module, *, exactly: bool = False) -> None:
-        """Fail unless another model has the same parameters."""
+    def assert_is(self, model: torch.nn.Module) -> None:
+        """Fail unless another model has the same parameters, but for rounding."""
         theirs = dict(self.model.named_parameters())
         for name, parameter in model.named_parameters():
-            tolerance = {"rtol": 0, "atol": 0} if exactly else TOLERANCE
             torch.testing.assert_close(
-                parameter.detach(), theirs[name].detach(), **tolerance, msg=lambda told, at=name: f"{at}: {told}"
+                parameter.detach(), theirs[name].detach(), **TOLERANCE, msg=lambda told, at=name: f"{at}: {told}"
             )
+
+
+class Flat:
+    """The plain optimizer of the same model's elements, where and how ZeroOptimizer has them: equal bit for bit.
+
+    A kernel may round the last elements of a tensor otherwise than the first (scalar instructions beside vectors), and
+    a matrix product may depend on where its factors lie: bits can only be asked of tensors of the same sizes in the
+    same places. Here they lie in a buffer for each group, padded to 2 x parts, and are stepped in as many equal parts.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_class: type[Optimizer], *, parts: int = 1, **defaults: Any
+    ) -> None:
+        its = {**SGD, **defaults} if optimizer_class is torch.optim.SGD else {"lr": 0.01, **defaults}
+        self.members: list[list[torch.nn.Parameter]] = []
+        self.flats: list[torch.Tensor] = []
+        given = []
+        for group in groups(model):
+            members = [parameter for _, parameter in group["params"]]
+            numel = sum(parameter.numel() for parameter in members)
+            flat = torch.zeros(numel + -numel % (2 * parts), dtype=members[0].dtype)
+            at = 0
+            for parameter in members:
+                view = flat[at : at + parameter.numel()].view(parameter.shape)
+                parameter.data = view.copy_(parameter.data)
+                at += parameter.numel()
+            self.members.append(members)
+            self.flats.append(flat)
+            masters = [torch.nn.Parameter(part.clone()) for part in flat.chunk(parts)]
+            given.append({**group, "params": masters})
+        self.optimizer = optimizer_class(given, **its)
+
+    def step(self) -> None:
+        """Step with the gradients that the model's parameters have, or with zeros, and forget them."""
+        for group, members, flat in zip(self.optimizer.param_groups, self.members, self.flats, strict=True):
+            gradient = torch.zeros_like(flat)
+            at = 0
+            for parameter in members:
+                if parameter.grad is not None:
+                    gradient[at : at + parameter.numel()] = parameter.grad.reshape(-1)
+                at += parameter.numel()
+                parameter.grad = None
+            for master, part in zip(group["params"], gradient.chunk(len(group["params"])), strict=True):
+                master.grad = part.clone()
+        self.optimizer.step()
+        for group, flat in zip(self.optimizer.param_groups, self.flats, strict=True):
+            for master, part in zip(group["params"], flat.chunk(len(group["params"])), strict=True):
+                part.copy_(master.detach())
 
 
 def every(rank: int, world_size: int, check: Callable[..., Any], variants: Sequence[Sequence[Any]]) -> None:
@@ -119,6 +167,11 @@ def assert_alike(model: torch.nn.Module) -> None:
 def bits(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return a copy of the parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def has_gradient(parameter: torch.Tensor) -> bool:
+    """Tell whether this rank holds a parameter's whole gradient."""
+    return parameter.grad is not None and not isinstance(parameter.grad, StandIn)
 
 
 def is_unchanged(model: torch.nn.Module, before: Sequence[torch.Tensor]) -> bool:

@@ -15,7 +15,19 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
 from tests.engine import run
-from tests.optim.zero.reference import SGD, TOLERANCE, Net, assert_alike, bits, every, groups, loss_of, make
+from tests.optim.zero.reference import (
+    SGD,
+    TOLERANCE,
+    Flat,
+    Net,
+    assert_alike,
+    bits,
+    every,
+    groups,
+    has_gradient,
+    loss_of,
+    make,
+)
 from zckpt.optim import ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -161,12 +173,16 @@ def test_trains_as_the_plain_optimizer(mode: str) -> None:
 
 
 def equals_bit_for_bit_where_sums_are_the_same(rank: int, world_size: int) -> None:
-    """Of two ranks, whose sum has no order, with one bucket."""
+    """Of two ranks, whose sum has no order, with one bucket, and elements that lie in the same places."""
     model, ours = pair(torch.float32, {}, reduce_scatter=False)
-    other = DDP(Net())
-    theirs = torch.optim.SGD(groups(other.module), **SGD)
-    for one, optimizer in ((model, ours), (other, theirs)):
-        plain(one, optimizer, rank)
+    net = Net()
+    theirs = Flat(net, torch.optim.SGD, parts=world_size)
+    other = DDP(net)
+    for step in range(4):
+        step_of(model, ours, step, rank)
+        ours.step()
+        loss_of(other, step, rank).backward()
+        theirs.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
@@ -198,10 +214,25 @@ def counted() -> Iterator[Counter[str]]:
             setattr(dist, name, call)
 
 
+def what_ddp_gets_back(optimizer: ZeroOptimizer) -> list[torch.Tensor]:
+    """Return a list that gets a copy of each bucket that DDP goes on with."""
+    found: list[torch.Tensor] = []
+    real = optimizer._reduce_bucket
+
+    def noted(bucket: Any) -> Any:
+        future = real(bucket)
+        found.append(future.wait().clone())
+        return future
+
+    optimizer._reduce_bucket = noted  # type: ignore[method-assign]
+    return found
+
+
 def reduces_each_gradient_once(rank: int, world_size: int) -> None:
     """To its owner, also if there is accumulation; and DDP's own reducer, which counts beside Python, sends nothing."""
     for reduce_scatter, name in ((True, "reduce"), (False, "all_reduce")):
         model, ours = pair(torch.float32, {"bucket_cap_mb": 1e-4}, reduce_scatter=reduce_scatter)
+        returned = what_ddp_gets_back(ours)
         numel = sum(p.numel() for p in model.parameters())
         step_of(model, ours, 0, rank)
         ours.step()
@@ -211,13 +242,14 @@ def reduces_each_gradient_once(rank: int, world_size: int) -> None:
                     with model.no_sync() if part < parts - 1 else contextlib.nullcontext():
                         step_of(model, ours, part, rank)
                 assert seen == {name: numel}
-                local = [p.grad for p in model.parameters()]
+                assert not any(map(has_gradient, model.parameters()))
                 ours.step()
             weights = sum(group.flat.numel() for group in ours.groups)
             assert seen == {name: numel, "broadcast": weights}
             theirs = [torch.empty(0)] * world_size
-            dist.all_gather_object(theirs, local)
-            # What DDP left in `grad` is this rank's: had it averaged gradients, too, all would have the same.
+            dist.all_gather_object(theirs, returned)
+            # What DDP puts into `grad` is this rank's: had it averaged gradients, too, all would have the same.
+            assert returned
             assert not any(torch.equal(a, b) for a, b in zip(theirs[0], theirs[1], strict=True))
 
 
@@ -256,7 +288,7 @@ def scales_the_loss(rank: int, world_size: int) -> None:
 
 
 def leaves_out_parameters_of_others(rank: int, world_size: int) -> None:
-    """The model's parameters that another optimizer has keep their gradients, which are not averaged."""
+    """The model's parameters that another optimizer has keep their gradients."""
     process_group = group_of_ranks()
     model = DDP(Net(), process_group=process_group)
     mine = [(n, p) for n, p in model.module.named_parameters() if not n.startswith("spare")]

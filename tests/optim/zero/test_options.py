@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import run
-from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, is_unchanged, loss_of, make
+from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, has_gradient, is_unchanged, loss_of, make
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -153,7 +153,7 @@ def stage_2_reduces_in_every_backward_and_stage_1_in_the_last(rank: int, world_s
                 ours.backward(model.loss(rank, step))
             counts.append(len(seen.reductions))
         assert counts == ([0, 0, 4] if stage == 1 else [4, 4, 4])
-        assert all(p.grad is None for p in model.parameters())
+        assert not any(map(has_gradient, model.parameters()))
 
 
 @of("stage", 2)
@@ -161,7 +161,7 @@ def memory_held_between_two_backwards_is_whole_or_a_partition(rank: int, world_s
     for stage in (1, 2):
         model, ours = layered(stage=stage, gradient_accumulation_steps=2)
         ours.backward(model.loss(rank))
-        whole = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+        whole = sum(p.numel() for p in model.parameters() if has_gradient(p))
         parts = sum(group.gradient.numel() for group in ours.groups if group.gradient is not None)
         assert (whole, parts) == ((ALL, 0) if stage == 1 else (0, ALL // 2))
         ours.backward(model.loss(rank))
@@ -602,12 +602,14 @@ def test_every_option_changes_what_it_should(world_size: int) -> None:
 
 
 IN_TEST_PARTITION = {"round_robin_gradients", "parameter_alignment", "fp16_master_weights_and_gradients"}
+IN_TEST_WEIGHTS = {"broadcast_weights"}
+IN_TEST_PER_TENSOR = {"allow_per_tensor"}
 
 
 def test_every_option_has_a_test() -> None:
     parameters = inspect.signature(ZeroOptimizer).parameters.values()
     options = {parameter.name for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
-    assert options == set(OPTIONS) | IN_TEST_PARTITION
+    assert options == set(OPTIONS) | IN_TEST_PARTITION | IN_TEST_WEIGHTS | IN_TEST_PER_TENSOR
 
 
 def out_of_range(rank: int, world_size: int) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.optim.param_groups import Group
 from zckpt.optim.restoring.restoring import Restoring, single
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import Scaler, adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.parts import experts_of
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Scalar, Slot
 from zckpt.tensor_reads import Wanted, read_tensors
 from zckpt.torchfile import FromFile, Object, plain
@@ -28,6 +30,7 @@ class Flat(Restoring):
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     scaler: Scaler | None = None
+    own_names: Mapping[torch.Tensor, str] = field(default_factory=dict)
 
     @property
     def _flat(self) -> ZeroOptimizer:
@@ -37,12 +40,15 @@ class Flat(Restoring):
     @property
     def publishes(self) -> set[str]:
         """Names of the parameters that are trained."""
-        return {self.names[parameter] for group in self._flat.groups for parameter in group.parameters}
+        return {self.own_names[parameter] for group in self._flat.groups for parameter in group.parameters}
 
     def prepare(self) -> None:
-        """Make room for masters and state."""
+        """Make room for masters and state. Experts are found by their global numbers."""
         optimizer = self._flat
-        names = [[self.names[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups]
+        self.own_names = self.names
+        experts = experts_of(optimizer, self.names)
+        self.names = {parameter: experts.named(name) for parameter, name in self.own_names.items()}
+        names = [self._group_names(index) for index in range(len(optimizer.groups))]
         known = optimizer.optim.state_dict()["param_groups"]
         hyperparameters = self.hyperparameters(names, optimizer.param_groups)
         self.groups = [
@@ -57,6 +63,14 @@ class Flat(Restoring):
             if values:
                 self.state[index] = values
         self.scaler = self._scaler()
+
+    def _group_names(self, index: int) -> list[str]:
+        """Return the names of a param group's trained parameters; of experts, also those that other ranks have."""
+        optimizer, every = self._flat, self.checkpoint.param_groups
+        names = [self.names[p] for p in optimizer.param_groups[index]["params"] if p in optimizer._place]
+        if optimizer.groups[index].is_expert and index < len(every):
+            names += [name for name in every[index].parameters if is_expert(name) and name not in names]
+        return names
 
     def _scaler(self) -> Scaler:
         """Return the loss scaler that the checkpoint has, or else the optimizer's.

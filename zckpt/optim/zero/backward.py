@@ -1,7 +1,8 @@
 """Backward: gradients are taken as they become ready, reduced, and accumulated until a step is due.
 
-A window is what lies between two steps: one backward, or `gradient_accumulation_steps` of them. A pass is one backward
-that is not under `no_sync`. Stage 2 reduces in every pass; stage 1 in the last of a window.
+A window is what lies between two steps: one backward, or `gradient_accumulation_steps` of them, or what somebody says
+is one. A pass is one backward that is not under `no_sync`. Stage 2 reduces in every pass; stage 1 in the last of a
+window. What no pass has reduced when a step is due, is reduced then.
 """
 
 from __future__ import annotations
@@ -15,19 +16,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zckpt.optim.param_groups import Group
-from zckpt.optim.zero.buckets import Bucket
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.loss_scale import Scaler
+from zckpt.optim.zero.norms import ModelParallel
 from zckpt.optim.zero.reduction import Reducer, Rules
+from zckpt.optim.zero.stand_in import StandIn, StandIns
 
 SHOWN_NAMES = 4
-
-GradBucket = Any
-"""`torch.distributed.GradBucket`, which torch does not type; a hook that DDP takes may not be annotated with it."""
 
 
 class WindowFailedError(RuntimeError):
@@ -36,6 +34,8 @@ class WindowFailedError(RuntimeError):
 
 class BackwardOptimizer(FlatOptimizer, Joinable):
     """Takes gradients from backward and keeps this rank's part of their average."""
+
+    model_parallel: ModelParallel | None = None
 
     def __init__(
         self,
@@ -57,14 +57,19 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         self.loss_scaler = loss_scaler
         self._external_loss_scale: float | None = None
         self._local: dict[torch.Tensor, torch.Tensor] = {}
-        self._hooks: dict[torch.Tensor, RemovableHandle] = {}
+        self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
+        self._stand_ins = StandIns()
         self._syncs = True
         self._passes = 0
         self._pass: int | None = None
         self._last_graph = -1
+        self._is_fresh = False
+        self._is_complete = False
+        self._is_reduced = True
+        self._is_forced = False
+        self._boundary: bool | None = None
         self._window_is_open = False
         self._failed = False
-        self._ddp_buckets: dict[tuple[int, ...], Bucket] | None = None
         Joinable.__init__(self)
         super().__init__(params, optimizer_class, **flat)
         on_gpu = any(group.flat.is_cuda for group in self.groups)
@@ -115,9 +120,6 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             loss = loss / self.gradient_accumulation_steps
         if self.loss_scale != 1.0:
             loss = loss * self.loss_scale
-        if self._ddp_buckets is not None:
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
-            return
         syncs = self._syncs
         if syncs:
             self._begin_pass()
@@ -128,14 +130,48 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             if syncs:
                 self._fail_pass()
             raise
-        if not syncs:
-            return
-        self._end_pass()
+        if syncs:
+            self._end_pass()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the window ends with the backward that ran since `step` was last called, or else with the next.
+
+        Notes
+        -----
+        Source: the method of this name of DeepSpeed's engine, 0.19, whose `step` is called after each backward, too.
+        """
+        if self._boundary is not None:
+            return self._boundary
+        return self._passes + (not self._is_fresh) >= self.gradient_accumulation_steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the next backward is the last of its window, whatever `gradient_accumulation_steps` says.
+
+        With False, `step` does nothing. With True, the backward that comes ends the window, and `step` steps: with
+        what the data's end has left, for example. It stays until it is set again; None lets the count decide. All
+        ranks say the same. Losses are divided by `gradient_accumulation_steps` all the same.
+
+        Raises
+        ------
+        RuntimeError
+            In a `Join`, whose ranks without inputs could not know.
+
+        Notes
+        -----
+        Source: the method of this name of DeepSpeed's engine, 0.19.
+        """
+        if is_boundary is not None and self._join_config.enable:
+            raise RuntimeError("ranks that have joined without inputs cannot know where a window ends: count passes")
+        self._boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank only, whole; the next backward outside reduces them along with its own."""
+        """Accumulate gradients on this rank only, whole.
+
+        The next backward outside reduces them along with its own; or else the step does.
+        """
         before, self._syncs = self._syncs, False
+        self._is_reduced = False
         try:
             yield
         finally:
@@ -149,15 +185,23 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         if self._is_made:
             self._reducer.forget()
             self._hook_all()
-            if self._ddp_buckets is not None:
-                self._ddp_buckets.clear()
 
     # --- gradients as they become ready
 
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether other ranks have other parts of the model."""
+        return self.model_parallel is not None and self.model_parallel.get_model_parallel_world_size() > 1
+
     def _hook_all(self) -> None:
-        if self._ddp_buckets is not None:
-            return
         this = weakref.ref(self)  # what hooks hold on to is never collected
+
+        def before_gradient(parameter: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
+            optimizer, its = this(), parameter()
+            if optimizer is not None:
+                optimizer._stand_ins.take_out()
+            if its is not None and isinstance(its.grad, StandIn):  # of an optimizer that is no more
+                its.grad = None
 
         def on_gradient(parameter: torch.Tensor) -> None:
             optimizer = this()
@@ -167,7 +211,10 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         for group in self.groups:
             for parameter in group.parameters:
                 if parameter not in self._hooks:
-                    self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                    self._hooks[parameter] = [
+                        parameter.register_hook(partial(before_gradient, weakref.ref(parameter))),  # type: ignore[no-untyped-call]
+                        parameter.register_post_accumulate_grad_hook(on_gradient),  # type: ignore[no-untyped-call]
+                    ]
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -185,6 +232,10 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
                 self._refuse_nested()
             self._settle()
             self._begin_pass(graph=graph)
+        self._take_note(parameter)
+
+    def _take_note(self, parameter: torch.Tensor) -> None:
+        """Keep or reduce a gradient that has become ready."""
         if self.stage == 1:
             self._keep(parameter)
         if self._reduces():
@@ -212,12 +263,29 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
 
     def _reduces(self) -> bool:
         """Tell whether the present pass reduces gradients."""
-        return self.stage == 2 or self._passes + 1 >= self.gradient_accumulation_steps
+        return self.stage == 2 or self._is_last()
+
+    def _is_last(self) -> bool:
+        """Tell whether the present pass is the last of its window, or the next one if there is none."""
+        if self._is_forced or self._boundary is not None:
+            return self._is_forced or bool(self._boundary)
+        return self._passes + 1 >= self.gradient_accumulation_steps
+
+    def _is_synchronised(self) -> bool:
+        """Tell whether all ranks reduce in the present pass, if the stage does."""
+        return True
+
+    def _is_due(self) -> bool:
+        """Tell whether the window has come to its end, where `step` steps; so it has where nothing has begun."""
+        if self._boundary is not None:
+            return self._boundary
+        return not 0 < self._passes < self.gradient_accumulation_steps
 
     # --- passes
 
     def _begin_pass(self, graph: int | None = None) -> None:
         """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
+        self._stand_ins.take_out()
         if not self._window_is_open:
             self._window_is_open = True
             Join.notify_join_context(self)
@@ -226,6 +294,10 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_graph, graph))
 
     def _end_graph(self, graph: int) -> None:
+        """End the pass of a backward that somebody else runs after all that is to be done at its end: DDP's, too."""
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_own, graph))
+
+    def _end_own(self, graph: int) -> None:
         """End the pass of a backward that somebody else runs, unless another has run inside."""
         if self._pass != graph:
             self._refuse_nested()
@@ -241,58 +313,104 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
         )
 
     def _end_pass(self, *, has_joined: bool = False) -> None:
-        missing = self._reducer.finish() if self._reduces() else []
-        self._pass = None
-        self._passes += 1
+        missing: list[torch.Tensor] = []
+        reduces = self._reduces() and self._is_synchronised()
+        if reduces:
+            missing = self._reduce_rest()
+            self._stand_ins.put(self)
+        self._count_pass(reduced=reduces)
         if not self.ignore_unused_parameters:
             self._refuse_unused([] if has_joined else missing)
+
+    def _reduce_rest(self) -> list[torch.Tensor]:
+        """Reduce what has not been reduced in this pass; return the parameters that had no gradient on this rank."""
+        return self._reducer.finish()
+
+    def _count_pass(self, *, reduced: bool) -> None:
+        self._is_complete = self._is_last()
+        self._is_reduced = reduced
+        self._is_fresh = True
+        self._pass = None
+        self._passes += 1
 
     def _fail_pass(self) -> None:
         """Take part in what is left of a pass that failed here, so that no rank waits for this one."""
         self._failed = True
         reduces = self._reduces()
-        self._pass = None
-        self._passes += 1
+        self._count_pass(reduced=reduces)
         with contextlib.suppress(Exception):  # the first error is told
             if reduces:
                 self._reducer.finish()
             if not self.ignore_unused_parameters:
                 self._refuse_unused([])
 
-    def _run_empty_passes(self, *, has_joined: bool = False) -> None:
-        """Take part in the passes that are left of this window, with what gradients there are."""
-        while self._passes < self.gradient_accumulation_steps:
-            self._begin_pass()
-            self._end_pass(has_joined=has_joined)
+    def _complete_window(self, *, has_joined: bool = False) -> None:
+        """Take part in the passes that are left of this window, and reduce what gradients are left on this rank."""
+        self._stand_ins.take_out()
+        if self._boundary is None:
+            while self._passes < self.gradient_accumulation_steps:
+                self._begin_pass()
+                self._end_pass(has_joined=has_joined)
+        if self._passes == 0 or not self._is_reduced or self._has_gradients():
+            self._is_forced = True
+            try:
+                self._begin_pass()
+                self._end_pass(has_joined=has_joined)
+            finally:
+                self._is_forced = False
+        self._stand_ins.take_out()
+
+    def _has_gradients(self) -> bool:
+        """Tell whether somebody has put gradients into `grad` since the last pass."""
+        every = (parameter for group in self.groups for parameter in group.parameters)
+        return any(p.grad is not None and not isinstance(p.grad, StandIn) and p.numel() for p in every)
 
     def _settle(self) -> None:
         """After a failure here, go through this window with the other ranks, who learn of it in their step."""
         if self._pass is not None and self._pass >= 0:  # a backward that was not ours has failed
             self._fail_pass()
-        while self._failed and self._passes < self.gradient_accumulation_steps:
+        while self._failed and self._boundary is None and self._passes < self.gradient_accumulation_steps:
             self._begin_pass()
             self._fail_pass()
-        if self._failed:
+        if self._failed and (self._is_complete or self._boundary is None):
+            with contextlib.suppress(WindowFailedError):
+                self._step_or_fail()
+
+    def _end_failed_window(self) -> None:
+        """Step, which fails, with ranks that have been told that the window ends with the pass that failed here."""
+        if self._failed and self._boundary:
+            if not self._is_reduced:
+                self._begin_pass()
+                self._fail_pass()
             with contextlib.suppress(WindowFailedError):
                 self._step_or_fail()
 
     def _fail_window(self) -> None:
         """Go through this window with the other ranks after a failure here that was not in backward."""
-        if self._ddp_buckets is None:  # otherwise DDP makes them wait
-            self._failed = True
-            self._settle()
+        self._failed = True
+        self._settle()
+
+    def _step_along(self) -> None:
+        """Take part in one window and its step, without inputs."""
+        self._passes = 0
+        self._complete_window(has_joined=True)
+        self._step_or_fail()
 
     def _step_or_fail(self) -> None:
         raise NotImplementedError
 
     def _end_window(self) -> None:
         """Forget the gradients of a window and begin the next one."""
+        self._stand_ins.clear()
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None
         self._local.clear()
         self._reducer.end_window()
         self._passes = 0
+        self._is_complete = False
+        self._is_fresh = False
+        self._is_reduced = True
         self._window_is_open = False
         self._failed = False
 
@@ -317,48 +435,3 @@ class BackwardOptimizer(FlatOptimizer, Joinable):
                     names = group.get("param_names")
                     return str(names[position]) if names else f"parameter {position} of param group {index}"
         return "a parameter"
-
-    # --- beside DistributedDataParallel
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Let DistributedDataParallel's buckets be reduced to owners by this optimizer, and not twice.
-
-        Call it once, before the first backward. `model.no_sync()` then accumulates, and whatever the model was told
-        of its buckets and graph holds.
-
-        Raises
-        ------
-        ValueError
-            The model is of another process group than the optimizer.
-        """
-        if dist.get_process_group_ranks(model.process_group) != dist.get_process_group_ranks(self.process_group):
-            raise ValueError("the model and the optimizer must be of the same ranks")
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-        self._ddp_buckets = {}
-        model.register_comm_hook(self, _on_ddp_bucket)
-
-    def _reduce_ddp_bucket(self, given: GradBucket) -> None:
-        assert self._ddp_buckets is not None  # noqa: S101  # attach made it
-        if not self._window_is_open:
-            self._window_is_open = True
-            Join.notify_join_context(self)
-        if given.index() == 0:
-            self._reducer.end_window()  # gradients are summed up on each rank since the last step
-        ours = [(p, g) for p, g in zip(given.parameters(), given.gradients(), strict=True) if p in self._place]
-        key = tuple(id(parameter) for parameter, _ in ours)
-        if key not in self._ddp_buckets:
-            self._ddp_buckets[key] = self._reducer.bucket_of([parameter for parameter, _ in ours])
-        if ours:
-            self._reducer.launch(self._ddp_buckets[key], [gradient for _, gradient in ours], keep=True)
-        if given.is_last():
-            self._reducer.drain()
-            self._passes = self.gradient_accumulation_steps
-
-
-def _on_ddp_bucket(optimizer, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
-    optimizer._reduce_ddp_bucket(bucket)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done

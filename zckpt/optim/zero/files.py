@@ -1,6 +1,10 @@
 """ZeroOptimizer in files: DeepSpeed's checkpoint directories are written, and any checkpoint is loaded.
 
 Each rank writes its own file, and reads only the bytes of its own partition.
+
+    zero_pp_rank_D_mp_rank_MM_optim_states.pt           each rank: masters and state of its partitions
+    mp_rank_MM_model_states.pt                          the first of the ranks that have part MM of the model
+    layer_L_expert_E_mp_rank_MM_model_states.pt         the first of the ranks that have expert E of expert layer L
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 
 from zckpt.durable import written_files
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.names import classify
 from zckpt.optim.named_groups import group_names
 from zckpt.optim.ranks import Ranks
@@ -22,13 +27,12 @@ from zckpt.optim.torch_file import write_torch_file
 from zckpt.optim.wrapped import bare
 from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.parts import Experts, every_rank, experts_of, model_rank
 from zckpt.optim.zero.state_dicts import VERSION
 from zckpt.ownership import Owned, check_replaceable
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
-
-MODEL_NAME = "mp_rank_00_model_states.pt"
 
 _PREFIXES = {torch.bfloat16: "bf16_"}
 
@@ -44,20 +48,30 @@ def save(
 ) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
-    Parameters and errors are those of `zckpt.optim.files.save`; UnsupportedError for experts and parts of models.
+    Experts are written once each, and each part of a model-parallel model by its ranks. Parameters and errors are those
+    of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
     """
-    refuse_parts(optimizer)
     names = _names(optimizer, model)
-    ranks = Ranks(optimizer.process_group)
+    part, parts = model_rank(optimizer.model_parallel)
+    ranks = every_rank(optimizer.process_group, parts)
     _check_latest(ranks, path.parent / "latest")
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
+        tensors = _tensors(model, names)
+        experts = experts_of(optimizer, names, list(tensors))
+        config = _config(optimizer, experts)
         prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
         state = with_objects(optimizer.make_state_dict(names))
-        root = {"optimizer_state_dict": state, "ds_config": _config(optimizer), "ds_version": VERSION}
-        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_00_optim_states.pt")
+        root = {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
+        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{part:02d}_optim_states.pt")
         if optimizer.rank == 0:
-            write_torch_file({**_client(beside), **_model(optimizer, model, names, step, beside)}, partial / MODEL_NAME)
-    if optimizer.rank == 0:
+            dense = OrderedDict((name, value) for name, value in tensors.items() if experts.file_of(name) is None)
+            about = {**_model(optimizer, model, names, step, beside, dense), "ds_config": config}
+            if experts.per_rank:
+                about["num_experts"] = experts.counts
+            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{part:02d}_model_states.pt")
+        for (layer, expert), its in _expert_files(tensors, experts).items():
+            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{part:02d}_model_states.pt")
+    if ranks.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
 
@@ -74,12 +88,33 @@ def _check_latest(ranks: Ranks, latest: Path) -> None:
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Raise UnsupportedError for experts, and for models whose parts lie on several ranks."""
-    model_parallel = optimizer.model_parallel
-    if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
-        raise UnsupportedError("a model whose parts lie on several ranks is not saved yet; save state_dict() instead")
-    if any(group.is_expert for group in optimizer.groups):
-        raise UnsupportedError("experts are not saved yet; save state_dict() instead")
+    """Raise UnsupportedError for experts and parts of models, of which only DeepSpeed's files say what they are of."""
+    if model_rank(optimizer.model_parallel)[1] > 1 or any(group.is_expert for group in optimizer.groups):
+        raise UnsupportedError(
+            "experts, or a model whose parts lie on several ranks, are saved in DeepSpeed's files",
+            advice='give format="deepspeed" (and for parts universal_checkpoint_info in extra, which says how they are '
+            "cut); zckpt convert makes other formats of that",
+        )
+
+
+def _tensors(model: torch.nn.Module | None, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+    """Return this rank's tensors of the model, those of its experts too; without the model, the optimizer's."""
+    if model is None:
+        return OrderedDict((name, p.detach()) for p, name in names.items())
+    return OrderedDict(bare(model).state)
+
+
+def _expert_files(
+    tensors: Mapping[str, torch.Tensor], experts: Experts
+) -> dict[tuple[int, int], dict[str, torch.Tensor]]:
+    """Return the content of the files of those experts that this rank is the first to have."""
+    found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        file = experts.file_of(name)
+        if file is not None and experts.is_written_here(name):
+            # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
+            found.setdefault(file, OrderedDict())[experts.named(name)] = tensor.detach().clone()
+    return found
 
 
 def _names(optimizer: ZeroOptimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
@@ -89,7 +124,7 @@ def _names(optimizer: ZeroOptimizer, model: torch.nn.Module | None) -> dict[torc
     return {p: name for group, names in pairs for p, name in zip(group["params"], names, strict=True)}
 
 
-def _config(optimizer: ZeroOptimizer) -> dict[str, Any]:
+def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
     """Return what DeepSpeed's configuration would say of what decides about the form of a checkpoint."""
     found: dict[str, Any] = {
         "zero_optimization": {
@@ -101,6 +136,8 @@ def _config(optimizer: ZeroOptimizer) -> dict[str, Any]:
         "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
         "gradient_clipping": optimizer.clip_grad,
     }
+    if experts.data_first:
+        found["use_data_before_expert_parallelism"] = True
     sections = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     section = sections.get(optimizer.groups[0].flat.dtype)
     if section is not None:
@@ -120,25 +157,25 @@ def _model(
     names: Mapping[torch.Tensor, str],
     step: int | None,
     beside: Mapping[str, Any],
+    tensors: dict[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Return the content of the model's file."""
+    """Return the content of the model's file, but for the configuration."""
     shapes = [
         OrderedDict((names[p], p.shape) for p in group["params"] if p in optimizer._place)
         for group in optimizer.param_groups
     ]
-    tensors: dict[str, torch.Tensor] = OrderedDict((name, p.detach()) for p, name in names.items())
+    parts = model_rank(optimizer.model_parallel)[1]
     tied: dict[str, str] = {}
-    frozen = {name: p for p, name in names.items() if p not in optimizer._place}
+    frozen = {name: p for p, name in names.items() if p not in optimizer._place and not is_expert(name)}
     buffers: list[str] = []
     if model is not None:
-        its = bare(model)
-        tensors, parameters = OrderedDict(its.state), its.parameters
+        parameters = bare(model).parameters
         owners = {p: name for p, name in names.items() if p in optimizer._place}
         for name, parameter in parameters.items():
             owner = owners.setdefault(parameter, name)
             if owner != name:
                 tied[name] = owner
-            elif parameter not in optimizer._place:
+            elif parameter not in optimizer._place and not is_expert(name):
                 frozen[name] = parameter
         buffers = [name for name in tensors if name not in parameters]
     return {
@@ -157,8 +194,7 @@ def _model(
         "global_steps": step or 0,
         "global_samples": 0,
         "dp_world_size": optimizer.world_size,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": _config(optimizer),
+        "mp_world_size": parts,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": parts},
         "ds_version": VERSION,
     }

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import arguments, param_groups
 from zckpt.optim.param_groups import Group
+from zckpt.optim.zero import gather, per_tensor
 from zckpt.optim.zero.flat_group import FlatGroup, make_group
 
 STAGES = (1, 2)
@@ -30,8 +31,12 @@ class FlatOptimizer(Optimizer):
         parameter_alignment: bool,
         fp16_master_weights_and_gradients: bool,
         offload: bool,
+        broadcast_weights: bool,
+        allow_per_tensor: bool,
         defaults: dict[str, Any],
     ) -> None:
+        if not allow_per_tensor:
+            per_tensor.refuse(optimizer_class)
         given = arguments.read_groups(params)
         self.process_group = arguments.read_process_group(process_group)
         self.world_size = dist.get_world_size(self.process_group)
@@ -41,6 +46,7 @@ class FlatOptimizer(Optimizer):
         self.parameter_alignment = parameter_alignment
         self.fp16_master_weights_and_gradients = fp16_master_weights_and_gradients
         self.offload = offload
+        self.broadcast_weights = broadcast_weights
         self.groups: list[FlatGroup] = []
         self._place: dict[torch.Tensor, tuple[FlatGroup, int]] = {}
         self._names: dict[str, torch.Tensor] | None = None
@@ -52,6 +58,8 @@ class FlatOptimizer(Optimizer):
             raise ValueError(  # noqa: TRY004  # as torch
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
             )
+        if not allow_per_tensor:
+            per_tensor.refuse(type(self.optim))  # which a function may have made
         self.defaults = self.optim.defaults
         self.state = self.optim.state
         param_groups.sync(self.optim.param_groups, self.param_groups)
@@ -60,7 +68,7 @@ class FlatOptimizer(Optimizer):
     # --- groups
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a param group. All ranks must add the same, between steps.
+        """Add a param group. All ranks must add the same, between steps; they get the weights of the first.
 
         Parameters that were frozen when their group was made are left out of it; unfrozen, they can be added here.
 
@@ -76,6 +84,8 @@ class FlatOptimizer(Optimizer):
         self._names = None
         self.groups.append(self._flat_group(self.param_groups[-1], trained))
         flat = self.groups[-1]
+        if self.broadcast_weights:
+            gather.broadcast([p for p in made["params"] if p not in set(trained)], flat.process_group)
         self._place |= {parameter: (flat, position) for position, parameter in enumerate(flat.parameters)}
         if self._is_made:
             self.optim.add_param_group(self._local_group(self.param_groups[-1], flat))
@@ -114,6 +124,7 @@ class FlatOptimizer(Optimizer):
             master_dtype=None if self.fp16_master_weights_and_gradients else torch.float32,
             master_device=torch.device("cpu") if self.offload else None,
             pin=self.offload and on_gpu,
+            broadcast=self.broadcast_weights,
         )
 
     @staticmethod

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from zckpt.optim.zero import gather
 from zckpt.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
     Fragment,
@@ -18,6 +19,8 @@ from zckpt.partition import (
     flat_starts,
     round_robin_order,
 )
+
+PIECE = 1 << 22  # elements that weights and masters are compared in, 16 MiB of what they round to
 
 
 @dataclass(eq=False)
@@ -94,6 +97,22 @@ class FlatGroup:
                 view.copy_(parameter.detach())
                 parameter.data = view
 
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """Take weights that somebody has set since they were made of masters into the masters.
+
+        A master whose weight is what it rounds to is left alone: it has what rounding has lost.
+        """
+        self.point()
+        master = self.master.detach()
+        for start in range(0, self.partition, PIECE):
+            where = slice(start, start + PIECE)
+            kept, found = master[where], self.weights[where].to(master.device)
+            rounded = kept.to(found.dtype)
+            if not torch.equal(rounded, found):
+                is_set = (rounded != found) & ~(rounded.isnan() & found.isnan())
+                kept.copy_(torch.where(is_set, found.to(kept.dtype), kept))
+
 
 def make_group(
     trained: Sequence[torch.Tensor],
@@ -105,6 +124,7 @@ def make_group(
     master_dtype: torch.dtype | None,
     master_device: torch.device | None,
     pin: bool,
+    broadcast: bool,
 ) -> FlatGroup:
     """Move parameters into a flat buffer and make this rank's masters of them.
 
@@ -119,6 +139,8 @@ def make_group(
         By default those of the parameters.
     pin : bool
         Whether masters lie in pinned memory.
+    broadcast : bool
+        Whether all ranks get the weights of the first.
 
     Raises
     ------
@@ -145,6 +167,8 @@ def make_group(
         torch.nn.Parameter(master),
     )  # fmt: skip
     made.point()
+    if broadcast:
+        gather.broadcast([flat], process_group)
     master.copy_(own)
     return made
 

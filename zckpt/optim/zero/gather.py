@@ -1,10 +1,33 @@
-"""Updated weights from the ranks that stepped them to all others, in pieces, while other groups are stepped."""
+"""Weights to all ranks: at the beginning from the first, after each step from the ranks that have stepped them.
+
+After a step they go in pieces, while other groups are stepped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.flat_group import FlatGroup
+if TYPE_CHECKING:
+    from zckpt.optim.zero.flat_group import FlatGroup
+
+
+def broadcast(tensors: Iterable[torch.Tensor], process_group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the elements that its first one has, of whatever type. All of them call it together."""
+    if dist.get_world_size(process_group) == 1:
+        return
+    first = dist.get_global_rank(process_group, 0)
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        here = tensor.detach()
+        wire = here.contiguous().view(-1).view(torch.uint8)
+        dist.broadcast(wire, src=first, group=process_group)
+        if not here.is_contiguous():
+            here.copy_(wire.view(here.dtype).view(here.shape))
 
 
 def begin(group: FlatGroup, bucket_size: int) -> list[dist.Work]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.zero import full_state, gather, norms, state_dicts, stepping
-from zckpt.optim.zero.backward import BackwardOptimizer, WindowFailedError
+from zckpt.optim.zero import gather, norms, stepping
+from zckpt.optim.zero.backward import WindowFailedError
 from zckpt.optim.zero.flat import STAGES
-from zckpt.optim.zero.flat_group import FlatGroup
-from zckpt.optim.zero.loss_scale import Scaler, adopt, read_scaler
+from zckpt.optim.zero.loss_scale import Scaler, read_scaler
 from zckpt.optim.zero.norms import ModelParallel
+from zckpt.optim.zero.stateful import StatefulOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ REDUCE_BUCKET_SIZE = 1 << 23
 ALLGATHER_BUCKET_SIZE = 1 << 27
 
 
-class ZeroOptimizer(BackwardOptimizer):
+class ZeroOptimizer(StatefulOptimizer):
     """ZeRO-1 and ZeRO-2: each rank keeps the masters and state of an equal slice of all parameters, and steps that.
 
     Parameters
@@ -81,13 +81,19 @@ class ZeroOptimizer(BackwardOptimizer):
         Keep masters, state and accumulated gradients in the host's memory, and step there.
     elastic_checkpoint : bool
         Let `state_dict` be elastic: without padding, for any number of ranks.
+    broadcast_weights : bool
+        Give all ranks the weights of the first, as DeepSpeed's engine does. False: they are known to be the same.
+    allow_per_tensor : bool
+        Take an `optimizer_class` that is known to look at whole tensors (LAMB, Adafactor, Muon), which sees one rank's
+        slice of a param group as one tensor and trains otherwise than unsharded.
     **defaults
         Passed to `optimizer_class`.
 
     Raises
     ------
     TypeError, ValueError
-        As `torch.optim.Optimizer`; ValueError for options out of range, and for a param group of several element types.
+        As `torch.optim.Optimizer`; ValueError for options out of range, for a param group of several element types, and
+        for an `optimizer_class` that is known to look at whole tensors.
 
     Notes
     -----
@@ -124,6 +130,8 @@ class ZeroOptimizer(BackwardOptimizer):
         norm_type: float = 2.0,
         offload: bool = False,
         elastic_checkpoint: bool = False,
+        broadcast_weights: bool = True,
+        allow_per_tensor: bool = False,
         **defaults: Any,
     ) -> None:
         if stage not in STAGES:
@@ -168,6 +176,8 @@ class ZeroOptimizer(BackwardOptimizer):
             parameter_alignment=parameter_alignment,
             fp16_master_weights_and_gradients=fp16_master_weights_and_gradients,
             offload=offload,
+            broadcast_weights=broadcast_weights,
+            allow_per_tensor=allow_per_tensor,
             defaults=defaults,
         )
 
@@ -178,7 +188,8 @@ class ZeroOptimizer(BackwardOptimizer):
         """Step this rank's masters, then give their weights to all ranks and receive theirs.
 
         Before the last `backward` of a window it does nothing. If gradients overflow on any rank, nothing is stepped
-        (`overflow` is true), and the loss scale falls. Gradients that were put into `grad` by hand are taken.
+        (`overflow` is true), and the loss scale falls. Gradients that were put into `grad` by hand are taken. Weights
+        that somebody else has set since the last step are stepped, and not what they were before.
 
         Parameters
         ----------
@@ -209,17 +220,19 @@ class ZeroOptimizer(BackwardOptimizer):
                 raise
         if self._failed or (self._pass is not None and self._pass >= 0):
             self._settle()
+            self._end_failed_window()
             raise WindowFailedError("backward failed on this rank: no rank has stepped")
-        if 0 < self._passes < self.gradient_accumulation_steps:
+        self._is_fresh = False
+        if not self._is_due():
             return loss
-        self._run_empty_passes()
+        self._complete_window()
         self._step_or_fail()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # as torch
         """Forget the gradients of this window, unless more of its backwards are to come."""
         self._settle()
-        if not 0 < self._passes < self.gradient_accumulation_steps:
+        if not self._passes or self._is_complete:
             self._end_window()
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -264,6 +277,7 @@ class ZeroOptimizer(BackwardOptimizer):
         try:
             for local, group in zip(every, self.groups, strict=True):
                 self.optim.param_groups = [local]
+                group.adopt_weights()
                 stepping.step(self.optim, group, divisor)
                 self._round(group)
                 handles += gather.begin(group, self.allgather_bucket_size)
@@ -271,149 +285,6 @@ class ZeroOptimizer(BackwardOptimizer):
             self.optim.param_groups = every
         gather.wait(handles)
         param_groups.sync(every, self.param_groups)
-        for group in self.groups:
-            group.point()
-
-    @staticmethod
-    def _round(group: FlatGroup) -> None:
-        """Make this rank's weights of its masters; off the host by way of pinned memory."""
-        master = group.master.detach()
-        if master.device == group.flat.device or not group.flat.is_cuda:
-            group.weights.copy_(master)
-            return
-        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
-        group.weights.copy_(rounded.copy_(master), non_blocking=True)
-
-    # --- state
-
-    def full_state(self, name: str, slot: str) -> Any:
-        """Return one slot of one parameter, whole. All ranks that share its param group call it together.
-
-        Parameters
-        ----------
-        name : str
-        slot : str
-            "master"; "gradient" (averaged, scaled by the loss scale, between backward and step); or a key of the
-            optimizer's state.
-
-        Returns
-        -------
-        Tensor or object
-            A copy, of the parameter's shape, on its device; or what the optimizer keeps once for a param group.
-
-        Raises
-        ------
-        ValueError
-            No such parameter or slot.
-        """
-        return full_state.get(self, name, slot)
-
-    @torch.no_grad()
-    def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
-        """Set one slot of one parameter; with its master its weight, too. All ranks give the same value.
-
-        Raises
-        ------
-        ValueError
-            No such parameter or slot, another shape, or a slot that is one value for a whole param group.
-        """
-        full_state.put(self, name, slot, value)
-
-    @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Make masters of the weights, after these were set: loaded into the model, for example."""
-        for group in self.groups:
-            group.point()
-            group.master.copy_(group.weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state in DeepSpeed's form; see `elastic_checkpoint`. Its tensors are live, not copies.
-
-        Raises
-        ------
-        ValueError
-            The parameters have no names.
-        """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        made = self.make_state_dict({parameter: name for name, parameter in self.names().items()})
-        for after in self._optimizer_state_dict_post_hooks.values():
-            made = after(self, made) or made
-        return made
-
-    def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
-        """Return `state_dict()` with other names of the parameters."""
-        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
-        return state_dicts.make_state_dict(
-            self,
-            names,
-            elastic=self.elastic_checkpoint,
-            loss_scaler=self.loss_scaler,
-            overflow=self.overflow,
-            clip_grad=self.clip_grad,
-            stage=self.stage,
-        )
-
-    @torch.no_grad()
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        *,
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """Load state that DeepSpeed or this class has made, and make the weights of the masters.
-
-        Parameters
-        ----------
-        state_dict : mapping or sequence of mapping
-            What `state_dict` returned: this rank's, or that of every rank in order; also as DeepSpeed's files hold it.
-            Elastic states may be of any number of ranks, and must then be those of all.
-        load_optimizer_states : bool
-            Otherwise masters only.
-        load_from_fp32_weights : bool
-            Load masters; otherwise make them of the model's weights, which are rounded.
-
-        Raises
-        ------
-        TypeError, ValueError
-            It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
-            Nothing has changed.
-        """
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)  # type: ignore[arg-type]  # or a list of them
-            state_dict = state_dict if changed is None else changed
-        states = state_dicts.read_states(state_dict)
-        state_dicts.check(states, self)
-        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
-        scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
-        if load_optimizer_states:
-            self.load_local(*state_dicts.local_state(states, self))
-        self.loss_scaler = scaler
-        self.clip_grad = own.get("clip_grad", self.clip_grad)
-        self.overflow = bool(own.get("overflow", False))
-        if load_from_fp32_weights:
-            state_dicts.load_masters(states, self)
-            self.publish_masters()
-        else:
-            self.refresh_masters()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
-
-    def load_local(self, state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Load the local optimizer's state, by param group, and everyone's hyperparameters."""
-        self.optim.load_state_dict({"state": dict(state), "param_groups": list(groups)})
-        self.state = self.optim.state
-        param_groups.sync(self.optim.param_groups, self.param_groups)
-
-    @torch.no_grad()
-    def publish_masters(self) -> None:
-        """Make the weights of the masters, on all ranks, after masters were set."""
-        handles: list[dist.Work] = []
-        for group in self.groups:
-            self._round(group)
-            handles += gather.begin(group, self.allgather_bucket_size)
-        gather.wait(handles)
 
     # --- uneven inputs
 
@@ -440,10 +311,6 @@ class _StepHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one window and its step."""
-        optimizer = self.optimizer
-        optimizer._window_is_open = True  # the others have said so
+        self.optimizer._window_is_open = True  # the others have said so
         with contextlib.suppress(WindowFailedError):  # it is told to those that train
-            if optimizer._ddp_buckets is None:
-                optimizer._passes = 0
-                optimizer._run_empty_passes(has_joined=True)
-            optimizer._step_or_fail()
+            self.optimizer._step_along()

@@ -82,8 +82,8 @@ class Reducer:
 
     def forget(self) -> None:
         """Forget the order of gradients: param groups have changed."""
-        self._members = members_of(self.groups)
-        self._member = {member.parameter: member for member in self._members}
+        self.members = members_of(self.groups)
+        self._member = {member.parameter: member for member in self.members}
         self._buckets: list[Bucket] | None = None
         self._times: dict[torch.Tensor, int] = {}
         self._late: set[torch.Tensor] = set()
@@ -131,7 +131,7 @@ class Reducer:
         missing, self._missing = self._missing, []
         self._ready.clear()
         self._next = 0
-        if len(self._late) == len(self._members):  # no backward has been seen
+        if len(self._late) == len(self.members):  # no backward has been seen
             self._buckets = None
         return missing
 
@@ -165,18 +165,18 @@ class Reducer:
 
         What came last, or twice, is reduced when backward has ended.
         """
-        early = [number for number, member in enumerate(self._members) if self._times.get(member.parameter) == 1]
+        early = [number for number, member in enumerate(self.members) if self._times.get(member.parameter) == 1]
         if self._while_backward:
             turn = {parameter: index for index, parameter in enumerate(self._times)}
-            early.sort(key=lambda number: turn[self._members[number].parameter])
-        order = [*early, *sorted(set(range(len(self._members))) - set(early))]
+            early.sort(key=lambda number: turn[self.members[number].parameter])
+        order = [*early, *sorted(set(range(len(self.members))) - set(early))]
         if not order:
             return self._lay_out([], [])
-        told = torch.tensor([len(early), *order], device=self._members[0].parameter.device)
+        told = torch.tensor([len(early), *order], device=self.members[0].parameter.device)
         root = dist.get_global_rank(self.rules.process_group, 0)
         dist.broadcast(told, src=root, group=self.rules.process_group)
         count, *order = told.tolist()
-        members = [self._members[number] for number in order]
+        members = [self.members[number] for number in order]
         return self._lay_out(members[:count], members[count:])
 
     # --- one bucket
@@ -202,6 +202,15 @@ class Reducer:
         self._flights.append(_Flight(bucket, sent, handles))
         if not self.rules.overlap_comm:
             self._land()
+
+    def accept(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        """Keep what this rank owns of gradients that have been averaged already."""
+        values = dict(zip(parameters, (gradient.detach().reshape(-1) for gradient in gradients), strict=True))
+        for lane in self.bucket_of(parameters).lanes:
+            for segment in lane.segments:
+                value = values[segment.member.parameter]
+                self._receive(lane, segment, value[segment.start : segment.start + segment.numel])
+        self._accumulated |= set(parameters)
 
     def drain(self) -> None:
         """Wait for all buckets that are on their way."""
@@ -252,16 +261,20 @@ class Reducer:
         factor = self.rules.gradient_predivide_factor
         for lane, wire in flight.sent:
             for segment in lane.segments:
-                if segment.owner != lane.rank:
-                    continue
                 received = wire[segment.offset : segment.offset + segment.numel]
-                if factor is not None and factor != self._world_size:
+                if segment.owner == lane.rank and factor is not None and factor != self._world_size:
                     received.mul_(factor / self._world_size)
-                if self._parts is None or segment.member.group.gradient is not None:
-                    self._deliver(segment, received, add=segment.member.parameter in self._accumulated)
-                else:
-                    self._parts.append((segment, received.clone()))
+                self._receive(lane, segment, received)
         self._accumulated |= {member.parameter for member in flight.bucket.members}
+
+    def _receive(self, lane: Lane, segment: Segment, received: torch.Tensor) -> None:
+        """Keep an average that this rank owns; in memory of its own, where that of the whole comes later."""
+        if segment.owner != lane.rank:
+            return
+        if self._parts is None or segment.member.group.gradient is not None:
+            self._deliver(segment, received, add=segment.member.parameter in self._accumulated)
+        else:
+            self._parts.append((segment, received.clone()))
 
     def _deliver(self, segment: Segment, received: torch.Tensor, *, add: bool) -> None:
         """Accumulate what this rank owns."""

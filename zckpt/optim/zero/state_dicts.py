@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from zckpt.errors import UnsupportedError
 from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.flat_group import FlatGroup
@@ -22,6 +23,23 @@ VERSION = "0.19.8"
 MASTERS = "single_partition_of_fp32_groups"
 STATE = "base_optimizer_state"
 STEP = "base_optimizer_state_step"
+
+
+class DeepSpeedState(dict[str, Any]):
+    """A state dict in DeepSpeed's form; whoever looks for torch's form in it is told. Copies and pickles are plain."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        if key in ("state", "param_groups"):
+            raise UnsupportedError(
+                "a ZeroOptimizer's state dict is in DeepSpeed's form, of slices of flat groups, which get_state_dict "
+                "of torch.distributed.checkpoint and others cannot tell by parameter",
+                advice="save with zckpt.save(path, model=model, optimizer=optimizer), which zckpt.load reads at any "
+                "number of ranks and `zckpt convert` makes torch's formats of; or save state_dict() as it is",
+            )
+        raise KeyError(key)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
 
 
 @dataclass

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zckpt.optim.memory import flat, is_dense
 from zckpt.optim.param_groups import copied
-from zckpt.optim.zero_redundancy.memory import flat, is_dense
 
 State = dict[int, dict[str, Any]]
 """State by global parameter number: position over all groups, in order."""

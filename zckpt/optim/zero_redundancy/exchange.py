@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero_redundancy import memory
+from zckpt.optim import memory
 
 DIRECT_NBYTES = 1 << 20
 """A contiguous parameter of this size is sent by itself: packing it would cost more than a message."""

@@ -9,22 +9,15 @@ whichever reduction ends first, so that neither backend waits for what another r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zckpt.optim.zero_redundancy.memory import shaped
+from zckpt.optim.ddp_buckets import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus, flatten
-
-Future = torch.futures.Future
-GradBucket = Any
-"""DDP's own class has no type information, and DDP compares what a hook is annotated with to the class itself."""
-
-Hook = Callable[[Any, GradBucket], "Future[torch.Tensor]"]
 
 
 def hook_with_zero_step(
@@ -156,7 +149,7 @@ class _Steps:
         gradients: dict[torch.Tensor, torch.Tensor] = {}
         for index in sorted(self.waiting):
             bucket, future = self.waiting[index]
-            gradients.update(zip(bucket.parameters(), _gradients(bucket, future), strict=True))
+            gradients.update(zip(bucket.parameters(), reduced_gradients(bucket, future), strict=True))
         self.waiting.clear()
         self.zero._step_gradients(gradients)
         self.zero._end_step()
@@ -185,7 +178,7 @@ class _Steps:
         tensors = {rank: flatten(assignments[rank][index]) for rank in ranks}
         mine = assignments[zero.rank].get(index)
         if mine is not None:
-            found = _gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
+            found = reduced_gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
             zero._step_gradients(dict(zip(mine.parameters, found, strict=True)))
         if zero.world_size == 1:
             return
@@ -193,17 +186,3 @@ class _Steps:
             source = dist.get_global_rank(zero.process_group, rank)
             handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
             zero._overlap_info.broadcast_handles.append(handle)
-
-
-def _gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[torch.Tensor]:
-    """Wait for a bucket's reduction and return its gradients, wherever the hook has put them.
-
-    In a bucket, a gradient lies as its parameter does. `bucket.gradients()` takes them all to be row-major.
-    """
-    result = future.wait()
-    reduced = result[0] if isinstance(result, (list, tuple)) else result
-    found, at = [], 0
-    for parameter in bucket.parameters():
-        found.append(shaped(reduced[at : at + parameter.numel()], parameter).to(parameter.dtype))
-        at += parameter.numel()
-    return found

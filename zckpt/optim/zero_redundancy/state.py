@@ -14,13 +14,35 @@ from typing import Any
 
 import torch
 
+from zckpt.errors import UnsupportedError
+from zckpt.optim.memory import copied_like
 from zckpt.optim.param_groups import Group, copied, hyperparameters
-from zckpt.optim.zero_redundancy.memory import copied_like
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
 
 SHOWN = 4
+
+
+class GroupOfPart(Group):
+    """A param group of one rank's own part, which nobody may take for that of the whole. Copies and pickles are plain.
+
+    `get_state_dict` of torch.distributed.checkpoint gives each group's parameters their names, and forgets of what the
+    state is a part.
+    """
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            raise UnsupportedError(
+                "state_dict() is this rank's own part of a ZeroRedundancyOptimizer's state, and would be taken for the "
+                "whole, as by get_state_dict of torch.distributed.checkpoint",
+                advice="call consolidate_state_dict(to=rank) first, and get the state on that rank; or save "
+                "sharded_state_dict() with torch.distributed.checkpoint, or all with zckpt.save",
+            )
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[type[Group], tuple[Group]]:
+        return dict, (dict(self),)
 
 
 def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:

@@ -70,7 +70,7 @@ class StateDictOptimizer(PartitionedOptimizer):
             ranks = [self._param_to_rank[parameter] for parameter in self._index_to_param]
             made = {
                 "state": self._local_part(),
-                "param_groups": groups.packed(self.param_groups),
+                "param_groups": [state.GroupOfPart(group) for group in groups.packed(self.param_groups)],
                 state.PARTITION: state.part_of(self.rank, self.world_size, ranks),
             }
         for change in self._optimizer_state_dict_post_hooks.values():

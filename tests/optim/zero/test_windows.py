@@ -1,0 +1,365 @@
+"""Which backward ends a window, beside DDP and without it; what no pass has reduced when a step is due; inner hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
+
+from tests.engine import run
+from tests.optim.zero.reference import (
+    SGD,
+    TOLERANCE,
+    Net,
+    Unsharded,
+    assert_alike,
+    bits,
+    every,
+    groups,
+    has_gradient,
+    is_unchanged,
+    loss_of,
+    make,
+)
+from zckpt.optim import ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+LIMIT = 60  # seconds for all of a check
+PARTS = 3
+
+
+def losses_of(steps: range, world_size: int) -> list[Callable[[torch.nn.Module], torch.Tensor]]:
+    return [partial(loss_of, step=step, rank=rank) for step in steps for rank in range(world_size)]
+
+
+def run_backward(ours: ZeroOptimizer, loss: torch.Tensor, how: str) -> None:
+    """By the optimizer, or by somebody who divides the loss himself."""
+    if how == "optimizer.backward":
+        ours.backward(loss)
+    else:
+        (loss / ours.gradient_accumulation_steps).backward()
+
+
+def attached_and_accumulating(rank: int, world_size: int, how: str, syncs: str, options: dict[str, Any]) -> None:
+    """A step comes with the last backward of a window, whether DDP synchronises each of them, the last or none."""
+    net = Net()
+    model = DDP(net, gradient_as_bucket_view=options.pop("views", False), bucket_cap_mb=1e-4)
+    twin = Unsharded(net)
+    ours = make(net, gradient_accumulation_steps=PARTS, **options)
+    ours.attach(model)
+    for step in range(3):
+        for part in range(PARTS):
+            before = bits(model)
+            ours.zero_grad()
+            is_synced = {"each": True, "last": part == PARTS - 1, "none": False}[syncs]
+            with contextlib.nullcontext() if is_synced else model.no_sync():
+                run_backward(ours, loss_of(model, PARTS * step + part, rank), how)
+            ours.step()
+            assert is_unchanged(model, before) == (part < PARTS - 1)
+        twin.train(losses_of(range(PARTS * step, PARTS * step + PARTS), world_size), PARTS * world_size)
+        twin.assert_is(net)
+    assert_alike(net)
+
+
+@pytest.mark.parametrize("syncs", ["each", "last", "none"])
+def test_attached_steps_once_in_a_window(syncs: str) -> None:
+    hows = ("optimizer.backward", "Tensor.backward")
+    variants = [(how, syncs, {"stage": stage, "views": stage == 1}) for how in hows for stage in (1, 2)]
+    run(every, 2, attached_and_accumulating, variants, timeout=LIMIT)
+
+
+class Split(torch.nn.Module):
+    """A model of which DDP has a part: one layer lies outside, one is ignored, one is frozen when DDP is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.outside = torch.nn.Linear(5, 5)
+        self.net = Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.outside(x))
+
+
+def wrapped(model: Split) -> DDP:
+    DDP._set_params_and_buffers_to_ignore_for_model(model.net, ["twice.weight"])
+    model.net.spare.requires_grad_(False)
+    made = DDP(model.net, bucket_cap_mb=1e-4)
+    model.net.spare.requires_grad_(True)
+    return made
+
+
+def what_ddp_does_not_reduce(rank: int, world_size: int, how: str, steps: int, options: dict[str, Any]) -> None:
+    model = Split()
+    twin = Unsharded(model)
+    ours = make(model, gradient_accumulation_steps=steps, **options)
+    net = model.net
+    start = bits(model)
+    model.net = wrapped(model)
+    ours.attach(model.net)
+    for step in range(2):
+        for part in range(steps):
+            with contextlib.nullcontext() if part == steps - 1 else model.net.no_sync():
+                run_backward(ours, loss_of(model, steps * step + part, rank), how)
+            ours.step()
+        twin.train(losses_of(range(steps * step, steps * step + steps), world_size), steps * world_size)
+    model.net = net
+    twin.assert_is(model)
+    assert_alike(model)
+    assert not any(torch.equal(p.detach(), was) for p, was in zip(model.parameters(), start, strict=True))
+
+
+def test_parameters_that_ddp_does_not_reduce_are_trained() -> None:
+    hows = ("optimizer.backward", "Tensor.backward")
+    variants = [(how, steps, {"stage": stage}) for how in hows for steps in (1, 2) for stage in (1, 2)]
+    run(every, 2, what_ddp_does_not_reduce, variants, timeout=LIMIT)
+
+
+def of_two_optimizers(rank: int, world_size: int) -> None:
+    """What is in DDP's buckets and another optimizer's, is averaged for that one."""
+    model, other = DDP(Net(), bucket_cap_mb=1e-4), DDP(Net(), bucket_cap_mb=1e-4)
+    every_one = list(model.module.named_parameters())
+    ours = ZeroOptimizer([(n, p) for n, p in every_one if p.dim() > 1], torch.optim.SGD, **SGD)
+    ours.attach(model)
+    beside = torch.optim.SGD([p for _, p in every_one if p.dim() <= 1], **SGD)
+    theirs = torch.optim.SGD(other.parameters(), **SGD)
+    for step in range(4):
+        for one, optimizers in ((model, (ours, beside)), (other, (theirs,))):
+            loss_of(one, step, rank).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_alike(model)
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+
+
+def with_inner_hook(rank: int, world_size: int, kind: str, steps: int, options: dict[str, Any]) -> None:
+    """As DDP with this hook and the plain optimizer; what is not in its buckets, is trained all the same."""
+
+    def hook_of(model: DDP) -> tuple[Any, Any]:
+        if kind == "power":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            return powerSGD_hook.powerSGD_hook, state
+        return {"all-reduce": default_hooks.allreduce_hook, "fp16": default_hooks.fp16_compress_hook}[kind], None
+
+    nets = [Net(), Net()]
+    for net in nets:
+        net.scale = torch.nn.Parameter(torch.tensor([1.5]))  # PowerSGD takes none without dimensions
+    # PowerSGD sends from callbacks, in no order where there are several buckets.
+    model, other = (DDP(net, bucket_cap_mb=25 if kind == "power" else 1e-4) for net in nets)
+    ours = make(model.module, gradient_accumulation_steps=steps, **options)
+    hook, state = hook_of(model)
+    ours.attach(model, hook, state=state)
+    other.register_comm_hook(*reversed(hook_of(other)))
+    theirs = torch.optim.SGD(groups(other.module), **SGD)
+    for step in range(4):
+        for part in range(steps):
+            last = part == steps - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                ours.backward(loss_of(model, steps * step + part, rank))
+            ours.step()
+            with contextlib.nullcontext() if last else other.no_sync():
+                (loss_of(other, steps * step + part, rank) / steps).backward()
+        theirs.step()
+        theirs.zero_grad()
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), its.detach(), **TOLERANCE)
+    assert_alike(model)
+
+
+def test_inner_hooks() -> None:
+    kinds = ("all-reduce", "fp16", "power")
+    variants = [(kind, steps, {"stage": steps}) for kind in kinds for steps in (1, 2)]
+    run(every, 2, with_inner_hook, variants, timeout=LIMIT)
+
+
+def hooks_that_are_refused(rank: int, world_size: int) -> None:
+    model = DDP(Net())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    ours = make(model.module)
+    with pytest.raises(ValueError, match=r"has a communication hook already.*attach\(model, hook, state=state\)"):
+        ours.attach(model)
+    model = DDP(Net())
+    ours = make(model.module)
+    ours.backward(loss_of(model.module, 0, rank))
+    with pytest.raises(RuntimeError, match="between backward and step"):
+        ours.attach(model)
+    ours.step()
+
+
+def partial_window(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+    """Five batches in windows of three: the last window is two, and is stepped."""
+    net = Net()
+    twin = Unsharded(net)
+    model = DDP(net) if attached else net
+    ours = make(net, gradient_accumulation_steps=PARTS, **options)
+    if attached:
+        ours.attach(model)
+    for epoch in range(2):
+        for number in range(5):
+            if number == 4:
+                ours.set_gradient_accumulation_boundary(True)
+            ours.zero_grad()
+            before = bits(net)
+            assert ours.is_gradient_accumulation_boundary() == (number in (2, 4))
+            ours.backward(loss_of(model, 5 * epoch + number, rank))
+            assert ours.is_gradient_accumulation_boundary() == (number in (2, 4))
+            ours.step()
+            assert is_unchanged(net, before) == (number not in (2, 4))
+        ours.set_gradient_accumulation_boundary(None)
+        for part in (range(3), range(3, 5)):
+            its = range(5 * epoch + part.start, 5 * epoch + part.stop)
+            twin.train(losses_of(its, world_size), PARTS * world_size)
+        twin.assert_is(net)
+    assert_alike(net)
+
+
+def boundary_by_hand(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Windows of any length, and one that is ended when its last backward has been."""
+    net = Net()
+    twin = Unsharded(net)
+    ours = make(net, **options)
+    step = 0
+    for length, told_before in ((1, True), (3, True), (2, False), (4, True)):
+        for part in range(length):
+            ours.set_gradient_accumulation_boundary(told_before and part == length - 1)
+            before = bits(net)
+            ours.zero_grad()
+            ours.backward(loss_of(net, step + part, rank))
+            ours.step()
+            assert is_unchanged(net, before) == (not told_before or part < length - 1)
+        if not told_before:
+            ours.set_gradient_accumulation_boundary(True)
+            ours.step()
+        twin.train(losses_of(range(step, step + length), world_size), world_size)
+        twin.assert_is(net)
+        step += length
+
+
+def test_windows_of_other_lengths() -> None:
+    every_stage = [{"stage": 1}, {"stage": 2}, {"stage": 1, "overlap_comm": False}]
+    variants = [(attached, options) for attached in (False, True) for options in every_stage]
+    run(every, 2, partial_window, variants, timeout=LIMIT)
+    run(every, 2, boundary_by_hand, [(options,) for options in every_stage], timeout=LIMIT)
+
+
+class BrokenError(Exception):
+    """Raised in a backward."""
+
+
+def boundary_and_a_failure(rank: int, world_size: int, at: int, stage: int) -> None:
+    """A rank that fails in a window whose end is told goes through it with the others, and all go on."""
+    net = Net()
+    ours = make(net, stage=stage)
+    for part in range(3):
+        ours.set_gradient_accumulation_boundary(part == 2)
+        before = bits(net)
+        loss = loss_of(net, part, rank)
+        if part == at and rank == 0:
+            loss.register_hook(fails)
+            with pytest.raises(BrokenError):
+                ours.backward(loss)
+        else:
+            ours.backward(loss)
+        failed = part == 2 or (rank == 0 and part >= at)
+        with pytest.raises(RuntimeError, match="no rank has stepped") if failed else contextlib.nullcontext():
+            ours.step()
+        assert is_unchanged(net, before)
+    twin = Unsharded(net)
+    ours.backward(loss_of(net, 7, rank))
+    ours.step()
+    twin.train(losses_of(range(7, 8), world_size), world_size)
+    twin.assert_is(net)
+    assert_alike(net)
+
+
+def fails(_: torch.Tensor) -> None:
+    raise BrokenError
+
+
+def test_failure_in_a_window_whose_end_is_told() -> None:
+    run(every, 2, boundary_and_a_failure, [(at, stage) for at in (0, 2) for stage in (1, 2)], timeout=LIMIT)
+
+
+def left_by_no_sync(rank: int, world_size: int, stage: int) -> None:
+    """A backward under no_sync after one that was reduced: the step has both."""
+    net = Net()
+    twin = Unsharded(net)
+    ours = make(net, stage=stage)
+    for step in range(0, 6, 2):
+        ours.backward(loss_of(net, step, rank))
+        with ours.no_sync():
+            ours.backward(loss_of(net, step + 1, rank, spare=rank == 0))
+        ours.step()
+        last = [partial(loss_of, step=step + 1, rank=r, spare=r == 0) for r in range(world_size)]
+        twin.train([*losses_of(range(step, step + 1), world_size), *last], world_size)
+        twin.assert_is(net)
+    assert_alike(net)
+
+
+def put_by_hand_after_backward(rank: int, world_size: int, stage: int) -> None:
+    net = Net()
+    twin = Unsharded(net)
+    ours = make(net, stage=stage)
+    ours.backward(loss_of(net, 0, rank))
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    ours.step()
+    twin.gradients(losses_of(range(1), world_size), world_size)
+    for parameter in twin.model.parameters():
+        parameter.grad += (1 + world_size) / 2
+    twin.optimizer.step()
+    twin.assert_is(net)
+
+
+def joined_in_a_window(rank: int, world_size: int, steps: int, stage: int) -> None:
+    """Attached, rank 0 has two windows and rank 1 has four."""
+    net = Net()
+    model = DDP(net, bucket_cap_mb=1e-4)
+    ours = make(net, gradient_accumulation_steps=steps, stage=stage)
+    ours.attach(model)
+    twin = Unsharded(net)
+    with Join([model, ours]):
+        for step in range(steps * (2 + 2 * rank)):
+            ours.backward(loss_of(model, step, rank))
+            ours.step()
+    for window in range(4):
+        ranks = range(world_size) if window < 2 else [1]
+        its = range(steps * window, steps * window + steps)
+        twin.train([partial(loss_of, step=s, rank=r) for s in its for r in ranks], steps * world_size)
+    assert_alike(net)
+    assert not any(map(has_gradient, net.parameters()))
+    if rank == 1:
+        for mine, its_own in zip(net.parameters(), twin.model.parameters(), strict=True):
+            torch.testing.assert_close(mine.detach(), its_own.detach(), **TOLERANCE)
+
+
+def joining_and_boundary(rank: int, world_size: int) -> None:
+    ours = make(Net())
+    with Join([ours]), pytest.raises(RuntimeError, match="cannot know where a window ends"):
+        ours.set_gradient_accumulation_boundary(True)
+
+
+@pytest.mark.parametrize(
+    ("check", "variants"),
+    [
+        (of_two_optimizers, [()]),
+        (hooks_that_are_refused, [()]),
+        (left_by_no_sync, [(1,), (2,)]),
+        (put_by_hand_after_backward, [(1,), (2,)]),
+        (joined_in_a_window, [(steps, stage) for steps in (1, 2) for stage in (1, 2)]),
+        (joining_and_boundary, [()]),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
+)
+def test_windows(check: Any, variants: list[Any]) -> None:
+    run(every, 2, check, variants, timeout=LIMIT)

@@ -1,0 +1,177 @@
+"""State of an optimizer over flat buffers: whole tensors, state dicts, and masters against weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.optim import param_groups
+from zckpt.optim.zero import full_state, gather, state_dicts
+from zckpt.optim.zero.beside_ddp import AttachedOptimizer
+from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.loss_scale import adopt
+
+
+class StatefulOptimizer(AttachedOptimizer):
+    """What gives state away and takes it in.
+
+    Weights lead: what somebody has written into them since the last step is taken into the masters before these are
+    stepped, given away or compared.
+    """
+
+    allgather_bucket_size: int
+    elastic_checkpoint: bool
+    clip_grad: float
+    overflow: bool
+
+    @staticmethod
+    def _round(group: FlatGroup) -> None:
+        """Make this rank's weights of its masters; off the host by way of pinned memory."""
+        master = group.master.detach()
+        if master.device == group.flat.device or not group.flat.is_cuda:
+            group.weights.copy_(master)
+            return
+        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
+        group.weights.copy_(rounded.copy_(master), non_blocking=True)
+
+    def full_state(self, name: str, slot: str) -> Any:
+        """Return one slot of one parameter, whole. All ranks that share its param group call it together.
+
+        Parameters
+        ----------
+        name : str
+        slot : str
+            "master"; "gradient" (averaged, scaled by the loss scale, between backward and step); or a key of the
+            optimizer's state.
+
+        Returns
+        -------
+        Tensor or object
+            A copy, of the parameter's shape, on its device; or what the optimizer keeps once for a param group.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot.
+        """
+        return full_state.get(self, name, slot)
+
+    @torch.no_grad()
+    def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
+        """Set one slot of one parameter; with its master its weight, too. All ranks give the same value.
+
+        Raises
+        ------
+        ValueError
+            No such parameter or slot, another shape, or a slot that is one value for a whole param group.
+        """
+        full_state.put(self, name, slot, value)
+
+    def adopt_weights(self) -> None:
+        """Take weights that were set since the last step into the masters, as the next step does; others stay."""
+        for group in self.groups:
+            group.adopt_weights()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Make all masters of the weights, those that round to their weights too."""
+        for group in self.groups:
+            group.point()
+            group.master.copy_(group.weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state in DeepSpeed's form; see `elastic_checkpoint`. Its tensors are live, not copies.
+
+        Raises
+        ------
+        ValueError
+            The parameters have no names.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        made: dict[str, Any] = state_dicts.DeepSpeedState(
+            self.make_state_dict({parameter: name for name, parameter in self.names().items()})
+        )
+        for after in self._optimizer_state_dict_post_hooks.values():
+            made = after(self, made) or made
+        return made
+
+    def make_state_dict(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+        """Return `state_dict()` with other names of the parameters."""
+        param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
+        self.adopt_weights()
+        return state_dicts.make_state_dict(
+            self,
+            names,
+            elastic=self.elastic_checkpoint,
+            loss_scaler=self.loss_scaler,
+            overflow=self.overflow,
+            clip_grad=self.clip_grad,
+            stage=self.stage,
+        )
+
+    @torch.no_grad()
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """Load state that DeepSpeed or this class has made, and make the weights of the masters.
+
+        Parameters
+        ----------
+        state_dict : mapping or sequence of mapping
+            What `state_dict` returned: this rank's, or that of every rank in order; also as DeepSpeed's files hold it.
+            Elastic states may be of any number of ranks, and must then be those of all.
+        load_optimizer_states : bool
+            Otherwise masters only.
+        load_from_fp32_weights : bool
+            Load masters; otherwise make them of the model's weights, which are rounded.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is no such state; of other param groups, sizes or alignment; or rigid, of another number of ranks.
+            Nothing has changed.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)  # type: ignore[arg-type]  # or a list of them
+            state_dict = state_dict if changed is None else changed
+        states = state_dicts.read_states(state_dict)
+        state_dicts.check(states, self)
+        own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
+        scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
+        if load_optimizer_states:
+            self.load_local(*state_dicts.local_state(states, self))
+        self.loss_scaler = scaler
+        self.clip_grad = own.get("clip_grad", self.clip_grad)
+        self.overflow = bool(own.get("overflow", False))
+        if load_from_fp32_weights:
+            state_dicts.load_masters(states, self)
+            self.publish_masters()
+        else:
+            self.refresh_masters()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def load_local(self, state: Mapping[int, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Load the local optimizer's state, by param group, and everyone's hyperparameters."""
+        self.optim.load_state_dict({"state": dict(state), "param_groups": list(groups)})
+        self.state = self.optim.state
+        param_groups.sync(self.optim.param_groups, self.param_groups)
+
+    @torch.no_grad()
+    def publish_masters(self) -> None:
+        """Make the weights of the masters, on all ranks, after masters were set."""
+        for group in self.groups:
+            group.point()
+        handles: list[dist.Work] = []
+        for group in self.groups:
+            self._round(group)
+            handles += gather.begin(group, self.allgather_bucket_size)
+        gather.wait(handles)
