@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
+from zckpt.torchfile.plain_parts import PlainParts
 
 
 def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
@@ -32,15 +33,8 @@ def describe(file: TorchFile, role: str, dp_rank: int | None = None, mp_rank: in
 
 def carried(file: TorchFile, node: object) -> object:
     """Return a part of a file's tree as `Checkpoint.metadata` keeps it: plain data as it is, else with its file."""
-    return node if _is_plain(node) else FromFile.of(file, node)
-
-
-def _is_plain(node: object) -> bool:
-    if type(node) is dict:
-        return all(type(key) is str and _is_plain(value) for key, value in node.items())
-    if type(node) is list:
-        return all(map(_is_plain, node))
-    return node is None or type(node) in (bool, int, float, str)
+    known = PlainParts() if file.plain is None else file.plain
+    return node if node in known else FromFile.of(file, node)
 
 
 def _union(ranges: list[tuple[int, int]]) -> int:

@@ -18,6 +18,7 @@ from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noq
 from zckpt.torchfile.archive import Record, read_archive
 from zckpt.torchfile.legacy import is_legacy, read_legacy
 from zckpt.torchfile.pickle_machine import Machine
+from zckpt.torchfile.plain_parts import PlainParts
 from zckpt.torchfile.source import Buffer, ByteSource, open_range
 from zckpt.torchfile.storage_table import StorageTable
 from zckpt.torchfile.tensors import Storage
@@ -209,6 +210,7 @@ def read_zip(source: ByteSource) -> TorchFile:
         machine.protocol,
         tuple(records.values()),
         archive,
+        PlainParts(),
     )
 
 
