@@ -303,3 +303,23 @@ def test_optimizers_state_dict_that_was_written_holds_no_global_but_torchs(tmp_p
         assert b"system" not in data
         with pytest.raises(pickle.UnpicklingError, match="persistent"):
             pickle.loads(data)
+
+
+def test_verify_finds_what_a_file_would_run(tmp_path: Path) -> None:
+    """A file is no better than a directory: that it is hostile is a finding, not a source that is none."""
+    payload = called(named("os:system"), shell(tmp_path / "sentinel")) + b"."
+    with zipfile.ZipFile(tmp_path / "root.pt", "w") as archive:
+        archive.writestr("root/data.pkl", payload)
+    with zipfile.ZipFile(tmp_path / "extension.pt", "w") as archive:
+        archive.writestr("extension/data.pkl", b"\x80\x02\x82\x01.")
+    (tmp_path / "bare.pt").write_bytes(b"\x80\x02" + payload)
+    for name in ("root.pt", "extension.pt", "bare.pt"):
+        done = run("verify", tmp_path / name)
+        assert done.returncode == 1, (name, done.stderr)
+        assert "ZC-106" in done.stdout
+    assert not (tmp_path / "sentinel").exists()
+
+
+def test_verify_says_that_a_harmless_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    assert run("verify", tmp_path / "notes.txt").returncode == 3

@@ -25,6 +25,7 @@ from zckpt.flat_runs import FlatRuns, Stretch, flat_runs
 from zckpt.pieces import pieces
 from zckpt.plan import Fill, Hole, fill
 from zckpt.read import read_piece
+from zckpt.repeats import refuse_endless
 from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
 from zckpt.storage import Sources, read_into
@@ -154,10 +155,13 @@ def visit_rows(
     LayoutError
         A slot does not cover every element once.
     UnsupportedError
-        A slot is not cast to the type it is to be read as.
+        A slot is not cast to the type it is to be read as, or says a few elements again and again without end.
     SourceError
         A file cannot be read.
     """
+    for row in rows:
+        for slot in row.slots:
+            refuse_endless(slot, row.label)
     threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
     most = max(min(memory // threads // BUFFERS_PER_WORKER, BLOCK_NBYTES), MINIMUM_PIECE_NBYTES)
     pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-blocks")

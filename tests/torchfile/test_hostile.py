@@ -380,3 +380,11 @@ def test_damaged_pickles_give_errors_for_users_only(edits):
 @given(st.binary(max_size=200))
 def test_random_bytes_as_a_pickle(data):
     consume(archive(data))
+
+
+@pytest.mark.parametrize("members", [(0.5, 1.5), ((1, 2), (3,)), (1 << 62,)])
+@pytest.mark.parametrize("kind", [set, frozenset])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_many_equal_sets_are_no_collision(members, kind, protocol):
+    sets = [kind(members) for _ in range(300)]
+    assert read(pickle.dumps(sets, protocol)).root == sets

@@ -6,6 +6,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from zckpt.formats.dcp.names import PARAMS
 from zckpt.opened import open as open_checkpoint
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.tensor_reads import Wanted, read_tensors
+from zckpt.torchfile.identity import each
 from zckpt.training.values import value_of
 
 PLAIN = (
@@ -214,8 +216,11 @@ def _give(planner: LoadPlanner, item: ReadItem, current: object, node: object) -
 
 def _is_plain(value: object) -> bool:
     """Tell whether a value is of kinds that anything can be made of without running code of others."""
+    containers = (Mapping, list, tuple, set, frozenset)
+    return all(isinstance(one, (*containers, *PLAIN)) for one in each(value, _below))
+
+
+def _below(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
-        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, PLAIN)
+        return chain(value.keys(), value.values())
+    return value if isinstance(value, (list, tuple, set, frozenset)) else ()

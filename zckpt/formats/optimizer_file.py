@@ -15,14 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.errors import DamagedFileError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats import safetensors_file, torch_archive
-from zckpt.formats.jsonable import jsonable
+from zckpt.formats.jsonable import MAXIMUM_VALUES, jsonables
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.scalars import encode
 from zckpt.inventory import STATE, Rule
 from zckpt.plan import TargetFile
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
+from zckpt.torchfile.plain import Renderer
 
 GROUPS = "param_groups"
 """Under which the header's metadata have the param groups, as JSON."""
@@ -63,19 +64,22 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
         for parameter, one in _owners(checkpoint).items()
         if slot in one.slots
     ]
+    renderer = Renderer(MAXIMUM_VALUES)
+    hyperparameters = jsonables((group.hyperparameters for group in checkpoint.param_groups), renderer)
+    states = jsonables((group.state for group in checkpoint.param_groups), renderer)
     groups = [
-        {
-            **{key: jsonable(value) for key, value in group.hyperparameters.items()},
-            "state": {key: jsonable(value) for key, value in group.state.items()},
-            "parameters": group.parameters,
-        }
-        for group in checkpoint.param_groups
+        {**values, "state": state, "parameters": group.parameters}
+        for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
     ]
-    state = {
-        parameter: {key: jsonable(value) for key, value in one.state.items()}
-        for parameter, one in _owners(checkpoint).items()
-        if one.state
-    }
+    own = {parameter: one.state for parameter, one in _owners(checkpoint).items() if one.state}
+    state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
+    if renderer.left < 0:
+        raise UnsupportedError(
+            "the values beside the tensors are too many for a safetensors file",
+            path=checkpoint.source,
+            expected=f"at most {MAXIMUM_VALUES}",
+            advice="write a .pt file",
+        )
     metadata = {
         GROUPS: json.dumps(groups),
         "state": json.dumps(state),

@@ -16,7 +16,7 @@ from zckpt.formats.jsonable import jsonable
 from zckpt.formats.tensors import carried
 from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
-from zckpt.torchfile import TorchFile
+from zckpt.torchfile import TorchFile, brief
 
 KEY = "zckpt"
 """Under which the tree is kept in a dict that others read too."""
@@ -76,7 +76,7 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     tree = _mapping(node, file.path)
     if tree.get("version") not in (VERSION, WITH_ITEMS):
         raise DamagedFileError(
-            "unknown version", path=file.path, expected=f"version {VERSION}", found=repr(tree.get("version"))[:40]
+            "unknown version", path=file.path, expected=f"version {VERSION}", found=brief(tree.get("version"), 40)
         )
     for key in ("metadata", "optimizer_metadata"):
         found = {str(name): carried(file, value) for name, value in _mapping(tree.get(key, {}), file.path).items()}

@@ -13,6 +13,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.inventory import Rule
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
+from zckpt.torchfile.plain_parts import PlainParts
 
 Value = TypeVar("Value")
 
@@ -154,15 +155,8 @@ def describe(
 
 def carried(file: TorchFile, node: object) -> object:
     """Return a part of a file's tree as `Checkpoint.metadata` keeps it: plain data as it is, else with its file."""
-    return node if _is_plain(node) else FromFile.of(file, node)
-
-
-def _is_plain(node: object) -> bool:
-    if type(node) is dict:
-        return all(type(key) is str and _is_plain(value) for key, value in node.items())
-    if type(node) is list:
-        return all(map(_is_plain, node))
-    return node is None or type(node) in (bool, int, float, str)
+    known = PlainParts() if file.plain is None else file.plain
+    return node if node in known else FromFile.of(file, node)
 
 
 def _union(ranges: list[tuple[int, int]]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zckpt.codes import UNSUPPORTED
 from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
@@ -52,6 +53,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             f"holds an object of {root.qualified}, not a state dict",
             path=path,
             advice="save model.state_dict() in the program that made it",
+            code=UNSUPPORTED,  # loading it makes that object, whatever it is
         )
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)

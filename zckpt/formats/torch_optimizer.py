@@ -16,7 +16,7 @@ from zckpt.formats.scalars import read_scalars, with_scalars
 from zckpt.formats.tensors import slot_of
 from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import Tensor, brief
 
 Sample = Callable[[Tensor, str], bool]
 """Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
@@ -86,7 +86,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
         params = group.get("params") if isinstance(group, dict) else None
         if not isinstance(params, (list, tuple)) or not all(type(n) is int for n in params):
             raise DamagedFileError(
-                "unreadable param group", path=path, expected="a list of numbers in `params`", found=repr(params)[:80]
+                "unreadable param group", path=path, expected="a list of numbers in `params`", found=brief(params)
             )
         groups.append(with_scalars(group, path))
     numbers = [n for group in groups for n in group["params"]]
@@ -95,7 +95,7 @@ def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerS
     for key, slots in node["state"].items():
         number = int(key) if isinstance(key, str) and key.isdecimal() else key  # as `dcp_to_torch_save` leaves them
         if number not in known or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", path=path, found=repr(key)[:80])
+            raise DamagedFileError("state of a parameter that is in no group", path=path, found=brief(key))
         state[int(number)] = {str(key): value for key, value in slots.items()}
     if len(set(numbers)) != len(numbers) or (masters and len(masters) != len(numbers)):
         raise DamagedFileError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from zckpt.formats.account import take_inventory
-from zckpt.formats.jsonable import jsonable
+from zckpt.formats.jsonable import jsonable, jsonables
 from zckpt.rank_values import RankValue
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.torchfile import FromFile, plain
@@ -51,7 +51,7 @@ def inspect(
         "num_tied": len(checkpoint.parameters) - len(owners),
         "num_buffers": len(checkpoint.buffers),
         "slots": _slots(checkpoint),
-        "param_groups": [_group(group) for group in checkpoint.param_groups],
+        "param_groups": _groups(checkpoint.param_groups),
         "per_rank": [_rank_value(value) for value in checkpoint.per_rank],
         "parameters": [_parameter(p) for p in checkpoint.parameters.values()],
         "buffers": [_parameter(p) for p in checkpoint.buffers.values()],
@@ -87,10 +87,12 @@ def _slots(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _group(group: ParamGroup) -> dict[str, object]:
-    hyperparameters = {key: jsonable(value) for key, value in group.hyperparameters.items()}
-    state = {key: jsonable(value) for key, value in group.state.items()}
-    return {**hyperparameters, "state": state, "parameters": list(group.parameters)}
+def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
+    values = zip(jsonables([g.hyperparameters for g in groups]), jsonables([g.state for g in groups]), strict=True)
+    return [
+        {**hyperparameters, "state": state, "parameters": list(group.parameters)}
+        for group, (hyperparameters, state) in zip(groups, values, strict=True)
+    ]
 
 
 def _rank_value(value: RankValue) -> dict[str, object]:

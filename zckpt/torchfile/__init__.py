@@ -22,7 +22,7 @@ from zckpt.torchfile.objects import (
     Size,
 )
 from zckpt.torchfile.pickle_storage_writer import FromFile
-from zckpt.torchfile.plain import plain
+from zckpt.torchfile.plain import brief, plain
 from zckpt.torchfile.reader import read_pickle, read_torchbytes, read_torchfile
 from zckpt.torchfile.tensors import (
     DeviceTensor,
@@ -61,6 +61,7 @@ __all__ = [
     "Storage",
     "Tensor",
     "TorchFile",
+    "brief",
     "plain",
     "read_pickle",
     "read_torchbytes",

@@ -31,7 +31,10 @@ MAX_KEY_DEPTH = 8
 """Levels of tuples in a key: real ones have one or two."""
 
 MAX_KEY_NODES = 1000
-"""Elements of a key with every level expanded: bounds the time to hash it."""
+"""Elements of a key with every level expanded: bounds the time to hash it, and its length as text."""
+
+TEXT_PER_NODE = 64
+"""Characters of a text in a nested key that count as one more element: the same text may be there again and again."""
 
 MAX_COLLISIONS = 64
 """Keys of one container with one hash: real data has one or two (-1 and -2), a chain of n costs n^2."""
@@ -61,7 +64,7 @@ class Guard:
 
     def __init__(self, nbytes: int = 0) -> None:
         self.budget = FREE_WORK + WORK_PER_BYTE * nbytes
-        self.counts: dict[int, dict[int, int]] = {}
+        self.counts: dict[int, tuple[object, dict[int, int]]] = {}  # keeps containers, so that ids stay their own
 
     def spend(self, work: int) -> None:
         """Count the elements or bytes that are about to be copied or hashed.
@@ -92,7 +95,7 @@ class Guard:
             self.spend(MAX_KEY_NODES - measure(key, MAX_KEY_NODES, MAX_KEY_DEPTH))
         elif kind not in NUMBERS:
             raise PickleError(f"a {kind.__name__} is used as a key", expected="something hashable")
-        counts = self.counts.setdefault(id(container), {})
+        _, counts = self.counts.setdefault(id(container), (container, {}))
         value = hash(key)
         counts[value] = count = counts.get(value, 0) + 1
         if count > MAX_COLLISIONS:
@@ -111,7 +114,7 @@ def measure(key: object, nodes: int, depth: int) -> int:
     if kind not in NESTS:
         if kind not in SAFE and kind not in NUMBERS:
             raise PickleError(f"a {kind.__name__} is used as a key", expected="something hashable")
-        return nodes - 1
+        return nodes - 1 - (len(key) // TEXT_PER_NODE if isinstance(key, (str, bytes)) else 0)
     if depth == 0:
         raise PickleError("a key is nested too deep", expected=f"at most {MAX_KEY_DEPTH} levels")
     for element in key:  # type: ignore[attr-defined]  # one of NESTS

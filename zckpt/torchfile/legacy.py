@@ -16,6 +16,7 @@ from __future__ import annotations
 from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError, PickleError, UnsupportedError, ZckptError
 from zckpt.torchfile.pickle_machine import Machine, TruncatedPickleError
+from zckpt.torchfile.plain_parts import PlainParts
 from zckpt.torchfile.source import ByteSource
 from zckpt.torchfile.storage_table import StorageTable
 from zckpt.torchfile.tensors import Storage
@@ -102,6 +103,7 @@ def read_pickles(source: ByteSource, data: bytes) -> TorchFile:
         table.storages,
         {"pickle 4": machine.names},
         machine.protocol,
+        plain=PlainParts(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from zckpt.dtypes import DTYPES, itemsize
 from zckpt.errors import UnsupportedError
@@ -35,9 +36,14 @@ class FromFile:
     @classmethod
     def of(cls, file: TorchFile, node: object) -> FromFile:
         """Return a node of a file's tree, to be written as that file spells it."""
-        names = {name for record in file.globals.values() for name in record}
-        new = any(name.startswith(f"{NUMPY[1]}.multiarray.") for name in names)
+        new = any(names and _mentions(names) for names in file.globals.values())
         return cls(node, file.path, file.byteorder, NUMPY[1] if new else NUMPY[0])
+
+
+@lru_cache(maxsize=64)
+def _mentions(names: tuple[str, ...]) -> bool:
+    """Tell whether a file mentions numpy's new package; asked for every part of it that is carried."""
+    return any(name.startswith(f"{NUMPY[1]}.multiarray.") for name in names)
 
 
 @dataclass(slots=True)

@@ -57,6 +57,13 @@ def plain(node: object, *, limit: int = LIMIT) -> object:
     return Renderer(limit).render(node)
 
 
+def brief(node: object, width: int = 80) -> str:
+    """Return the beginning of what a node looks like, for a message; what is cut off is not looked at."""
+    if isinstance(node, str):
+        node = node[:width]
+    return repr(plain(node, limit=width))[:width]
+
+
 class Renderer:
     """Renders one tree: counts values and knows which containers it is inside of."""
 

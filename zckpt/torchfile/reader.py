@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 
-from zckpt.codes import CHECKSUM, TRUNCATED
+from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.crc32 import crc32
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError
 from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noqa: F401  # they register their opcodes
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.legacy import is_legacy, read_legacy
 from zckpt.torchfile.pickle_machine import Machine
+from zckpt.torchfile.plain_parts import PlainParts
 from zckpt.torchfile.source import Buffer, ByteSource, open_range
 from zckpt.torchfile.storage_table import StorageTable
 from zckpt.torchfile.tensors import Storage
@@ -133,14 +134,14 @@ def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownForm
         b"tensors",
     ):
         return UnsupportedError("is a tar file of torch before 2016", path=source.path, advice=RESAVE)
-    found = "something else"
+    found, code = "something else", None
     if head[8:9] == b"{" and 0 < int.from_bytes(head[:8], "little") <= source.nbytes - 8:
         found = "a safetensors file"
     elif head[0] == 0x80 and len(head) > 1 and head[1] <= 5:
-        found = "a pickle that torch.save did not write"
+        found, code = "a pickle that torch.save did not write", UNSUPPORTED  # torch.load runs it all the same
     elif head.isascii() and head.decode("ascii").replace("\n", "").replace("\t", "").replace("\r", "").isprintable():
         found = "text"
-    return UnknownFormatError("is not a torch file", path=source.path, expected=expected, found=found)
+    return UnknownFormatError("is not a torch file", path=source.path, expected=expected, found=found, code=code)
 
 
 def run_pickle(
@@ -220,6 +221,7 @@ def read_zip(source: ByteSource) -> TorchFile:
         machine.protocol,
         tuple(records.values()),
         archive,
+        PlainParts(),
     )
 
 

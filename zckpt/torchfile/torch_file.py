@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zckpt.torchfile.archive import Record
+from zckpt.torchfile.plain_parts import PlainParts
 from zckpt.torchfile.tensors import Storage
 
 
@@ -33,6 +34,8 @@ class TorchFile:
         Of a zip archive, in the order of its directory.
     archive : str
         Name of the archive's root folder; empty for legacy files.
+    plain : PlainParts or None
+        What is known of the tree's parts; None for a tree that is no file's and may change.
     """
 
     path: str
@@ -45,6 +48,7 @@ class TorchFile:
     protocol: int
     records: tuple[Record, ...] = ()
     archive: str = ""
+    plain: PlainParts | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -118,17 +118,24 @@ def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], Tensor]]:
                 path.pop()
 
 
-def check_depth(root: object) -> None:
+def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
     """Refuse a tree that is nested too deep; a cycle does not make it deeper.
+
+    Parameters
+    ----------
+    root : object
+    heights : dict of int to int, levels
+        Of objects that were checked before, by identity, and are still there; those checked now are added.
 
     Raises
     ------
     PickleError
         Some path from the root is longer than `MAX_DEPTH`.
     """
-    if is_leaf(root):
+    heights = {} if heights is None else heights
+    if is_leaf(root) or id(root) in heights:
         return
-    heights = {id(root): 0}
+    heights[id(root)] = 0
     nodes, levels, highest = [root], [children(root)], [0]
     while nodes:
         for _, child in levels[-1]:

@@ -28,6 +28,7 @@ from zckpt.torchfile import (
     Storage,
     Tensor,
 )
+from zckpt.torchfile.walk import MAX_DEPTH
 
 PLAIN = (type(None), bool, int, float, str, bytes, bytearray, complex, range, slice)
 KEPT = (Scalar, Device, DType)
@@ -51,6 +52,7 @@ class Values:
     def __init__(self) -> None:
         self.memory: dict[Storage, memoryview] = {}
         self._kept: list[torch.Tensor] = []
+        self._open: set[int] = set()
 
     def node(self, value: Value, where: str) -> object:
         """Return a value as a node.
@@ -79,6 +81,14 @@ class Values:
         return self._container(value, where)
 
     def _container(self, value: Value, where: str) -> object:
+        if id(value) in self._open or len(self._open) > MAX_DEPTH:
+            raise UnsupportedError(f"{where:.200} contains itself, or is nested too deep")
+        self._open.add(id(value))
+        made = self._parts(value, where)
+        self._open.remove(id(value))
+        return made
+
+    def _parts(self, value: Value, where: str) -> object:
         kind = type(value)
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
             made: dict[Any, object] = {} if kind is not OrderedDict else OrderedMapping()
@@ -141,19 +151,40 @@ def value_of(node: Node, file: FromFile | None = None) -> Value:
     SourceError
         The tensors cannot be read.
     """
-    if isinstance(node, FromFile):
-        return value_of(node.node, node)
-    if isinstance(node, Tensor) and file is not None:
-        return _read(node, file)
-    rule = _RULES.get(type(node))
-    if rule is not None:
-        return rule(node)
-    if isinstance(node, Mapping):
-        kind = OrderedDict if isinstance(node, (OrderedMapping, DefaultMapping)) else dict
-        return kind((value_of(key, file), value_of(one, file)) for key, one in node.items())
-    if type(node) in (list, tuple, set, frozenset):
-        return type(node)(value_of(one, file) for one in node)
-    return node
+    return _Reading().value_of(node, file)
+
+
+class _Reading:
+    """Makes the values of one tree; what is shared or leads back to itself in it does so in them."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Value] = {}
+
+    def value_of(self, node: Node, file: FromFile | None) -> Value:
+        if isinstance(node, FromFile):
+            return self.value_of(node.node, node)
+        if id(node) in self._made:
+            return self._made[id(node)]
+        if isinstance(node, Tensor) and file is not None:
+            made: Value = _read(node, file)
+        elif (rule := _RULES.get(type(node))) is not None:
+            return rule(node)
+        elif isinstance(node, Mapping):
+            made = self._made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
+            made.update((self.value_of(key, file), self.value_of(one, file)) for key, one in node.items())
+        elif type(node) is list:
+            made = self._made[id(node)] = []
+            made.extend(self.value_of(one, file) for one in node)
+        elif type(node) in (tuple, set, frozenset):
+            made = self._tuple_or_set(node, file)
+        else:
+            return node
+        self._made[id(node)] = made
+        return made
+
+    def _tuple_or_set(self, node: Node, file: FromFile | None) -> Value:
+        values = [self.value_of(one, file) for one in node]
+        return self._made.get(id(node), type(node)(values))  # a tuple within itself has been made meanwhile
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:

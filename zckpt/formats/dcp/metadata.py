@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from zckpt.dtypes import DTYPES
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.torchfile import DType, Layout, Object, read_pickle
+from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
 
 NAME = ".metadata"
 
@@ -132,7 +132,7 @@ def read_metadata(directory: Path) -> Metadata:
 
 
 def _unexpected(path: str, expected: str, found: object) -> DamagedFileError:
-    return DamagedFileError("unexpected content", path=path, expected=expected, found=repr(found)[:80])
+    return DamagedFileError("unexpected content", path=path, expected=expected, found=brief(found))
 
 
 def _object(node: object, name: str, path: str) -> Object:
@@ -162,7 +162,7 @@ def _tensor(key: str, node: Object, path: str) -> TensorEntry:
         values[:2] if len(values) > 1 else (properties.get("dtype"), properties.get("layout", Layout("torch.strided")))
     )
     if not isinstance(dtype, DType) or dtype.name not in DTYPES:
-        raise UnsupportedError(f"{key} has an unknown element type", path=path, found=repr(dtype)[:80])
+        raise UnsupportedError(f"{key} has an unknown element type", path=path, found=brief(dtype))
     if isinstance(layout, Layout) and layout.name != "torch.strided":
         raise UnsupportedError(f"{key} is no dense tensor", path=path, found=layout.name)
     shape = _integers(node.get("size"), f"size of {key}", path)
@@ -213,12 +213,12 @@ def _place(key: str, info: Object, path: str) -> Place:
             f"{key} was transformed when it was written, such as compressed",
             path=path,
             expected="bytes as they are",
-            found=repr(transforms)[:80],
+            found=brief(transforms),
             advice="save it again without extensions",
         )
     file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
     if not isinstance(file, str) or not _stays_inside(file):
-        raise DamagedFileError(f"{key} lies outside of the directory", path=path, found=repr(file)[:80])
+        raise DamagedFileError(f"{key} lies outside of the directory", path=path, found=brief(file))
     start, length = _integers((offset, nbytes), f"offset and length of {key}", path)
     return Place(file, start, length)
 

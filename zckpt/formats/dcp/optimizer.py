@@ -5,7 +5,6 @@ By name where the file has names, which is usual; else by number, with names fou
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +14,10 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE, OptimizerPart
 from zckpt.formats.dcp.tree import Node, branch, carry, raw
-from zckpt.formats.jsonable import jsonable
 from zckpt.formats.scalars import read_scalars
 from zckpt.state import MASTER, Parameter, Scalar
 from zckpt.torchfile import Tensor
+from zckpt.torchfile.identity import Digests
 
 Label = str | int
 """A parameter as the file names it: a name, or a number."""
@@ -124,10 +123,11 @@ def _flat(part: OptimizerPart, names: frozenset[str], where: str) -> OptimizerSt
             options.setdefault(name, {})[slot] = node
         else:
             state.setdefault(name, {})[slot] = node
-    groups: dict[str, Group] = {}
+    groups: dict[bytes, Group] = {}
+    digests = Digests()
     for name, content in options.items():
         values = hyperparameters(content, where)
-        groups.setdefault(json.dumps(jsonable(values), sort_keys=True), Group(values, [])).members.append(name)
+        groups.setdefault(digests.of(values), Group(values, [])).members.append(name)
     return OptimizerState(where, state, list(groups.values()))
 
 

@@ -6,7 +6,7 @@ before 2.4 kept dicts and lists without tensors as one item; `branch` shows such
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeGuard
 
@@ -15,6 +15,7 @@ from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.tensors import carried
 from zckpt.torchfile import FromFile, walk_tensors
+from zckpt.torchfile.identity import each
 
 Leaf = TensorItem | ObjectItem
 Node = object
@@ -127,9 +128,11 @@ def _of_one_file(whole: object, values: list[object], join: Callable[[list[objec
 
 def _is_plain(value: object) -> bool:
     """Tell whether a carried value is plain data, of no file."""
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, list) else not isinstance(value, FromFile)
+    return not any(isinstance(part, FromFile) for part in each(value, _below))
+
+
+def _below(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _is_lost(node: Node, lost: list[str]) -> bool:

@@ -23,6 +23,7 @@ from zckpt.formats.tensors import slot_of
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint
 from zckpt.torchfile import DefaultMapping, Device, DType, FromFile, Layout, OrderedMapping, Size, Tensor, walk_tensors
+from zckpt.torchfile.identity import each
 
 Path = tuple[str | int, ...]
 
@@ -100,7 +101,25 @@ def _by_name(checkpoint: Checkpoint, dtype: str) -> dict[str, object]:
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}
         for numbered, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True)
     ]
+    _check_size([*tree["state"].values(), *tree["param_groups"]], checkpoint.source)
     return {"state": {names[number]: values for number, values in tree["state"].items()}, "param_groups": groups}
+
+
+def _check_size(dicts: list[dict[object, object]], source: str) -> None:
+    """Refuse values beside the optimizer's tensors that torch would store leaf by leaf and that have no end."""
+    budget = 2 * MAXIMUM_NODES
+    waiting = [value for one in dicts for value in one.values() if isinstance(value, MAPPINGS) or type(value) is list]
+    while waiting:
+        node = waiting.pop()
+        below = list(node.values() if isinstance(node, MAPPINGS) else node)
+        budget -= len(below) + 1
+        if budget < 0:
+            raise UnsupportedError(
+                "the values of the optimizer beside its tensors are too many",
+                path=source,
+                expected=f"at most {2 * MAXIMUM_NODES}",
+            )
+        waiting += [one for one in below if isinstance(one, MAPPINGS) or type(one) is list]
 
 
 def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
@@ -121,13 +140,10 @@ def _opened(path: Path, node: object, file: FromFile | None) -> Iterator[Item]:
         yield Item(key, path, _leaf(key, node, file))
 
 
-def _is_opened(values: list[object], depth: int = 0) -> bool:
+def _is_opened(values: list[object]) -> bool:
     """Tell whether torch stores the members of a list one by one."""
-    return any(
-        isinstance(value, (*MAPPINGS, *TENSORS))
-        or (type(value) is list and depth < MAXIMUM_DEPTH and _is_opened(value, depth + 1))
-        for value in values
-    )
+    below = each(values, lambda node: node if type(node) is list else ())
+    return any(isinstance(value, (*MAPPINGS, *TENSORS)) for value in below)
 
 
 def _leaf(key: str, node: object, file: FromFile | None) -> object:

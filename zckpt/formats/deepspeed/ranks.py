@@ -11,7 +11,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_W
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.deepspeed.per_rank import FOLLOWS_FROM_STEPS
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.jsonable import jsonable
+from zckpt.formats.jsonable import jsonables
 from zckpt.state import Scalar
 from zckpt.torchfile import plain
 
@@ -150,7 +150,7 @@ def _steps(model: ModelShard) -> set[str]:
 
 def check_models(models: Sequence[ModelShard], members: Sequence[OptimizerShard]) -> None:
     """Raise ShardError if the model files of a ZeRO-3 checkpoint are of different steps."""
-    steps = [repr(model.content.get("global_steps")) for model in models]
+    steps = [repr(plain(model.content.get("global_steps"))) for model in models]
     scalars = [value for member in members[:1] for one in member.scalars for key, value in one.items() if key == "step"]
     usual, odd = _odd_ones(steps, {_number(value).removesuffix(".0") for value in scalars})
     if odd:
@@ -222,7 +222,7 @@ def _shown(usual: str, odd: str) -> tuple[str, str]:
 def _number(value: object) -> str:
     """Return a single value as text that does not depend on how it was stored."""
     plain_value = value.value if isinstance(value, Scalar) else value
-    return repr(float(plain_value)) if isinstance(plain_value, (int, float)) else repr(plain_value)
+    return repr(float(plain_value)) if isinstance(plain_value, (int, float)) else repr(plain(plain_value))
 
 
 def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | None]]:
@@ -241,7 +241,7 @@ def _common_facts(members: Sequence[OptimizerShard]) -> dict[str, list[str | Non
             facts[f"{key} of group {index}"] = [
                 None if key not in m.scalars[index] else _number(m.scalars[index][key]) for m in members
             ]
-    facts[PARAM_GROUPS] = [repr([jsonable(group) for group in m.groups]) if m.groups else None for m in members]
+    facts[PARAM_GROUPS] = [repr(jsonables(m.groups)) if m.groups else None for m in members]
     facts["loss scale"] = [repr(plain(m.content.get("loss_scaler"))) for m in members]
     return facts
 

@@ -21,6 +21,7 @@ from zckpt.formats.deepspeed.experts import (
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.target import Options
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.torchfile.identity import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""
@@ -87,7 +88,7 @@ def _kind(origin: Origin, index: int, group: ParamGroup) -> tuple[int | None, ob
         return None, index
     first = origin.members[0]
     degree = expert_parallel_size(len(origin.members), first.partition_count[index], names)
-    return degree, repr((group.hyperparameters, group.state))
+    return degree, Digests().of((group.hyperparameters, group.state))
 
 
 def _check_degree(checkpoint: Checkpoint, options: Options, degree: int) -> None:

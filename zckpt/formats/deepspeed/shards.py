@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.scalars import read_scalars, with_scalars
 from zckpt.formats.tensors import by_name
 from zckpt.state import Scalar
-from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -197,9 +197,7 @@ def _shared(node: object, path: str) -> dict[str, str] | None:
     found = {}
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
-            raise DamagedFileError(
-                "unreadable shared_params", path=path, expected="pairs of names", found=repr(pair)[:80]
-            )
+            raise DamagedFileError("unreadable shared_params", path=path, expected="pairs of names", found=brief(pair))
         found[str(pair[0])] = str(pair[1])
     return found
 
@@ -225,7 +223,7 @@ def _shapes(node: object, path: str) -> Shapes:
     found = {}
     for name, shape in _mapping(node, path, "a dict of shapes").items():
         if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
-            raise DamagedFileError(f"unreadable shape of {name}", path=path, found=repr(shape)[:80])
+            raise DamagedFileError(f"unreadable shape of {name}", path=path, found=brief(shape))
         found[str(name)] = tuple(int(n) for n in shape)
     return found
 
@@ -307,7 +305,7 @@ def _read_parameterwise(shard: Shard, file: TorchFile, z: dict[str, object], sta
     tensors, scalars = _split_states([states.get(i, {}) for i in range(len(masters))], path)
     count = z.get("partition_count")
     if not isinstance(count, int):
-        raise DamagedFileError("unreadable partition_count", path=path, expected="a number", found=repr(count)[:80])
+        raise DamagedFileError("unreadable partition_count", path=path, expected="a number", found=brief(count))
     return OptimizerShard(
         shard, file, stage, False, False, masters, tensors, scalars, groups, [count] * len(masters), content=z
     )
@@ -321,7 +319,7 @@ def _tensors(node: object, path: str, what: str) -> list[Tensor]:
 
 def _ints(node: object, path: str, what: str) -> list[int]:
     if not isinstance(node, (list, tuple)) or not all(type(n) is int for n in node):
-        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of numbers", found=repr(node)[:80])
+        raise DamagedFileError(f"unreadable {what}", path=path, expected="a list of numbers", found=brief(node))
     return list(node)
 
 
@@ -394,4 +392,4 @@ def _address(node: object, path: str) -> tuple[int, int]:
     start, numel = (node.get("start"), node.get("numel")) if isinstance(node, Object) else (None, None)
     if type(start) is int and type(numel) is int:
         return start, numel
-    raise DamagedFileError("unreadable slice mapping", path=path, expected="start and numel", found=repr(node)[:80])
+    raise DamagedFileError("unreadable slice mapping", path=path, expected="start and numel", found=brief(node))

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.torchfile import brief
 
 REPLICATED = "replicated"
 AVERAGED = "averaged"
@@ -185,14 +186,14 @@ class Rules:
         if patterns is None:
             return []
         if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-            raise UnsupportedError("unreadable tensor-parallel rules", path=self.path, found=repr(patterns)[:80])
+            raise UnsupportedError("unreadable tensor-parallel rules", path=self.path, found=brief(patterns))
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
             if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
                 raise UnsupportedError(
                     "a tensor-parallel rule that is not matched, for it could take for ever",
                     path=self.path,
-                    found=repr(pattern)[:80],
+                    found=brief(pattern),
                 )
         try:
             return [re.compile(pattern) for pattern in patterns]
@@ -204,7 +205,7 @@ class Rules:
         for one in node if isinstance(node, (list, tuple)) else []:
             shape, dim = (one.get("shape"), one.get("partition_dim")) if isinstance(one, dict) else (None, None)
             if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
-                raise UnsupportedError("unreadable rule for sub-parameters", path=self.path, found=repr(one)[:80])
+                raise UnsupportedError("unreadable rule for sub-parameters", path=self.path, found=brief(one))
             if type(shape[dim]) is int and shape[dim] > MAXIMUM_PARTS:
                 raise UnsupportedError("too many sub-parameters", path=self.path, found=shape[dim])
             found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
@@ -243,7 +244,7 @@ class Rules:
             or not all(isinstance(part, (list, tuple)) and len(part) == len(found[0]) for part in found)
             or not all(type(width) is int and width >= 0 for part in found for width in part)
         ):
-            raise UnsupportedError(f"unreadable widths of the parts of {name}", path=self.path, found=repr(found)[:80])
+            raise UnsupportedError(f"unreadable widths of the parts of {name}", path=self.path, found=brief(found))
         return [list(part) for part in found]
 
     def _parts(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:

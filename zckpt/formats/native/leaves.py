@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.node_kinds import SAFE_INTEGER, TAG, Json, Node
-from zckpt.torchfile import Size
+from zckpt.torchfile import Size, brief
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS
 
 MAX_HEX = 4096
@@ -67,7 +67,7 @@ def is_text(value: str) -> bool:
 
 def wrong(what: str, expected: str, found: object) -> DamagedFileError:
     """Return the error for a piece of a document that is something else."""
-    return DamagedFileError(f"unreadable {what}", expected=expected, found=f"{found!r:.{SHOWN}}")
+    return DamagedFileError(f"unreadable {what}", expected=expected, found=brief(found, SHOWN))
 
 
 def parts(found: Mapping[str, Json], *names: str) -> list[Json]:

@@ -72,6 +72,8 @@ class NodeReader:
         self._context = Context("little", Guard(nbytes))
         self._waiting: deque[tuple[Json, Node]] = deque()
         self._trees: list[object] = []
+        self._checked: list[object] = []  # keeps what was read, so that ids stay their own
+        self._heights: dict[int, int] = {}
         self._made: list[object] = [self._value(one) if _is_mutable(one) else UNMADE for one in objects]
         for number, one in enumerate(objects):
             if self._made[number] is UNMADE:
@@ -82,8 +84,12 @@ class NodeReader:
         """Return the value of a piece of JSON; errors are those of the class."""
         made = self._value(found)
         self._fill_all()
-        check_depth(made)
+        self._check(made)
         return made
+
+    def _check(self, made: object) -> None:
+        self._checked.append(made)
+        check_depth(made, self._heights)
 
     def mapping(self, found: object) -> dict[str, Node]:
         """Return a dict whose keys are text; errors are those of the class."""
@@ -102,7 +108,7 @@ class NodeReader:
             else:
                 shell.update((key, self._value(value)) for key, value in found.items())
         for tree in self._trees:
-            check_depth(tree)
+            self._check(tree)
         self._trees.clear()
 
     def _value(self, found: Json) -> Node:

@@ -187,8 +187,9 @@ def _shared(roots: list[object]) -> set[int]:
     seen: set[int] = set()
     shared: set[int] = set()
     waiting: list[tuple[object, bool]] = [(root, False) for root in roots]
+    heights: dict[int, int] = {}
     for root in roots:
-        _check_depth(root)
+        _check_depth(root, heights)
     while waiting:
         node, carried = waiting.pop()
         if type(node) in UNNUMBERED or (type(node) is tuple and _is_plain_tuple(node, carried)):
@@ -198,7 +199,7 @@ def _shared(roots: list[object]) -> set[int]:
             continue
         seen.add(id(node))
         if isinstance(node, FromFile):
-            _check_depth(node.node)
+            _check_depth(node.node, heights)
         waiting.extend((child, carried or isinstance(node, FromFile)) for child in _below(node))
     return shared
 
@@ -225,9 +226,9 @@ def _below(node: Node) -> Iterator[object]:
                 yield from pair
 
 
-def _check_depth(root: object) -> None:
+def _check_depth(root: object, heights: dict[int, int]) -> None:
     try:
-        check_depth(root)
+        check_depth(root, heights)
     except PickleError as error:
         raise UnsupportedError(f"a value is not written: {error.message}", expected=error.expected) from None
 

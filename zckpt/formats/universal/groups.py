@@ -11,6 +11,7 @@ from zckpt.formats.scalars import with_scalars
 from zckpt.formats.universal.model_files import ModelFiles
 from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup
 from zckpt.torchfile import Tensor
+from zckpt.torchfile.identity import alike
 
 
 def read_groups(
@@ -99,7 +100,7 @@ def give_state(checkpoint: Checkpoint, values: Mapping[str, Mapping[str, object]
 
 
 def _same(one: object, other: object) -> bool:
-    return type(one) is type(other) and one == other
+    return type(one) is type(other) and alike(one, other)
 
 
 def _hyperparameters(content: Mapping[object, object], path: str) -> list[Mapping[object, object]]:

@@ -15,7 +15,8 @@ from zckpt.formats.zero_redundancy.order import Order
 from zckpt.inventory import COPY, IMPLIED, Rule
 from zckpt.partition import greedy_partition
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
-from zckpt.torchfile import TorchFile, read_torchfile
+from zckpt.torchfile import TorchFile, brief, read_torchfile
+from zckpt.torchfile.identity import alike, each
 
 Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""
@@ -85,21 +86,20 @@ def _check_groups(first: RankFile, other: RankFile) -> None:
     for number, (one, two) in enumerate(zip(mine, its, strict=True)):
         for key in (one.keys() | two.keys()) - {"params", "param_names"}:
             expected, found = one.get(key), two.get(key)
-            if _is_plain(expected) and _is_plain(found) and repr(expected) != repr(found):
+            if _is_plain(expected) and _is_plain(found) and not alike(expected, found):
                 raise LayoutError(
                     f"param group {number} has another {key} than rank 0's",
                     path=other.file.path,
-                    expected=repr(expected)[:80],
-                    found=repr(found)[:80],
+                    expected=brief(expected),
+                    found=brief(found),
                     advice="the files are of different steps or runs",
                     code=HYPERPARAMETERS_DIFFER,
                 )
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str, Scalar))
+    parts = each(value, lambda node: node if isinstance(node, (list, tuple)) else ())
+    return all(one is None or isinstance(one, (list, tuple, bool, int, float, str, Scalar)) for one in parts)
 
 
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.boxes import row_major
 from zckpt.dtypes import itemsize
 from zckpt.formats.checksums import Sum
+from zckpt.repeats import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.weight_check import comparable
 
@@ -162,7 +163,9 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
             slot, subject = parameter.slots[key], len(found.subjects)
             found.subjects.append(Subject(kind, parameter.name, key))
             if key == MASTER and partners is None and _is_compared(parameter):
-                found.apart.append(Apart(subject, slot, Extent.whole(slot.shape), parameter.slots[WEIGHT]))
+                master, weight = stored_once([slot, parameter.slots[WEIGHT]])
+                found.apart.append(Apart(subject, master, Extent.whole(master.shape), weight))
+            (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
                 place = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
                 if place in seen or not span.extent.numel:
@@ -184,8 +187,8 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
     for number, duplicate in enumerate(checkpoint.duplicates):
         found.duplicates.append(duplicate)
         found.subjects.append(Subject(PARAMETER, duplicate.name, duplicate.slot.name))
-        extent = Extent.whole(duplicate.slot.shape)
-        found.apart.append(Apart(len(found.subjects) - 1, duplicate.slot, extent, duplicate.original, number))
+        copy, original = stored_once([duplicate.slot, duplicate.original])
+        found.apart.append(Apart(len(found.subjects) - 1, copy, Extent.whole(copy.shape), original, number))
     for ranges in found.claimed.values():
         ranges.sort()
     return found

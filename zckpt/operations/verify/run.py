@@ -136,7 +136,8 @@ def _unopened(
     about_it = error.path is None or Path(error.path) == path
     unknown = isinstance(error, (UnknownFormatError, UnsupportedError)) and error.code is None and about_it
     others = [one for one in surveyed.errors if (one.path, one.message) != (error.path, error.message)]
-    if unknown and not others and (path.is_file() or isinstance(error, UnknownFormatError)):
+    readable = path.is_file() and not surveyed.errors
+    if unknown and not others and (readable or isinstance(error, UnknownFormatError)):
         raise error  # nothing here is a checkpoint
     result = Verification(os.fspath(path), None, deep)
     result.checked.files = len(surveyed.files) + len(surveyed.errors)

@@ -1,0 +1,72 @@
+"""Tensors that torch's `expand` makes: a few stored elements that are said to be 10**12."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.console import in_time, refused, run, succeeded
+from zckpt.repeats import stored_once
+from zckpt.state import Extent, Slot, Span
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    with in_time(60):
+        yield
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    torch.save({"w": torch.zeros(1).expand(10**6, 10**6), "v": torch.ones(3)}, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def test_verify_looks_at_what_is_stored(endless: Path) -> None:
+    assert "4 elements looked at" in succeeded("verify", "--deep", endless).stdout
+
+
+def test_verify_finds_what_is_repeated(tmp_path: Path) -> None:
+    values = torch.tensor([1.0, float("nan"), 2.0])
+    torch.save({"w": values[:, None, None].expand(3, 10**6, 10**6)}, tmp_path / "a.pt")
+    done = run("verify", "--deep", tmp_path / "a.pt")
+    assert done.returncode == 1
+    assert "1 NaN" in done.stdout
+
+
+@pytest.mark.parametrize("verb", [("fingerprint",), ("diff", "again")])
+def test_what_reads_each_element_in_its_place_refuses_at_once(verb: tuple[str, ...], endless: Path) -> None:
+    more = [endless] if "again" in verb else []
+    refused(3, verb[0], endless, *more, words=("repeats 1 stored elements as 1000000000000",))
+
+
+@pytest.mark.parametrize("target", ["out.pt", "out.safetensors"])
+def test_target_that_has_no_room_is_refused_at_once(target: str, endless: Path) -> None:
+    refused(4, "consolidate", endless, endless.parent / target, words=("not enough space",))
+
+
+def test_repeated_elements_have_the_fingerprint_of_stored_ones(tmp_path: Path) -> None:
+    row = torch.arange(50.0)
+    torch.save({"w": row.expand(40, 50), "v": row[:, None].expand(50, 30)}, tmp_path / "a.pt")
+    whole = {"w": row.expand(40, 50).contiguous(), "v": row[:, None].expand(50, 30).contiguous()}
+    torch.save(whole, tmp_path / "b.pt")
+    succeeded("diff", tmp_path / "a.pt", tmp_path / "b.pt")
+    a, b = (succeeded("fingerprint", tmp_path / name).stdout for name in ("a.pt", "b.pt"))
+    assert a == b
+    succeeded("consolidate", tmp_path / "a.pt", tmp_path / "c.pt")
+    assert all(torch.equal(value, whole[name]) for name, value in torch.load(tmp_path / "c.pt").items())
+
+
+def slot(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> Slot:
+    return Slot("weight", "float32", shape, (Span(Extent.whole(shape), "x", 0, "float32", strides),))
+
+
+def test_only_what_all_repeat_is_left_out() -> None:
+    a, b = stored_once([slot((4, 5, 6), (0, 0, 1)), slot((4, 5, 6), (0, 6, 1))])
+    assert a.shape == b.shape == (1, 5, 6)
+    assert a.spans[0].strides == (0, 0, 1)
+    assert stored_once([slot((4, 5), (0, 1)), slot((4, 5), None)]) == (slot((4, 5), (0, 1)), slot((4, 5), None))
+    assert stored_once([slot((0, 5), (0, 1))]) == (slot((0, 5), (0, 1)),)

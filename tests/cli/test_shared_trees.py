@@ -1,0 +1,190 @@
+"""Small files whose objects refer to each other in 2**60 ways, or to themselves: every verb does bounded work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.console import FIXTURES, in_time, run, succeeded
+from zckpt.formats import open_checkpoint
+from zckpt.training.values import value_of
+
+DOUBLED = 60
+FIRST = 1000
+"""Of the memo: torch's own pickle uses a few hundred."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    with in_time(60):
+        yield
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+def doubled(pair: Callable[[bytes], bytes]) -> bytes:
+    """An object that has another twice, which has another twice, and so on."""
+    made = b"](K\x07e" + b"r" + number(FIRST)
+    for level in range(DOUBLED):
+        made += b"0" + pair(b"j" + number(FIRST + level)) + b"r" + number(FIRST + level + 1)
+    return made
+
+
+TREES = {
+    "lists": doubled(lambda one: b"](" + one + one + b"e"),
+    "tuples": doubled(lambda one: one + one + b"\x86"),
+    "dicts": doubled(lambda one: b"}(" + text("a") + one + text("b") + one + b"u"),
+    "objects": doubled(lambda one: b"csome.library\nThing\n(" + one + one + b"tR"),
+    "a list in itself": b"]r" + number(FIRST) + b"j" + number(FIRST) + b"a",
+    "a dict in itself": b"}r" + number(FIRST) + text("self") + b"j" + number(FIRST) + b"s",
+    "a tuple in itself": b"]r" + number(FIRST) + b"j" + number(FIRST) + b"\x85r" + number(FIRST + 1) + b"a0j"
+    + number(FIRST + 1),
+}  # fmt: skip
+
+MARK = "put the tree here"
+
+
+def mark(content: dict[str, Any], path: tuple[Any, ...]) -> None:
+    at: Any = content
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = MARK
+
+
+def with_tree(source: Path, target: Path, path: tuple[Any, ...], tree: bytes) -> Path:
+    """Write a file of torch's with a tree in one place of it."""
+    content = torch.load(source, weights_only=False)
+    mark(content, path)
+    torch.save(content, target)
+    with zipfile.ZipFile(target) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    (name,) = [name for name in records if name.endswith("/data.pkl")]
+    before, found, after = records[name].partition(text(MARK))
+    assert found
+    after = after[2:] if after[:1] == b"q" else after[5:] if after[:1] == b"r" else after  # what torch put in the memo
+    records[name] = before + tree + after
+    with zipfile.ZipFile(target, "w") as archive:
+        for record, data in records.items():
+            archive.writestr(record, data)
+    return target
+
+
+PLAIN = FIXTURES / "other" / "plain_adamw" / "ckpt.pt"
+PLACES: dict[str, tuple[Any, ...]] = {
+    "beside the model": ("extra",),
+    "instead of the model": ("model",),
+    "in the model": ("model", "extra_state"),
+    "instead of the optimizer": ("optimizer",),
+    "instead of groups": ("optimizer", "param_groups"),
+    "in a group": ("optimizer", "param_groups", 0, "betas"),
+    "instead of a group's parameters": ("optimizer", "param_groups", 0, "params"),
+    "in a parameter's state": ("optimizer", "state", 0, "extra"),
+    "instead of the step": ("step",),
+}
+
+
+def in_one_line(done: Any) -> None:
+    assert done.returncode in (0, 1, 2, 3), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 1) or len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize("place", ["beside the model", "in a group"])
+@pytest.mark.parametrize("tree", TREES)
+def test_every_verb_reads_a_file_with_such_a_tree(tree: str, place: str, tmp_path: Path) -> None:
+    source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
+    in_one_line(run("inspect", source, "--parameters", "--globals"))
+    in_one_line(run("verify", source, "--deep"))
+    in_one_line(run("diff", PLAIN, source))
+    in_one_line(run("strip", source, tmp_path / "stripped.pt", "--optimizer"))
+    for name in ("consolidated.pt", "consolidated.safetensors"):
+        in_one_line(run("consolidate", source, tmp_path / name, "--slots", "all", "--quiet", "--overwrite"))
+    for to in ("zckpt", "dcp", "universal"):
+        in_one_line(run("convert", source, tmp_path / to, "--to", to, "--quiet"))
+    options = ("--to", "deepspeed", "--stage", "2", "--world-size", "2", "--quiet")
+    in_one_line(run("convert", source, tmp_path / "deepspeed", *options))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tree", ["dicts", "a list in itself"])
+def test_such_a_tree_may_be_anywhere_in_a_file(tree: str, place: str, tmp_path: Path) -> None:
+    source = with_tree(PLAIN, tmp_path / "a.pt", PLACES[place], TREES[tree])
+    in_one_line(run("inspect", source))
+    in_one_line(run("verify", source))
+    in_one_line(run("consolidate", source, tmp_path / "consolidated.pt", "--slots", "all", "--quiet"))
+
+
+SHARDS = {
+    "a model file": ("mp_rank_00_model_states.pt", ("extra",)),
+    "the configuration": ("mp_rank_00_model_states.pt", ("ds_config",)),
+    "shapes": ("mp_rank_00_model_states.pt", ("param_shapes",)),
+    "the step": ("mp_rank_00_model_states.pt", ("global_steps",)),
+    "the loss scaler": ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "loss_scaler")),
+    "the stage": ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "zero_stage")),
+    "a group": (
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ("optimizer_state_dict", "base_optimizer_state", "param_groups", 0, "betas"),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", SHARDS)
+@pytest.mark.parametrize("tree", ["lists", "a dict in itself"])
+def test_such_a_tree_may_be_anywhere_in_deepspeeds_files(tree: str, place: str, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(FIXTURES / "s2_bf16_dp2", tmp_path / "run"))
+    name, path = SHARDS[place]
+    file = source / "global_step5" / name
+    with_tree(file, file, path, TREES[tree])
+    in_one_line(run("inspect", source))
+    in_one_line(run("reshard", source, tmp_path / "resharded", "--world-size", "3", "--quiet"))
+    in_one_line(run("convert", source, tmp_path / "universal", "--to", "universal", "--quiet"))
+
+
+@pytest.mark.parametrize("tree", ["lists", "objects", "a dict in itself"])
+def test_what_is_carried_comes_back_as_it_was(tree: str, tmp_path: Path) -> None:
+    """Through zckpt's own format and back into a file of torch's, which torch loads."""
+    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES[tree])
+    succeeded("convert", source, tmp_path / "zckpt", "--to", "zckpt", "--quiet")
+    succeeded("convert", tmp_path / "zckpt", tmp_path / "back", "--to", "consolidated", "--quiet")
+    for again in (tmp_path / "zckpt", tmp_path / "back"):
+        done = run("diff", source, again, "--json")
+        assert done.returncode == 0, done.stdout
+        assert json.loads(done.stdout)["equal"] is True
+
+
+def test_a_difference_far_below_is_found(tmp_path: Path) -> None:
+    a = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
+    b = with_tree(PLAIN, tmp_path / "b.pt", ("extra",), TREES["lists"].replace(b"K\x07", b"K\x08"))
+    done = run("diff", a, b, "--json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    assert found["equal"] is False
+
+
+def test_program_gets_a_list_in_itself_as_one(tmp_path: Path) -> None:
+    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["a list in itself"])
+    tree = value_of(open_checkpoint(source).metadata["extra"])
+    assert tree[0] is tree
+
+
+def test_program_gets_the_tree_that_was_saved(tmp_path: Path) -> None:
+    source = with_tree(PLAIN, tmp_path / "a.pt", ("extra",), TREES["lists"])
+    tree = value_of(open_checkpoint(source).metadata["extra"])
+    for _ in range(DOUBLED):
+        assert tree[0] is tree[1]
+        tree = tree[0]
+    assert tree == [7]
