@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
+import zckpt.dcp
 from tests.engine import run
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
@@ -130,6 +133,22 @@ def only_optimizer(rank: int, world_size: int, family: str, folder: Path) -> Non
 @pytest.mark.parametrize("family", ["zero", "redundancy"])
 def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(family: str, tmp_path: Path) -> None:
     run(only_optimizer, 2, family, tmp_path)
+
+
+def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path: Path) -> None:
+    class Cutting(zckpt.dcp.Reader):
+        def read_metadata(self, *args: object, **options: object) -> Any:
+            found = super().read_metadata(*args, **options)
+            for file in tmp_path.glob("step1/*.safetensors"):
+                os.truncate(file, file.stat().st_size - 4)
+            return found
+
+    model, _ = single()
+    zckpt.save(tmp_path / "step1", model=model)
+    state = {"model": {name: torch.full_like(one, 7.0) for name, one in model.state_dict().items()}}
+    with pytest.raises(CheckpointException, match="too early"):
+        dcp.load(state, storage_reader=Cutting(tmp_path / "step1"))
+    assert all((one == 7.0).all() for one in state["model"].values())
 
 
 # --- by itself

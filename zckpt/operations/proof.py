@@ -12,6 +12,7 @@ from zckpt.dtypes import itemsize
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.plan import Hole, fill
+from zckpt.renaming import like_model
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Proof:
 
     def of(self, written: Path) -> None:
         """Open what was written under a temporary name; raise LayoutError unless all is there."""
-        found = open_checkpoint(written)
+        found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
         if self.verify:
             self.verified = verify_bytes(
