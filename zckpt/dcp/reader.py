@@ -20,6 +20,7 @@ from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.names import PARAMS
 from zckpt.opened import open as open_checkpoint
+from zckpt.read import Read, check_reads
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.tensor_reads import Wanted, read_tensors
 from zckpt.torchfile.identity import each
@@ -119,7 +120,21 @@ class Reader(StorageReader):
         """Do nothing more; called on each rank, with the metadata that it has read itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan as it is, if all that this rank wants is there to be read; nothing is read yet.
+
+        Raises
+        ------
+        SourceError
+            A file is missing or too short; DCP tells all ranks.
+        """
+        wanted = [
+            Read(slot, _extent(item), slot.dtype, memoryview(b""))
+            for item in plan.items
+            if item.type == LoadItemType.TENSOR
+            and isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
+            for slot in meaning.slots
+        ]
+        check_reads(wanted)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -158,9 +173,7 @@ class Reader(StorageReader):
             tensor = planner.resolve_tensor(item)
             meaning = self._opened().find(item.storage_index.fqn)
             if isinstance(meaning, Elements):
-                sizes = tuple(item.lengths)
-                extent = Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
-                wanted.append(Wanted(meaning.like(tensor.dtype), extent, tensor))
+                wanted.append(Wanted(meaning.like(tensor.dtype), _extent(item), tensor))
             elif isinstance(meaning, Zeros):
                 tensor.detach().zero_()
             ready.append((item, tensor))
@@ -185,6 +198,11 @@ class Reader(StorageReader):
         numbers = _numbers([node for _, node in nodes if isinstance(node, Slot)])
         for item, node in nodes:
             _give(planner, item, state.get(item.dest_index.fqn), numbers[id(node)] if isinstance(node, Slot) else node)
+
+
+def _extent(item: ReadItem) -> Extent:
+    sizes = tuple(item.lengths)
+    return Extent(tuple(item.storage_offsets), sizes, 0, math.prod(sizes))
 
 
 def _numbers(slots: Sequence[Slot]) -> dict[int, Scalar]:

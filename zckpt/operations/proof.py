@@ -19,6 +19,7 @@ from zckpt.formats.tensors import slot_of
 from zckpt.ownership import Owned, check_replaceable
 from zckpt.plan import Hole, fill
 from zckpt.rank_values import RankValue
+from zckpt.renaming import like_model
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.torchfile import FromFile, walk_tensors
 
@@ -140,7 +141,7 @@ class Proof:
         digests : Path, optional
             Where the fingerprint goes; by default into the directory.
         """
-        found = open_checkpoint(written)
+        found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, whole=self.whole)
         if self.verify:

@@ -1,0 +1,114 @@
+"""The real engine's directories of wrapped models, and of models with parameters of no elements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zckpt
+from tests.engine import run
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+
+pytestmark = pytest.mark.interop
+
+
+class Net(nn.Module):
+    """Two layers, between parameters of no elements that are trained."""
+
+    def __init__(self, *, empty: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.none = nn.Parameter(torch.empty(0 if empty else 1, 3).fill_(0.5))
+        self.second = nn.Linear(6, 4)
+        self.nothing = nn.Parameter(torch.empty(0 if empty else 1).fill_(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().sum() + self.none.sum() + self.nothing.sum()
+
+
+def engine_of(model: nn.Module, stage: int) -> Any:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def trained(wrap: bool, empty: bool, stage: int, folder: Path) -> nn.Module:
+    """Train in the engine and let it save; return the model."""
+    torch.manual_seed(1)
+    model: nn.Module = Net(empty=empty)
+    engine = engine_of(torch.compile(model, backend="eager") if wrap else model, stage)
+    for step in range(2):
+        torch.manual_seed(step)
+        engine.backward(engine(torch.randn(2, 4)))
+        engine.step()
+    engine.save_checkpoint(str(folder))
+    dist.barrier()
+    return model
+
+
+def optimizers(model: nn.Module) -> list[Any]:
+    named = list(model.named_parameters())
+    return [
+        ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=1),
+        ZeroRedundancyOptimizer(named, torch.optim.AdamW, lr=0.5),
+        torch.optim.AdamW(named, lr=0.5),
+    ]
+
+
+def load_everywhere(rank: int, world_size: int, wrap: bool, empty: bool, stage: int, folder: Path) -> None:
+    model = trained(wrap, empty, stage, folder)
+    for index in range(3):
+        other = Net(empty=empty)
+        zckpt.load(folder, model=other, optimizer=(optimizer := optimizers(other)[index]))
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_trained_parameters_of_no_elements_need_no_state(stage: int, tmp_path: Path) -> None:
+    run(load_everywhere, 2, False, True, stage, tmp_path)
+
+
+def test_what_the_engine_saved_of_a_compiled_model_is_loaded_into_the_bare_one(tmp_path: Path) -> None:
+    run(load_everywhere, 2, True, False, 2, tmp_path)
+
+
+def save_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+    return [one.detach().clone() for one in trained(True, False, 2, folder).parameters()]
+
+
+def resume_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
+    model = Net(empty=False)
+    engine = engine_of(torch.compile(model, backend="eager"), 2)
+    assert engine.load_checkpoint(str(folder))[0] is not None
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def test_resharding_gives_the_engine_the_names_that_it_has(tmp_path: Path) -> None:
+    expected = run(save_compiled, 2, tmp_path / "run")[0]
+    zckpt.reshard(tmp_path / "run", tmp_path / "resharded", world_size=3, verify=True)
+    checkpoint = zckpt.open(tmp_path / "resharded")
+    assert checkpoint.wrapped["first.weight"] == "_orig_mod.first.weight"
+    for found in run(resume_compiled, 3, tmp_path / "resharded"):
+        assert all(map(torch.equal, found, expected))
+    assert zckpt.diff(tmp_path / "run", tmp_path / "resharded").equal
+    zckpt.convert(tmp_path / "run", tmp_path / "universal", to="universal", verify=True)
+    folders = {path.name for path in (tmp_path / "universal" / "zero").iterdir() if path.is_dir()}
+    assert "_orig_mod.first.weight" in folders
+    zckpt.consolidate(tmp_path / "run", tmp_path / "model.pt", dtype="keep")
+    bare = Net(empty=False)
+    bare.load_state_dict(torch.load(tmp_path / "model.pt"))
+    zckpt.strip(tmp_path / "run", tmp_path / "stripped", optimizer=True)
+    assert list(zckpt.open(tmp_path / "stripped").parameters) == list(zckpt.open(tmp_path / "run").parameters)
+    assert not zckpt.verify(tmp_path / "run", deep=True).findings

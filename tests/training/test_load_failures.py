@@ -1,0 +1,278 @@
+"""Errors while loading: nothing is changed where that could be known, and where it could not, the error says so."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.parallel import DistributedDataParallel
+
+import zckpt
+import zckpt.dcp
+from tests.engine import run
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
+from zckpt.optim.zero.loss_scale import DynamicLossScaler
+from zckpt.training.beside import read_beside
+from zckpt.training.loading import _Loading
+
+FAMILIES = ("zero", "redundancy", "adamw")
+
+
+def build(family: str, seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model: nn.Module = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 20))
+    parameters = list(model.named_parameters())
+    if family == "zero":
+        return model, ZeroOptimizer(parameters, torch.optim.AdamW, lr=0.1 * seed, stage=1)
+    if family == "redundancy":
+        return DistributedDataParallel(model), ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.1 * seed)
+    return DistributedDataParallel(model), torch.optim.AdamW(parameters, lr=0.1 * seed)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    loss = model(torch.randn(2, 40)).square().sum()
+    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[object]:
+    inner = optimizer.optim if hasattr(optimizer, "optim") else optimizer
+    state = [value for values in inner.state.values() for value in values.values()]
+    masters = [group.master for group in optimizer.groups] if isinstance(optimizer, ZeroOptimizer) else []
+    tensors = [torch.as_tensor(one).detach().clone() for one in [*model.parameters(), *masters, *state]]
+    return [*tensors, optimizer.param_groups[0]["lr"], torch.get_rng_state()]
+
+
+def same(one: list[object], other: list[object]) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)  # type: ignore[arg-type]
+
+
+@contextmanager
+def cut_after(step: str, path: Path, rank: int) -> Iterator[None]:
+    """Let the files of a checkpoint lose their ends, as when a disk is lost, when all ranks have taken a step."""
+    taken = getattr(_Loading, step)
+
+    def take(*args: Any, **kwargs: Any) -> None:
+        taken(*args, **kwargs)
+        dist.barrier()
+        if rank == 0:
+            for file in path.glob("*.safetensors"):
+                os.truncate(file, 100)
+        dist.barrier()
+
+    setattr(_Loading, step, take)
+    try:
+        yield
+    finally:
+        setattr(_Loading, step, taken)
+
+
+def cut_files(rank: int, world_size: int, family: str, step_taken: str, folder: Path) -> None:
+    model, optimizer = build(family, 1)
+    step(model, optimizer)
+    path = folder / family
+    zckpt.save(path, model=model, optimizer=optimizer, step=1)
+    other, its = build(family, 2)
+    step(other, its)
+    before = everything(other, its)
+    with cut_after(step_taken, path, rank), pytest.raises(SourceError, match="too early") as told:
+        zckpt.load(path, model=other, optimizer=its)
+    after = everything(other, its)
+    weights = 0
+    if step_taken == "read_state":
+        weights = len(list(other.parameters()))
+        assert "weights are in part the checkpoint's and must not be used" in str(told.value)
+    else:
+        assert "must not be used" not in str(told.value)
+    assert same(before[weights:], after[weights:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_that_is_too_short_is_found_before_anything_is_changed(family: str, tmp_path: Path) -> None:
+    run(cut_files, 2, family, "__init__", tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_state_that_cannot_be_read_changes_nothing(family: str, tmp_path: Path) -> None:
+    run(cut_files, 2, family, "prepare", tmp_path)
+
+
+@pytest.mark.parametrize("family", ["redundancy", "adamw"])
+def test_weights_that_cannot_be_read_leave_the_optimizer_as_it_was_and_say_so(family: str, tmp_path: Path) -> None:
+    run(cut_files, 2, family, "read_state", tmp_path)
+
+
+def only_optimizer(rank: int, world_size: int, family: str, folder: Path) -> None:
+    """`optim.files.load`: a rank that fails is told to all, and none has changed."""
+    model, optimizer = build(family, 1)
+    step(model, optimizer)
+    files.save(optimizer, folder / family / "step1", model=model)
+    other, its = build(family, 2)
+    before = everything(other, its)
+    path = folder / family / "step1" if rank else folder / "none"
+    with pytest.raises(SourceError):
+        files.load(its, path, model=other)
+    assert same(before, everything(other, its))
+    dist.barrier()
+    files.load(its, folder / family / "step1", model=other)
+
+
+@pytest.mark.parametrize("family", ["zero", "redundancy"])
+def test_an_optimizer_by_itself_is_loaded_on_all_ranks_or_none(family: str, tmp_path: Path) -> None:
+    run(only_optimizer, 2, family, tmp_path)
+
+
+def test_dcp_finds_a_file_that_is_too_short_before_anything_is_changed(tmp_path: Path) -> None:
+    class Cutting(zckpt.dcp.Reader):
+        def read_metadata(self, *args: object, **options: object) -> Any:
+            found = super().read_metadata(*args, **options)
+            for file in tmp_path.glob("step1/*.safetensors"):
+                os.truncate(file, file.stat().st_size - 4)
+            return found
+
+    model, _ = single()
+    zckpt.save(tmp_path / "step1", model=model)
+    state = {"model": {name: torch.full_like(one, 7.0) for name, one in model.state_dict().items()}}
+    with pytest.raises(CheckpointException, match="too early"):
+        dcp.load(state, storage_reader=Cutting(tmp_path / "step1"))
+    assert all((one == 7.0).all() for one in state["model"].values())
+
+
+# --- by itself
+
+
+def single(seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+
+
+def test_elements_that_cannot_be_cast_are_found_before_anything_is_changed(tmp_path: Path) -> None:
+    model, _ = single()
+    model.register_buffer("count", torch.zeros(3))
+    torch.save({"model": model.state_dict()}, tmp_path / "f.pt")
+    other, _ = single(2)
+    other.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+    before = other.weight.clone()
+    with pytest.raises(UnsupportedError, match="elements of float32 are not cast to int64"):
+        zckpt.load(tmp_path / "f.pt", model=other)
+    assert torch.equal(other.weight, before)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"random_states": 7},
+        {"extra": "hello", "epoch": 3},
+        {"extra_state": {"x": 1}, "lr_scheduler": 3, "grad_scaler": None},
+        {"random_states": [{"torch": b"", "python": 1}], "extra": {"a": 1}},
+    ],
+)
+@pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "zero-redundancy", "universal"])
+def test_keys_of_the_users_that_are_called_as_ours_are_the_users(
+    extra: dict[str, Any], to: str | None, tmp_path: Path
+) -> None:
+    model, optimizer = single()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    source = tmp_path / "f.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **extra}, source)
+    if to is not None:
+        zckpt.convert(source, tmp_path / "converted", to=to)
+        source = tmp_path / "converted"
+    other, its = single(2)
+    state = torch.get_rng_state()
+    restored = zckpt.load(source, model=other, optimizer=its)
+    assert restored.extra == extra
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("to", [None, "zckpt", "dcp", "consolidated", "zero-redundancy"])
+def test_what_save_kept_is_ours_whatever_the_user_calls_his_own(to: str | None, tmp_path: Path) -> None:
+    model, optimizer = single()
+    extra = {"extra": "hello", "random_states": 7}
+    state = torch.get_rng_state()
+    source = tmp_path / "step1"
+    zckpt.save(source, model=model, optimizer=optimizer, step=1, extra=extra)
+    if to is not None:
+        zckpt.convert(source, tmp_path / "converted", to=to)
+        source = tmp_path / "converted"
+    torch.rand(3)
+    assert zckpt.load(source, model=model, optimizer=optimizer).extra == extra
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_a_scheduler_takes_of_another_programs_file_is_not_extra(tmp_path: Path) -> None:
+    model, optimizer = single()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler.last_epoch = 5
+    torch.save({"model": model.state_dict(), "lr_scheduler": scheduler.state_dict(), "epoch": 3}, tmp_path / "f.pt")
+    scheduler.last_epoch = 0
+    assert zckpt.load(tmp_path / "f.pt", model=model, scheduler=scheduler).extra == {"epoch": 3}
+    assert scheduler.last_epoch == 5
+    with warnings.catch_warnings(record=True) as told:
+        zckpt.load(tmp_path / "f.pt", model=model, grad_scaler=scheduler)
+    assert "no state of a grad_scaler" in str(told[0].message)
+
+
+def test_a_scheduler_that_does_not_take_its_state_says_what_has_become_of_the_rest(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise KeyError("y")
+
+    model, optimizer = single()
+    zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer, scheduler=Broken())
+    with pytest.raises(SourceError, match="model and optimizer are the checkpoint's already"):
+        zckpt.load(tmp_path / "step1", model=model, optimizer=optimizer, scheduler=Broken())
+
+
+def test_random_states_that_no_generator_takes_are_found_before_anything_is_changed(tmp_path: Path) -> None:
+    model, optimizer = single()
+    zckpt.save(tmp_path / "step1", model=model, optimizer=optimizer)
+    checkpoint = zckpt.open(tmp_path / "step1")
+    checkpoint.metadata["random_states"][0]["torch"] = b"abc"  # type: ignore[index]
+    with pytest.raises(DamagedFileError, match="unusable random states of rank 0"):
+        read_beside(checkpoint, None, None, 0)
+
+
+# --- loss scale
+
+
+def scaled(rank: int, world_size: int, form: str, folder: Path) -> None:
+    def made(seed: int, scaler: DynamicLossScaler) -> tuple[nn.Module, ZeroOptimizer]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4).half()
+        return model, ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.1, stage=2, loss_scale=scaler)
+
+    model, optimizer = made(1, DynamicLossScaler(256.0, scale_window=3, cur_iter=7, min_scale=0.5))
+    optimizer.backward(model(torch.ones(2, 4).half()).sum())
+    optimizer.step()
+    target = folder / "run" / "step1"
+    zckpt.save(target, model=model, optimizer=optimizer, format=form)
+    other, its = made(2, DynamicLossScaler())
+    zckpt.load(target, model=other, optimizer=its)
+    assert its.loss_scaler == optimizer.loss_scaler
+    assert torch.equal(its.groups[0].master, optimizer.groups[0].master)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["zckpt", "deepspeed"])
+def test_a_dynamic_loss_scale_goes_on_where_it_was(form: str, tmp_path: Path) -> None:
+    run(scaled, 2, form, tmp_path)

@@ -1,0 +1,169 @@
+"""Files that only number the optimizer's parameters: the live optimizer's order says which is which, as in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
+
+import zckpt
+from tests.engine import run
+from zckpt.errors import UsageError
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+
+
+def build(seed: int = 1, *, frozen: int = 0, layers: int = 3) -> nn.Sequential:
+    """Make equal layers, of which the first are frozen."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    for layer in list(model)[:frozen]:
+        layer.requires_grad_(False)
+    return model
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    loss = model(torch.randn(2, 4)).square().sum()
+    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {name: optimizer.state[one]["exp_avg"] for name, one in model.named_parameters() if one in optimizer.state}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+Chosen = Callable[[nn.Sequential], list[nn.Parameter]]
+CHOICES: dict[str, Chosen] = {
+    "all": lambda model: list(model.parameters()),
+    "trained": lambda model: [one for one in model.parameters() if one.requires_grad],
+    "backwards": lambda model: [one for one in reversed(list(model.parameters())) if one.requires_grad],
+    "last": lambda model: list(model[2].parameters()),
+}
+
+
+@pytest.mark.parametrize("form", ["file", "lightning", "dcp"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_equal_layers_of_which_the_first_are_frozen(choice: str, form: str, tmp_path: Path) -> None:
+    model = build(frozen=1)
+    optimizer = torch.optim.AdamW(CHOICES[choice](model), lr=0.1)
+    step(model, optimizer)
+    told = (model.state_dict(), optimizer.state_dict())
+    if form == "dcp":
+        dcp.save({"model": told[0], "optimizer": told[1]}, checkpoint_id=str(tmp_path / "f"))
+    elif form == "lightning":
+        torch.save({"state_dict": told[0], "optimizer_states": [told[1]]}, tmp_path / "f")
+    else:
+        torch.save({"model": told[0], "optimizer": told[1]}, tmp_path / "f")
+    other = build(2, frozen=1)
+    its = torch.optim.AdamW(CHOICES[choice](other), lr=0.5)
+    zckpt.load(tmp_path / "f", model=other, optimizer=its)
+    assert same(slots(model, optimizer), slots(other, its))
+    assert its.param_groups[0]["lr"] == 0.1
+
+
+def test_names_of_the_saved_optimizer_may_be_told(tmp_path: Path) -> None:
+    model = build()
+    names = [name for name, _ in model.named_parameters()][::-1]
+    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names], lr=0.1)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    other = build(2)
+    its = torch.optim.AdamW(other.parameters(), lr=0.1)
+    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names)
+    assert same(slots(model, optimizer), slots(other, its))
+    with pytest.raises(UsageError, match="unusable parameter names"):
+        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its, names=names[:-1])
+
+
+def test_an_order_that_contradicts_shapes_is_refused_and_nothing_changed(tmp_path: Path) -> None:
+    model = build(frozen=1)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    other = build(2, frozen=1)
+    before = [one.clone() for one in other.parameters()]
+    its = torch.optim.AdamW([other[1].bias, other[1].weight], lr=0.1)
+    with pytest.raises(UsageError, match="only numbered, and this optimizer's order does not fit"):
+        zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+    assert all(torch.equal(one, two) for one, two in zip(before, other.parameters(), strict=True))
+    assert not its.state
+
+
+def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    other = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4))
+    its = torch.optim.AdamW(reversed(list(other.parameters())), lr=0.1)
+    zckpt.load(tmp_path / "f.pt", model=other, optimizer=its)
+    assert same(slots(model, optimizer), slots(other, its))
+
+
+def redundant(rank: int, world_size: int, folder: Path) -> None:
+    """torch's own ZeroRedundancyOptimizer: each rank's file, and all in one; into every sharded optimizer."""
+    model = build(frozen=1, layers=4)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = TorchsOptimizer(trained, torch.optim.AdamW, lr=0.1)
+    torch.manual_seed(7)
+    step(model, optimizer)
+    (folder / "ranks").mkdir(exist_ok=True)
+    torch.save(optimizer.optim.state_dict(), folder / "ranks" / f"optimizer_rank_{rank}.pt")
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        torch.save(model.state_dict(), folder / "ranks" / "model.pt")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "whole.pt")
+    dist.barrier()
+    every: list[Any] = [None] * world_size
+    dist.all_gather_object(every, slots(model, optimizer.optim))
+    expected = {name: value for one in every for name, value in one.items()}
+    assert len(expected) == len(trained)
+    for source in ("ranks", "whole.pt"):
+        other = build(2, frozen=1, layers=4)
+        named = [(name, one) for name, one in other.named_parameters() if one.requires_grad]
+        for made in (
+            ZeroRedundancyOptimizer(named, torch.optim.AdamW, lr=0.5),
+            ZeroRedundancyOptimizer([one for _, one in named], torch.optim.AdamW, lr=0.5),
+            ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=1),
+            torch.optim.AdamW([one for _, one in named], lr=0.5),
+        ):
+            zckpt.load(folder / source, model=other, optimizer=made)
+            for name, value in expected.items():
+                found = made.full_state(name, "exp_avg") if isinstance(made, ZeroOptimizer) else None
+                inner = made.optim if isinstance(made, ZeroRedundancyOptimizer) else made
+                found = inner.state.get(other.get_parameter(name), {}).get("exp_avg") if found is None else found
+                assert found is None or torch.equal(found, value), (source, type(made), name)
+            assert made.param_groups[0]["lr"] == 0.1
+
+
+def test_files_of_torchs_zero_redundancy_optimizer_with_equal_layers(tmp_path: Path) -> None:
+    run(redundant, 2, tmp_path)
+
+
+def frozen_in_groups(rank: int, world_size: int, path: Path) -> None:
+    other = build(2, frozen=1)
+    optimizer = ZeroOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5, stage=1)
+    zckpt.load(path, model=other, optimizer=optimizer)
+    told = torch.load(path)["optimizer"]
+    assert torch.equal(optimizer.full_state("1.weight", "exp_avg"), told["state"][2]["exp_avg"])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_frozen_parameters_in_a_group_need_no_state(tmp_path: Path) -> None:
+    model = build(frozen=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    run(frozen_in_groups, 2, tmp_path / "f.pt")
