@@ -144,7 +144,7 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
         slot = checkpoint.parameters[name].slots[WEIGHT]
         reads.append(Read(slot, Extent.whole(slot.shape), "float32", memoryview(bytearray(slot.nbytes))))
     for damaged in (False, True):
-        checks = source_checks(checkpoint.files, plan([]))
+        checks = source_checks(checkpoint.files)
         read_all(reads, checks=checks)
         if damaged:
             with pytest.raises(DamagedFileError, match="data/1"):

@@ -20,7 +20,7 @@ from zckpt.crc32 import combine, crc32
 from zckpt.errors import DamagedFileError
 from zckpt.pieces import Piece
 from zckpt.plan import Strided
-from zckpt.storage import Sources, read_into
+from zckpt.storage import Sources
 
 STEP_NBYTES = 1 << 18
 """Read and summed at once: so small that a core finds it in its cache."""
@@ -190,7 +190,7 @@ class Checks:
         if found != one.crc32:
             self._wrong.append((one, found))
 
-    def finish(self, run: Callable[..., Iterable[int]] = map) -> Checked:
+    def finish(self, run: Callable[..., Iterable[list[int]]] = map) -> Checked:
         """Read what is little of a record and was not read, and tell what was checked.
 
         Parameters
@@ -209,8 +209,10 @@ class Checks:
             rest = one.nbytes - _covered(parts)
             if one.always or (parts and rest <= max(REST_NBYTES, one.nbytes // REST_SHARE)):
                 tasks.append(_Task(one, tuple(_tiles(parts))))
-        for task, found in zip(tasks, run(_run, tasks), strict=True):
-            self._note(task.sum, found)
+        of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task.sum.path)]
+        for some, found in zip(of_files, run(_run, of_files), strict=True):
+            for task, crc in zip(some, found, strict=True):
+                self._note(task.sum, crc)
         if self._wrong:
             raise _damaged(self._wrong)
         return Checked(len(self._done), sum(one.nbytes for one in self._done))
@@ -266,21 +268,26 @@ def _combined(tiles: Iterable[Part]) -> int:
     return crc
 
 
-def _run(task: _Task) -> int:
+def _run(tasks: list[_Task]) -> list[int]:
+    """Return the CRC-32 of records of one file; may run in another process."""
+    with Sources() as sources:
+        return [_sum(task, sources) for task in tasks]
+
+
+def _sum(task: _Task, sources: Sources) -> int:
     """Return the CRC-32 of a record: of its parts, and of what lies between them, which is read."""
     one, crc = task.sum, crc32(b"")
     at, buffer = one.offset, bytearray(0)
     ends = Part(one.path, one.offset + one.nbytes, 0, crc32(b""))
-    with Sources() as sources:
-        for part in (*task.parts, ends):
-            while at < part.offset:
-                buffer = buffer or bytearray(min(STEP_NBYTES, one.nbytes))
-                view = memoryview(buffer)[: part.offset - at]
-                read_into(sources.descriptor(one.path), at, view, path=one.path)
-                crc = crc32(view, crc)
-                at += len(view)
-            crc = combine(crc, part.crc32 or 0, part.nbytes)
-            at += part.nbytes
+    for part in (*task.parts, ends):
+        while at < part.offset:
+            buffer = buffer or bytearray(min(STEP_NBYTES, one.nbytes))
+            view = memoryview(buffer)[: part.offset - at]
+            sources.read(one.path, at, view)
+            crc = crc32(view, crc)
+            at += len(view)
+        crc = combine(crc, part.crc32 or 0, part.nbytes)
+        at += part.nbytes
     return crc
 
 

@@ -584,6 +584,8 @@ def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target: 
     planned = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options, "--dry-run").stdout)
     assert nothing_in(tmp_path)
     written = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options).stdout)
+    assert planned.pop("checksummed_nbytes") == 0
+    assert written.pop("checksummed_nbytes") > 0
     assert planned == {**written, "dry_run": True}
     files = sorted(str(p) for p in tmp_path.rglob("*") if p.is_file())
     assert sorted(planned["files"]) == files

@@ -154,6 +154,8 @@ def test_json_is_one_document(tmp_path: Path) -> None:
     done = succeeded("reshard", SOURCE, tmp_path / "cut", "--world-size", 3, "--json")
     document = json.loads(done.stdout)
     assert (dry["dry_run"], document["dry_run"]) == (True, False)
+    assert dry.pop("checksummed_nbytes") == 0
+    assert document.pop("checksummed_nbytes") > 0
     assert {**dry, "dry_run": False} == document
     assert sorted(document["files"]) == [str(tmp_path / "cut" / name) for name in files(tmp_path / "cut")]
     assert document["write_nbytes"] == sum(Path(name).stat().st_size for name in document["files"])

@@ -41,6 +41,8 @@ def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
     document = json.loads(succeeded("strip", PLAIN, tmp_path / "thin.pt", *options).stdout)
     assert (dry["dry_run"], document["dry_run"]) == (True, False)
+    assert dry.pop("checksummed_nbytes") == 0
+    assert document.pop("checksummed_nbytes") > 0
     assert {**dry, "dry_run": False} == document
     assert document["files"] == [str(tmp_path / "thin.pt")]
     assert document["write_nbytes"] == nbytes(tmp_path / "thin.pt")

@@ -59,15 +59,15 @@ def _whole(file: SourceFile) -> list[tuple[int, int]]:
         return [(0, file.nbytes)] if read_at(descriptor, 0, len(ZIP), path=file.path) == ZIP else []
 
 
-def source_checks(files: Iterable[SourceFile], plan: Plan) -> Checks:
+def source_checks(files: Iterable[SourceFile], plan: Plan | None = None) -> Checks:
     """Return the checks of all that a plan reads.
 
     Parameters
     ----------
     files : iterable of SourceFile
         Of the checkpoint: its small records are checked whether or not the plan reads them.
-    plan : Plan
-        Reads these files, and others that are copied as they are.
+    plan : Plan, optional
+        Reads these files, and others that are copied as they are. None: only these are read.
 
     Raises
     ------
@@ -76,7 +76,13 @@ def source_checks(files: Iterable[SourceFile], plan: Plan) -> Checks:
     """
     known = {file.path: file for file in files}
     found = [replace(one, always=one.nbytes <= ALWAYS_NBYTES) for file in known.values() for one in checksums(file)]
-    read = {s.path for one in plan.files for fill in one.fills for copy in fill.copies for s in copy.sources}
+    read = {
+        s.path
+        for one in (plan.files if plan else ())
+        for fill in one.fills
+        for copy in fill.copies
+        for s in copy.sources
+    }
     for path in sorted(read - known.keys()):
         found += _of_other(path)
     return Checks(found)
