@@ -25,15 +25,16 @@ FILES = ("file", "below/file")
 OURS = Owned(FILES.__contains__)
 
 DRIVER = """
-    import os, signal, sys
+    import importlib, os, signal, sys
     from pathlib import Path
     from tests import test_naming
 
-    prepare, act = getattr(test_naming, sys.argv[1]), getattr(test_naming, sys.argv[2])
-    if sys.argv[3] == "True":
+    module = importlib.import_module(sys.argv[1])
+    prepare, act = getattr(module, sys.argv[2]), getattr(module, sys.argv[3])
+    if sys.argv[4] == "True":
         test_naming.pretend_there_is_no_exchange()
     for number in range(1000):
-        here = Path(sys.argv[4], str(number))
+        here = Path(sys.argv[5], str(number))
         here.mkdir()
         prepare(here)
         child = os.fork()
@@ -85,11 +86,14 @@ def kill_before(number: int) -> None:
     sys.addaudithook(audit)
 
 
-def killed(prepare: str, act: str, directory: Path, *, without_exchange: bool = False) -> list[Path]:
+def killed(
+    prepare: str, act: str, directory: Path, *, without_exchange: bool = False, module: str = __name__
+) -> list[Path]:
     """Let runs be killed one call later each, until one comes to its end; return what each has left, that one last."""
     root = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), prepare, act, str(without_exchange), str(directory)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path]), "OMP_NUM_THREADS": "1"}
+    names = [module, prepare, act, str(without_exchange), str(directory)]
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120)
     return [directory / str(number) for number in range(int(done.stdout) + 1)]
 
