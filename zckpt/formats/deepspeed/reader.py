@@ -26,7 +26,7 @@ from zckpt.formats.deepspeed.shards import (
     read_model,
     read_optimizer,
 )
-from zckpt.formats.deepspeed.stage0 import attach_optimizer
+from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.tensors import by_name, carried, describe
@@ -84,7 +84,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
     files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
     for shard, file in files:
-        known = MODEL_RULES if shard.role == MODEL else ()
+        known = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
         checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known))
     _refuse_unknown(directory, models)
     if optimizers:
@@ -112,7 +112,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     )
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
-    _keep_others(checkpoint, models, optimizers, members)
+    _keep_others(checkpoint, models, optimizers, members, of_experts)
     if not optimizers:
         for parameter in checkpoint.parameters.values():
             parameter.frozen = False  # a file without groups does not say
@@ -279,6 +279,7 @@ def _keep_others(
     models: Sequence[ModelShard],
     optimizers: Sequence[OptimizerShard],
     members: Sequence[OptimizerShard],
+    of_experts: Sequence[tuple[Shard, TorchFile]],
 ) -> None:
     """Keep what ranks have of their own, and say of everything else in their files what it is."""
     first = models[0]
@@ -292,6 +293,14 @@ def _keep_others(
         checkpoint.optimizer_metadata |= own
         rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
         rules[lead.path] = shard_rules(first=True)
+    else:
+        plain_ones = [(file, file.root) for _, file in of_experts] + [(m.file, m.content) for m in models if of_experts]
+        contents = [(file, root["optimizer"]) for file, root in plain_ones
+                    if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
+        kept = dict.fromkeys(str(key) for _, one in contents for key in one if key not in STATE_KEYS)
+        own, more = keep_others(contents[0], contents[1:], [*kept], ("optimizer",)) if contents else ({}, {})
+        checkpoint.optimizer_metadata |= own
+        rules |= {path: (*rules.get(path, ()), *one) for path, one in more.items()}
     for file in checkpoint.files:
         file.rules = (*file.rules, *rules.get(file.path, ()))
 

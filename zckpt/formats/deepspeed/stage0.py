@@ -17,7 +17,7 @@ from zckpt.formats.torch_optimizer import OptimizerState, Sample, attach, parse
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile
 
-_STATE = frozenset({"optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups"})
+STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups"})
 """What of an optimizer is read as slots and groups; the rest is about loss scaling and clipping."""
 
 
@@ -81,7 +81,7 @@ def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerStat
 def keep_beside(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:
     """Keep what an optimizer has beside its state: the loss scale and how it changes, clipping."""
     for key, value in content.items():
-        if key not in _STATE:
+        if key not in STATE_KEYS:
             checkpoint.optimizer_metadata[str(key)] = carried(file, value)
     scale = content.get("cur_scale")
     if isinstance(scale, (int, float)):
