@@ -57,6 +57,8 @@ class Made:
     is_file : bool
     notes : tuple of str
         What to know of the target.
+    restated : frozenset of str
+        Keys of the source's metadata that the target says in another form, or of which the notes tell.
     """
 
     files: list[TargetFile]
@@ -64,6 +66,7 @@ class Made:
     beside: list[TargetFile] = field(default_factory=list)
     is_file: bool = False
     notes: tuple[str, ...] = ()
+    restated: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +126,7 @@ def lay_out(checkpoint: Checkpoint, source: Path, target: Path, to: str, wanted:
 
 def _deepspeed(job: Job) -> Made:
     from zckpt.formats import remainder
-    from zckpt.formats.deepspeed import foreign, names, writer
+    from zckpt.formats.deepspeed import carried, foreign, loss_scaling, names, writer
     from zckpt.formats.deepspeed.decide import decide
     from zckpt.formats.deepspeed.origin import Origin
     from zckpt.formats.deepspeed.other_files import files_beside
@@ -149,15 +152,32 @@ def _deepspeed(job: Job) -> Made:
             raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
         adopted = foreign.adopt(checkpoint, stage=stage)
         notes, checkpoint = foreign.notes(checkpoint, stage=stage), adopted
+        restated = set(loss_scaling.HANDLED)
+        strange = sorted(job.checkpoint.optimizer_metadata.keys() - restated)
+        if strange:
+            raise UnsupportedError(
+                f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer keeps beside its "
+                f"state",
+                path=checkpoint.source,
+                advice="convert to zckpt or dcp",
+            )
+    else:
+        stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
+        restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
     run_directory = not own or job.source.resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size or 1, stage, wanted.elastic, wanted.round_robin, wanted.parameter_alignment)
     target = decide(checkpoint, options)
     beside, told = files_beside(checkpoint, job.source, target) if own and run_directory else ([], [])
     copied = {one.name for one in beside}
+    ranks = carried.notes(target) if own else []
+    if target.stage == 3 and "clip_grad" in job.checkpoint.optimizer_metadata:
+        restated.add("clip_grad")
+        told.append("clip_grad is not kept by ZeRO-3, which clips as the training's configuration says")
     return Made(
         [*writer.target_files(target, run_directory=run_directory), *beside],
         Owned(lambda name: names.is_own(name.rpartition("/")[2]) or name in copied),
-        notes=(*notes, *told),
+        notes=(*notes, *ranks, *told),
+        restated=frozenset(restated),
     )
 
 

@@ -124,7 +124,7 @@ def convert(
     made = lay_out(checkpoint, Path(source), path, to, wanted)
     planned = plan(made.files)
     recorded = to == "zckpt" if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop)
+    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, made.restated)
     if made.is_file:
         check_sources(checkpoint, [path, *proof.beside])
         if overwrite:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -107,8 +107,9 @@ class Proof:
     reporter : Reporter or None
     drop : sequence of str
         What may be lost.
-    whole : bool
-        Whether all metadata have to arrive: what ranks have of their own need not, where there are other ranks.
+    restated : collection of str, or None
+        Keys of metadata that need not arrive under their names. None: none of them has to, for ranks that are not there
+        any more have some of their own.
     verified : int, bytes
         What was compared.
     """
@@ -120,7 +121,7 @@ class Proof:
     memory: int
     reporter: Reporter | None
     drop: Sequence[str] = ()
-    whole: bool = True
+    restated: Collection[str] | None = ()
     verified: int = 0
 
     @property
@@ -143,7 +144,7 @@ class Proof:
         """
         found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
-        prove_rest(self.checkpoint, found, self.target, drop=self.drop, whole=self.whole)
+        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated)
         if self.verify:
             self.verified = verify_bytes(
                 self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
@@ -191,7 +192,14 @@ def _place(value: RankValue) -> tuple[object, ...]:
     return value.key, value.group, value.part, value.rank, value.mp_rank
 
 
-def prove_rest(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, drop: Sequence[str], whole: bool) -> None:
+def prove_rest(
+    checkpoint: Checkpoint,
+    written: Checkpoint,
+    target: Path,
+    *,
+    drop: Sequence[str],
+    restated: Collection[str] | None,
+) -> None:
     """Hold what was written besides slots against the source: all of it can be read again, and no key is missing.
 
     Raises
@@ -210,8 +218,9 @@ def prove_rest(checkpoint: Checkpoint, written: Checkpoint, target: Path, *, dro
         (checkpoint.metadata, written.metadata),
         (checkpoint.optimizer_metadata, written.optimizer_metadata),
     )
-    missing = [key for source, found in pairs for key in source if key not in found]
-    if whole and missing:
+    gone = [key for source, found in pairs for key in source if key not in found]
+    missing = [] if restated is None else [key for key in gone if key not in restated]
+    if missing:
         raise LayoutError(f"{missing[0]} did not arrive", path=target, advice="please report this")
 
 

@@ -147,7 +147,7 @@ def reshard(
         from zckpt.weight_check import check_weights
 
         compared = check_weights(checkpoint) + check_slices(wanted)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, whole=False)
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, restated=None)
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None

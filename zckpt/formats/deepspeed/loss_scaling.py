@@ -24,6 +24,9 @@ _MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 """What a dynamic loss scale of stage 0 consists of."""
 
+HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
+"""Keys beside an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
+
 _DEFAULTS: Mapping[str, object] = {
     "min_loss_scale": 1, "hysteresis": 2, "consecutive_hysteresis": False, "loss_scale_window": 1000,
     "initial_scale_power": 16,
