@@ -232,7 +232,8 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
-        at, place, extents = 0, str(path), {}
+        extents: dict[tuple[int, ...], Extent] = {}
+        at, place = 0, str(path)
         with _no_collection():
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
                 slots[name], at = _slot(place, name, header.pop(name), 8 + length, at, extents)
