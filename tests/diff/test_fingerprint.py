@@ -118,5 +118,5 @@ def test_stored_digests_are_checked(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(DamagedFileError, match="unreadable"):
         read_digests(file)
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(SourceError, match="cannot be opened"):
         read_digests(tmp_path / "none")

@@ -10,11 +10,13 @@ DIR/model.safetensors.index.json       {"metadata": {"total_size"}, "weight_map"
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are 
 
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
+
+MAXIMUM_DIMENSIONS = 64
+"""Of a tensor: torch stops there, and a shape of millions would be multiplied out again and again."""
 
 MAXIMUM_INDEX_NBYTES = 1 << 30
 """Of an index: one of a million tensors has a tenth of it."""
@@ -263,14 +268,18 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             )
         text = read_at(descriptor, 8, length, path=str(path))
     try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
+        with _no_collection():
+            header = json.loads(text, object_pairs_hook=_without_duplicates)
+        del text
         metadata = header.pop(METADATA_KEY, {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
-        ordered = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        slots, at = {}, 0
-        for name, one in ordered:
-            slots[name], at = _slot(path, name, one, 8 + length, at)
+        slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
+        extents: dict[tuple[int, ...], Extent] = {}
+        at, place = 0, str(path)
+        with _no_collection():
+            for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
+                slots[name], at = _slot(place, name, header.pop(name), 8 + length, at, extents)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFileError):
             raise
@@ -283,7 +292,19 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             found=size,
             code=TRUNCATED if size < 8 + length + at else None,
         )
-    return {name: slots[name] for name in header}, metadata, size
+    return slots, metadata, size
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from looking for cycles among a million new objects, which have none, again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -293,7 +314,17 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _slot(path: Path, name: str, one: Mapping[str, Any], start: int, at: int) -> tuple[Slot, int]:
+def _slot(
+    path: str, name: str, one: Mapping[str, Any], start: int, at: int, extents: dict[tuple[int, ...], Extent]
+) -> tuple[Slot, int]:
+    """Return a tensor and the byte after it; tensors of one shape share an extent."""
+    if len(one["shape"]) > MAXIMUM_DIMENSIONS:
+        raise DamagedFileError(
+            f"{name} has too many dimensions",
+            path=path,
+            expected=f"at most {MAXIMUM_DIMENSIONS}",
+            found=len(one["shape"]),
+        )
     dtype = FROM_SAFETENSORS.get(str(one["dtype"]))
     begin, end = one["data_offsets"]
     shape = tuple(one["shape"])
@@ -307,5 +338,7 @@ def _slot(path: Path, name: str, one: Mapping[str, Any], start: int, at: int) ->
             expected=f"bytes {at} to {at + nbytes}",
             found=f"{begin} to {end}",
         )
-    span = Span(Extent.whole(shape), str(path), start + at, dtype)
+    extent = extents.get(shape) or extents.setdefault(shape, Extent.whole(shape))
+    shape = extent.sizes
+    span = Span(extent, path, start + at, dtype)
     return Slot(WEIGHT, dtype, shape, (span,) if nbytes else ()), end
