@@ -22,8 +22,8 @@ from zckpt.pieces import Piece
 from zckpt.plan import Strided
 from zckpt.storage import Sources
 
-STEP_NBYTES = 1 << 18
-"""Read and summed at once: so small that a core finds it in its cache."""
+STEP_NBYTES = 1 << 19
+"""Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""
 
 REST_NBYTES = 1 << 20
 """The rest of a record is read if it is at most this: reading it takes less than a millisecond."""

@@ -34,8 +34,8 @@ DEFAULT_MEMORY_NBYTES = 64 * 10**6
 BATCH_NBYTES = 8 << 20
 """Written by one task: large enough to cost nothing, small enough to keep all workers busy and progress moving."""
 
-BUFFER_NBYTES = 1 << 18
-"""What moves bytes as they are reads and writes at once: so small that a core sums and writes it from its cache."""
+BUFFER_NBYTES = 1 << 19
+"""What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
 
 MINIMUM_PIECE_NBYTES = 1 << 12
 """Below a page per read, a smaller memory budget would cost much and save nothing."""
