@@ -118,9 +118,13 @@ def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
 
 
 def recover(target: Path) -> None:
-    """Give a directory its name back that a run set aside which was killed, unless another run is writing it."""
-    if not os.path.lexists(old_name(target)):
+    """Put right what a killed run has left of a directory, unless another run is writing it.
+
+    One that was set aside gets its name back; what was not written to its end is removed.
+    """
+    partial = partial_name(target)
+    if not os.path.lexists(partial) and not os.path.lexists(old_name(target)):
         return
-    with suppress(TargetError), claimed(partial_name(target), directory=True):
+    with suppress(TargetError), claimed(partial, directory=True):
         settle_directory(target)
-        remove(partial_name(target))
+        remove(partial)

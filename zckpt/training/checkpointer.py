@@ -188,6 +188,8 @@ class Checkpointer:
             raise TargetExistsError(
                 "is there, and no Checkpointer wrote it", path=self.directory / name, advice="move it away"
             )
+        if record.saving is not None and record.saving.name != name:
+            recover(self.directory / record.saving.name)  # of a save that was killed, and may be as large as any
         entry = Entry(name, new_identity())
         before = run_record.latest_of(self.directory)
         run_record.write_record(self.directory, Record(record.settled(self.directory).saved, entry, before))

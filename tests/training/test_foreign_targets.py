@@ -1,0 +1,100 @@
+"""Every way to save in a training replaces a checkpoint of its own format only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+import zckpt.dcp
+from tests.engine import run
+from tests.training.trainings import BY_NAME, Training
+from zckpt.errors import TargetError, TargetExistsError, UsageError
+
+pytestmark = pytest.mark.interop
+
+TRAININGS = {
+    "zckpt": "zero2-plain-float32",
+    "deepspeed": "zero2-plain-float32",
+    "zero-redundancy": "redundancy-ddp-float32",
+}
+
+
+def said(kind: type[Exception], save: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        save()
+    return str(caught.value)
+
+
+def replace_and_refuse(rank: int, world_size: int, directory: Path, form: str) -> list[str]:
+    training = Training.of(BY_NAME[TRAININGS[form]])
+    training.train([0])
+    both = {"model": training.model, "optimizer": training.optimizer}
+
+    def save() -> None:
+        zckpt.save(directory / "c", **both, format=form, overwrite=True)
+
+    save()
+    save()  # over its own
+    told = []
+    if rank == 0:
+        (directory / "c" / "notes.txt").write_text("precious")
+    torch.distributed.barrier()
+    told.append(said(TargetExistsError, save))
+    torch.distributed.barrier()
+    if rank == 0:
+        (directory / "c" / "notes.txt").unlink()
+        (directory / "latest").unlink(missing_ok=True)
+        (directory / "latest").symlink_to("elsewhere")
+    torch.distributed.barrier()
+    if form == "deepspeed":
+        told.append(said(TargetExistsError, save))
+    return told
+
+
+@pytest.mark.parametrize("form", TRAININGS)
+def test_a_checkpoint_of_the_same_format_is_replaced_and_nothing_else(form: str, tmp_path: Path) -> None:
+    for told in run(replace_and_refuse, 2, tmp_path, form):
+        assert "holds other files, which replacing it would remove" in told[0]
+        assert "notes.txt" in told[0]
+        if form == "deepspeed":
+            assert "latest: is a symbolic link, which is not replaced" in told[1].replace("on rank 0, ", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "latest"}
+
+
+def test_a_checkpoint_of_another_format_is_not_replaced(tmp_path: Path) -> None:
+    zckpt.save(tmp_path / "c", model=torch.nn.Linear(2, 2))
+    zckpt.convert(tmp_path / "c", tmp_path / "d", to="dcp")
+    with pytest.raises(TargetExistsError, match=r"\.metadata"):
+        zckpt.save(tmp_path / "d", model=torch.nn.Linear(2, 2), overwrite=True)
+    with pytest.raises(TargetExistsError, match=r"checkpoint\.json"):
+        zckpt.convert(tmp_path / "d", tmp_path / "c", to="dcp", overwrite=True)
+    assert zckpt.open(tmp_path / "c").format == "zckpt"
+    assert zckpt.open(tmp_path / "d").format == "dcp"
+
+
+def test_dcp_replaces_a_checkpoint_of_zckpts_format_and_nothing_else(tmp_path: Path) -> None:
+    def save(name: str) -> None:
+        dcp.save({"model": {"w": torch.ones(3)}}, storage_writer=zckpt.dcp.Writer(tmp_path / name, overwrite=True))
+
+    save("c")
+    save("c")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text("precious")
+    (tmp_path / "link").symlink_to("c")
+    (tmp_path / ".new.zckpt-partial").symlink_to("src")
+    for name, expected in (
+        ("src", "train.py"),
+        ("link", "symbolic link"),
+        ("new", "symbolic link"),
+        ("m.pt", "a file's"),
+    ):
+        with pytest.raises((TargetError, UsageError, dcp.api.CheckpointException)) as caught:
+            save(name)
+        assert expected in str(caught.value), name
+    assert (tmp_path / "src" / "train.py").read_text() == "precious"
+    assert (tmp_path / "link").is_symlink()
