@@ -223,7 +223,7 @@ class _Loading:
         self.report.extra = self.beside.extra
         self.report.notes += [*self.beside.missing, *self.beside.notes]
         for note in self.beside.missing:
-            warnings.warn(f"{self.path}: {note}", stacklevel=4)
+            warnings.warn(f"{self.path}: {note}", stacklevel=3)
         made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
         self.replicated, self.sharded = self._weights(made_of_masters)
         check_tensors([*self.replicated, *self.sharded])
