@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -269,3 +270,11 @@ def test_dcp_reads_and_writes_bare_names(wrapped: Path) -> None:
             state = {"model": {key: torch.zeros_like(value) for key, value in keys.items()}}
             dcp.load(state, storage_reader=zckpt.dcp.Reader(wrapped / name))
             assert all(torch.equal(state["model"][key], value) for key, value in keys.items())
+
+
+def test_dcp_gives_no_tensor_to_two_keys(wrapped: Path) -> None:
+    bare = torch.load(wrapped / "bare.pt")["model"]
+    state = {"model": {**bare, "module.n": torch.ones(3)}}
+    with pytest.raises(CheckpointException, match="would both be n"):
+        dcp.load(state, storage_reader=zckpt.dcp.Reader(wrapped / "bare.pt"))
+    assert state["model"]["module.n"].sum() == 3
