@@ -112,6 +112,31 @@ def test_shapes_that_tell_all_names_are_believed_before_another_order(tmp_path: 
     assert same(slots(model, optimizer), slots(other, its))
 
 
+def test_groups_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    model = build(frozen=1)
+    optimizer = torch.optim.AdamW(model[1:].parameters(), lr=0.1)
+    step(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    its = torch.optim.AdamW(model.parameters(), lr=0.5)
+    with pytest.raises(UsageError, match="param groups are of other sizes: expected 6, found 4"):
+        zckpt.load(tmp_path / "f.pt", model=model, optimizer=its)
+    assert zckpt.load(tmp_path / "f.pt", model=model, optimizer=its, strict=False).notes
+    assert its.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizers_file_by_itself_is_loaded_by_its_order(tmp_path: Path) -> None:
+    model = build(frozen=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other = build(2, frozen=1)
+    its = torch.optim.AdamW(other.named_parameters(), lr=0.5)
+    zckpt.load(tmp_path / "optimizer.pt", optimizer=its)
+    assert same(slots(model, optimizer), slots(other, its))
+    assert its.param_groups[0]["lr"] == 0.1
+    assert not torch.equal(model[1].weight, other[1].weight)
+
+
 def redundant(rank: int, world_size: int, folder: Path) -> None:
     """torch's own ZeroRedundancyOptimizer: each rank's file, and all in one; into every sharded optimizer."""
     model = build(frozen=1, layers=4)

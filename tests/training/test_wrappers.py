@@ -11,14 +11,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
 from tests.engine import run
 from tests.training.trainings import whole
+from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 Made = Callable[[], nn.Module]
@@ -182,6 +184,36 @@ def test_formats_of_other_programs_are_loaded_into_the_compiled_model_that_saved
     run(own_formats, 2, form, named, tmp_path)
 
 
+def flat_sharded(rank: int, world_size: int, folder: Path) -> None:
+    torch.manual_seed(1)
+    model = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    with FullyShardedDataParallel.summon_full_params(model):
+        told = {name: one.detach().clone() for name, one in model.module.named_parameters()}
+    told["n"] = torch.zeros(3)
+    if rank == 0:
+        inside = {f"_fsdp_wrapped_module.{name}": one for name, one in told.items()}
+        torch.save({"model": inside}, folder / "inside.pt")
+        torch.save({"model": told}, folder / "whole.pt")
+    torch.distributed.barrier()
+    torch.manual_seed(1)
+    expected = Net()
+    for name in ("inside.pt", "whole.pt"):
+        torch.manual_seed(2)
+        bare = Net()
+        zckpt.load(folder / name, model=bare)
+        assert all(map(torch.equal, bare.parameters(), expected.parameters()))
+    with pytest.raises(UnsupportedError, match="use fully_shard"):
+        zckpt.load(folder / "whole.pt", model=model)
+    with pytest.raises(UnsupportedError, match="use fully_shard"):
+        zckpt.save(folder / "ours", model=model)
+
+
+def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself_refused(
+    tmp_path: Path,
+) -> None:
+    run(flat_sharded, 2, tmp_path)
+
+
 @pytest.fixture
 def wrapped(tmp_path: Path) -> Path:
     """A file of a compiled model in DataParallel, whose optimizer has names of its own."""
@@ -238,3 +270,11 @@ def test_dcp_reads_and_writes_bare_names(wrapped: Path) -> None:
             state = {"model": {key: torch.zeros_like(value) for key, value in keys.items()}}
             dcp.load(state, storage_reader=zckpt.dcp.Reader(wrapped / name))
             assert all(torch.equal(state["model"][key], value) for key, value in keys.items())
+
+
+def test_dcp_gives_no_tensor_to_two_keys(wrapped: Path) -> None:
+    bare = torch.load(wrapped / "bare.pt")["model"]
+    state = {"model": {**bare, "module.n": torch.ones(3)}}
+    with pytest.raises(CheckpointException, match="would both be n"):
+        dcp.load(state, storage_reader=zckpt.dcp.Reader(wrapped / "bare.pt"))
+    assert state["model"]["module.n"].sum() == 3

@@ -110,6 +110,8 @@ class Keys(dict[str, StorageEntry]):
         self._values: dict[str, dict[str, object]] = {}
         self._beside: dict[str, Meaning] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.names: dict[str, str] = {}
+        """What the checkpoint calls the model's tensors that were asked for, by key."""
         self._list()
 
     def _list(self) -> None:
@@ -173,8 +175,10 @@ class Keys(dict[str, StorageEntry]):
 
     def _find(self, key: str) -> Meaning | None:
         for prefix in self._models:
-            parameter = self._tensor(key.removeprefix(prefix)) if key.startswith(prefix) else None
-            if parameter is not None:
+            name = self._name(key.removeprefix(prefix)) if key.startswith(prefix) else None
+            if name is not None:
+                parameter = self.checkpoint.owner(name)
+                self.names[key] = name
                 slots = tuple(parameter.slots[name] for name in (WEIGHT, MASTER) if name in parameter.slots)
                 return Elements(slots) if slots else None
         for prefix in self._optimizers:
@@ -187,12 +191,17 @@ class Keys(dict[str, StorageEntry]):
 
     def _tensor(self, name: str) -> Parameter | None:
         """Return a parameter or buffer by a name that may have what wrappers add to it."""
+        found = self._name(name)
+        return None if found is None else self.checkpoint.owner(found)
+
+    def _name(self, name: str) -> str | None:
+        """Return what the checkpoint calls a tensor."""
         plain = short = plain_name(name)
         while short.startswith(FRONT):
             short = short[len(FRONT) :]
         for one in (name, plain, self._bare.get(short, short)):
             if one in self.checkpoint.parameters or one in self.checkpoint.buffers:
-                return self.checkpoint.owner(one)
+                return one
         return None
 
     def _state(self, joined: str, key: str) -> Meaning | None:

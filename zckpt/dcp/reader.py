@@ -126,7 +126,11 @@ class Reader(StorageReader):
         ------
         SourceError
             A file is missing or too short; DCP tells all ranks.
+        UsageError
+            Two keys of the model would get one tensor, since they differ by what a wrapper may have put there only.
         """
+        keys = {item.storage_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
+        _check_apart({key: name for key, name in self._opened().names.items() if key in keys}, str(self.path))
         wanted = [
             Read(slot, _extent(item), slot.dtype, memoryview(b""))
             for item in plan.items
@@ -198,6 +202,18 @@ class Reader(StorageReader):
         numbers = _numbers([node for _, node in nodes if isinstance(node, Slot)])
         for item, node in nodes:
             _give(planner, item, state.get(item.dest_index.fqn), numbers[id(node)] if isinstance(node, Slot) else node)
+
+
+def _check_apart(names: Mapping[str, str], path: str) -> None:
+    """Raise unless every key stands for a tensor of its own."""
+    keys: dict[str, str] = {}
+    for key, name in names.items():
+        if keys.setdefault(name, key) != key:
+            raise UsageError(
+                f"{keys[name]} and {key} would both be {name}",
+                path=path,
+                expected="a tensor for each in the checkpoint",
+            )
 
 
 def _extent(item: ReadItem) -> Extent:

@@ -133,9 +133,9 @@ def attach(
     UsageError
         `names` do not fit the file.
     """
-    found = _names(checkpoint, optimizer, names, sample, path)
     unnamed = []
-    labels = {} if checkpoint.parameters else _labels(optimizer)
+    labels = {} if checkpoint.parameters else _labels(optimizer, names)
+    found = {} if labels else _names(checkpoint, optimizer, names, sample, path)
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
         for number in numbers:
@@ -245,10 +245,10 @@ def _aligned(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     return [known.get(name, name) for name in names]
 
 
-def _labels(optimizer: OptimizerState) -> dict[int, str]:
-    """Return the names that a file without a model gives its optimizer's parameters; empty if it gives none."""
+def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int, str]:
+    """Return the names of parameters of which no model is there: the user's or the file's; empty if it gives none."""
     numbers = [n for group in optimizer.numbers for n in group]
-    recorded = [name for group in optimizer.groups for name in _recorded(group)]
+    recorded = names or [name for group in optimizer.groups for name in _recorded(group)]
     complete = len(recorded) == len(numbers) == len(set(recorded))
     return dict(zip(numbers, recorded, strict=True)) if complete else {}
 

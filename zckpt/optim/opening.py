@@ -27,6 +27,7 @@ def open_for(
     *,
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    strict: bool = True,
 ) -> OpenedCheckpoint:
     """Open a checkpoint under the names of a live model, as far as they are in it.
 
@@ -41,6 +42,8 @@ def open_for(
         As for `open`.
     names : sequence of str, optional
         Told by the user, in the order of the optimizer that was saved.
+    strict : bool
+        Raise where numbers cannot be told, and do not leave them without names.
 
     Raises
     ------
@@ -62,7 +65,14 @@ def open_for(
             return _like(open_checkpoint(path, tag=tag, names=listed), every)
         except ZckptError:
             raise error from None
-    return _like(_numbered(found, path, order, listed, tag) if listed and found.is_numbered else found, every)
+    if not listed or not found.is_numbered:
+        return _like(found, every)
+    try:
+        return _like(_numbered(found, path, order, tag), every)
+    except UsageError:
+        if strict:
+            raise
+        return _like(found, every)
 
 
 def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
@@ -70,16 +80,22 @@ def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
     return found
 
 
-def _numbered(
-    found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, listed: Sequence[str], tag: str | None
-) -> OpenedCheckpoint:
+def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, tag: str | None) -> OpenedCheckpoint:
     """Return a checkpoint with the optimizer's names for numbers, unless what is known already says otherwise."""
     told_by_values = any(MASTER in one.slots for one in found.parameters.values())
-    lengths = [[len(group.parameters) for group in found.param_groups], [len(group) for group in order]]
-    if lengths[0] != lengths[1] or (told_by_values and not found.unnamed):
+    theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
+    if not found.unnamed and (theirs != ours or told_by_values):
         return found
+    if theirs != ours:
+        raise UsageError(
+            "the optimizer's parameters are only numbered, and this optimizer's param groups are of other sizes",
+            path=os.fspath(path),
+            expected=", ".join(map(str, ours)),
+            found=", ".join(map(str, theirs)),
+            advice="make the optimizer of the parameters that were saved",
+        )
     try:
-        return open_checkpoint(path, tag=tag, names=listed)
+        return open_checkpoint(path, tag=tag, names=[name for group in order for name in group])
     except ZckptError as error:
         if not found.unnamed:
             return found

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zckpt.canonical import INNER, bare_names
+from zckpt.errors import UnsupportedError
 
 T = TypeVar("T")
 
@@ -51,7 +53,18 @@ def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def bare(model: torch.nn.Module) -> Bare:
-    """Return a model's tensors by the names that it has without wrappers, around it or within it."""
+    """Return a model's tensors by the names that it has without wrappers, around it or within it.
+
+    Raises
+    ------
+    UnsupportedError
+        Parts are in FullyShardedDataParallel: its tensors lie in a flat one, whose memory comes and goes.
+    """
+    if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
+        raise UnsupportedError(
+            "the model is in FullyShardedDataParallel, whose parameters are parts of a flat one",
+            advice="use fully_shard, or zckpt.dcp with torch's get_state_dict and set_state_dict",
+        )
     inner = unwrapped(model)
     return Bare(
         _renamed(inner.state_dict(keep_vars=True)), _renamed(dict(inner.named_parameters(remove_duplicate=False)))

@@ -161,6 +161,7 @@ class _Loading:
         self.path = os.fspath(path)
         self.model = model
         self.optimizer = optimizer
+        self.names = names
         self.tensors: ModelState = model_state(model)
         known: dict[torch.Tensor, str] = {}
         order: list[list[str]] = []
@@ -168,7 +169,7 @@ class _Loading:
             known = parameter_names(optimizer, self.tensors.names())
             order = [[known[one] for one in group["params"]] for group in optimizer.param_groups]
         live = [*self.tensors.tensors, *self.tensors.tied]
-        self.checkpoint: OpenedCheckpoint = open_for(path, live, order, tag=tag, names=names)
+        self.checkpoint: OpenedCheckpoint = open_for(path, live, order, tag=tag, names=names, strict=strict)
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )
@@ -222,7 +223,7 @@ class _Loading:
         self.report.extra = self.beside.extra
         self.report.notes += [*self.beside.missing, *self.beside.notes]
         for note in self.beside.missing:
-            warnings.warn(f"{self.path}: {note}", stacklevel=4)
+            warnings.warn(f"{self.path}: {note}", stacklevel=3)
         made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
         self.replicated, self.sharded = self._weights(made_of_masters)
         check_tensors([*self.replicated, *self.sharded])
@@ -230,15 +231,15 @@ class _Loading:
             self.restoring.check()
 
     def read_state(self) -> None:
-        """Read the optimizer's state into memory of its own."""
+        """Read the optimizer's state into memory of its own; RPC workers take theirs when all have read it."""
+        if isinstance(self.optimizer, DistributedOptimizer):
+            files.load(self.optimizer, self.path, names=self.names)
         if self.restoring is not None:
             with torch.no_grad():
                 self.restoring.read()
 
     def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
-        """Read weights into the model; of RPC workers, they read their state."""
-        if isinstance(self.optimizer, DistributedOptimizer):
-            files.load(self.optimizer, self.path)
+        """Read weights into the model."""
         with torch.no_grad():
             if broadcast and ranks.world_size > 1:
                 read_and_broadcast(self.replicated, ranks)
