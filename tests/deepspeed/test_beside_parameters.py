@@ -85,6 +85,16 @@ def test_quantisation_is_converted(to: str, tmp_path: Path) -> None:
     assert_has_quantisation(tmp_path / "back")
 
 
+def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path: Path) -> None:
+    """Then no group says what is trained, and what no list of frozen ones has may well be."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    with_quantisation(tag)
+    zckpt.strip(tag, tmp_path / "out", optimizer=True)
+    found = zckpt.open(tmp_path / "out")
+    assert found.parameters.keys() == zckpt.open(tag).parameters.keys()
+    assert found.buffers.keys() == zckpt.open(tag).buffers.keys()
+
+
 def test_codes_of_a_frozen_weight_are_not_cast(tmp_path: Path) -> None:
     """The universal form has fp32.pt of each parameter; that of codes holds them as they are."""
     tag = copy("s2_bf16_dp2", tmp_path)
