@@ -76,13 +76,38 @@ def test_differing_copies_of_quantisation_are_found(tmp_path: Path) -> None:
     assert f"{QUANTISED}.absmax" in {name for one in findings for name in one.parameters}
 
 
-@pytest.mark.parametrize("to", ["zckpt", "dcp"])
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
 def test_quantisation_is_converted(to: str, tmp_path: Path) -> None:
     tag = copy("s3_bf16_dp3", tmp_path)
     with_quantisation(tag)
     zckpt.convert(tag, tmp_path / "out", to=to)
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=3)
     assert_has_quantisation(tmp_path / "back")
+
+
+def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path: Path) -> None:
+    """Then no group says what is trained, and what no list of frozen ones has may well be."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    with_quantisation(tag)
+    zckpt.strip(tag, tmp_path / "out", optimizer=True)
+    found = zckpt.open(tmp_path / "out")
+    assert found.parameters.keys() == zckpt.open(tag).parameters.keys()
+    assert found.buffers.keys() == zckpt.open(tag).buffers.keys()
+
+
+def test_codes_of_a_frozen_weight_are_not_cast(tmp_path: Path) -> None:
+    """The universal form has fp32.pt of each parameter; that of codes holds them as they are."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    codes = torch.arange(11, dtype=torch.uint8)
+
+    def quantise(content: dict[str, Any]) -> None:
+        content["module"]["frozen_odd"] = content["frozen_param_fragments"]["frozen_odd"] = codes
+
+    edit(model_file(tag), quantise)
+    zckpt.convert(tag, tmp_path / "out", to="universal", verify=True)
+    found = zckpt.open(tmp_path / "out")
+    assert torch.equal(found.read("frozen_odd", "weight"), codes)
+    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tag).text
 
 
 @pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])

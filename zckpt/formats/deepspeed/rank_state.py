@@ -243,7 +243,7 @@ def _place_parameters(
             state.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
         elif name in trained:
             state.parameters[name] = _trained(name, trained, tensor, path, parameterwise=parameterwise)
-        elif _is_beside_parameters(name, tensor, model, parameterwise=parameterwise):
+        elif _is_beside_parameters(name, tensor, model, parameterwise=parameterwise, has_groups=bool(trained)):
             state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
         elif (slot := _frozen(name, tensor, models, parameterwise=parameterwise)) is not None:
             state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
@@ -351,18 +351,21 @@ def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, paramete
     return frozen_weight(name, shapes[name], models)
 
 
-def _is_beside_parameters(name: str, tensor: Tensor, model: ModelShard, *, parameterwise: bool) -> bool:
+def _is_beside_parameters(
+    name: str, tensor: Tensor, model: ModelShard, *, parameterwise: bool, has_groups: bool
+) -> bool:
     """Tell whether a module has put a tensor into its state dict that is neither a parameter nor a buffer.
 
     A quantised weight has its scales and maps there (bitsandbytes: `weight.absmax`, `weight.quant_map`, ...), and
-    without them its codes mean nothing. Every rank has them whole. They are known by what they are not: a frozen
-    parameter is listed, but not in ZeRO-1; there, what lies below a tensor's name is no parameter of a module.
+    without them its codes mean nothing. Every rank has them whole. They are known by what they are not: a trained
+    parameter is in a group and a frozen one is listed. ZeRO-1 has no such list, and a file without its optimizer no
+    groups; there, what lies below a tensor's name is no parameter of a module.
     """
     if name in (model.frozen_shapes or {}):
         return False
     if parameterwise:
         return tensor.numel > 0  # a parameter's own tensor is empty
-    if model.frozen_shapes is not None:
+    if model.frozen_shapes is not None and has_groups:
         return True
     parts = name.split(".")
     return parts[-1] == "_extra_state" or any(".".join(parts[:end]) in model.module for end in range(1, len(parts)))

@@ -103,11 +103,15 @@ def _needed(checkpoint: Checkpoint, names: list[str], states: dict[str, dict[str
 
 
 def _untrained(owner: Parameter, name: str) -> Folder:
-    """Return the folder of a frozen parameter, or of another name of one: its weight, as DeepSpeed writes it."""
+    """Return the folder of a frozen parameter, or of another name of one: its weight, as DeepSpeed writes it.
+
+    Codes of a quantised weight are no numbers to cast.
+    """
     slot = weight(owner)
     if slot.dtype.startswith("complex"):
         return Folder(name)
-    return Folder(name, {MASTER_STEM: {"param": SlotTensor(slot, "float32", f"{MASTER_STEM}/{name}")}})
+    dtype = "float32" if is_floating(slot.dtype) else slot.dtype
+    return Folder(name, {MASTER_STEM: {"param": SlotTensor(slot, dtype, f"{MASTER_STEM}/{name}")}})
 
 
 def _trained(

@@ -44,6 +44,7 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
     found += _groups(a, b, matches)
     found += _state(matches)
     found += _trained(matches, a, b)
+    found += _carried("per_rank", _of_ranks(a), _of_ranks(b), memory)
     found += _carried("metadata", a.metadata, b.metadata, memory)
     found += _carried("optimizer", a.optimizer_metadata, b.optimizer_metadata, memory)
     return [one for one in found if not _of_layout(one, a, b)]
@@ -71,6 +72,14 @@ def _of_layout(setting: Setting, a: Checkpoint, b: Checkpoint) -> bool:
 def _facts(a: Checkpoint, b: Checkpoint) -> list[tuple[str, object, object]]:
     scales = [single(1.0 if one.loss_scale is None else one.loss_scale) for one in (a, b)]  # 1: losses as they are
     return [("step", a.step, b.step), ("loss_scale", scales[0], scales[1])]
+
+
+def _of_ranks(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the state that is each rank's own by where it belongs."""
+    return {
+        f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
+        for one in checkpoint.per_rank
+    }
 
 
 def _is_bookkeeping(key: str) -> bool:
