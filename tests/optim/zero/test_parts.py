@@ -148,6 +148,26 @@ def test_experts_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
                 assert torch.equal(truth.read(name, "master" if slot == "fp32" else slot), value), name
 
 
+def load_part(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+    """From this rank's own file; by name, nothing says which part is whose."""
+    model, optimizer = build(spec, models.MODEL_SEED + 1)
+    with pytest.raises(zckpt.ZckptError, match="which part of a tensor is this rank's, no name says"):
+        files.load(optimizer, path, model=model)
+    own = next(path.glob(f"*zero_pp_rank_{optimizer.rank}_mp_rank_{rank % spec.tensor_parallel:02d}_optim_states.pt"))
+    optimizer.load_state_dict(torch.load(own, weights_only=False))
+    return merged(optimizer, spec), losses(model, optimizer, spec, after())
+
+
+def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "global_step3"
+    path.parent.mkdir()
+    spec = PARTS[0]
+    ours = run(save_run, spec.world_size, spec, path)
+    for (state, trained), (found, again) in zip(ours, run(load_part, spec.world_size, spec, path), strict=True):
+        assert_same(found, state)
+        assert again == trained
+
+
 # --- refusals
 
 

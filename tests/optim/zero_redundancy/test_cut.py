@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.optim.zero_redundancy import exchange, memory
+from zckpt.optim import memory
+from zckpt.optim.zero_redundancy import exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, assign, cut
 
 SIZES = st.lists(st.integers(0, 10**9), min_size=1, max_size=40)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zckpt.errors import DamagedFileError, UsageError
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.optimizer_values import parameter_values
 from zckpt.optim.param_groups import Group
@@ -16,7 +16,7 @@ from zckpt.optim.restoring.restoring import Restoring, single
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import Scaler, adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.parts import experts_of
+from zckpt.optim.zero.parts import experts_of, model_rank
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Scalar, Slot
 from zckpt.tensor_reads import Wanted, read_tensors
 from zckpt.torchfile import FromFile, Object, plain
@@ -45,6 +45,13 @@ class Flat(Restoring):
     def prepare(self) -> None:
         """Make room for masters and state. Experts are found by their global numbers."""
         optimizer = self._flat
+        if model_rank(optimizer.model_parallel)[1] > 1:
+            raise UnsupportedError(
+                "a model whose parts lie on several ranks is not loaded by name: "
+                "which part of a tensor is this rank's, no name says",
+                path=self.path,
+                advice="give load_state_dict() what this rank's file holds, at the same degrees",
+            )
         self.own_names = self.names
         experts = experts_of(optimizer, self.names)
         self.names = {parameter: experts.named(name) for parameter, name in self.own_names.items()}

@@ -5,7 +5,8 @@ flat               the param groups, and the local optimizer of this rank's mast
 buckets            which gradients are reduced together, and where each lies in what is sent
 reduction          gradients averaged over ranks while backward makes them
 offload            gradients on their way to the host
-backward           passes and windows; hooks, failures
+gradients          hooks that hand gradients on
+backward           passes, windows, and failures
 norms              the norm of all gradients, and clipping
 loss_scale         static and dynamic
 gather             weights to all ranks
