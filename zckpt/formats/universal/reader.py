@@ -217,7 +217,7 @@ def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
         stored = read_folder(folder / name)
         checkpoint.files += stored.files
         slots, copy = checkpoint.owner(name).slots, stored.tensors[MASTER]
-        owner = slots.get(MASTER) or slots.get(WEIGHT)
+        owner = slots.get(WEIGHT) or slots.get(MASTER)
         if owner is not None and copy.tensor.numel == owner.numel and (copy.flat or copy.tensor.shape == owner.shape):
             held = copy.slot(MASTER, owner.shape)
             same = replace(owner, dtype=held.dtype)

@@ -1,0 +1,297 @@
+"""What nothing reads is shown, found, refused, and dropped only by name; what programs keep beside is carried."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zckpt
+from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
+from tests.inventory.sources import SOURCES
+from tests.verify.mutation import copy, edit, flip, optimizer_file
+from zckpt.errors import LeftOutError, UsageError
+from zckpt.formats.account import take_inventory
+from zckpt.inventory import CARRIED, COPY, FOREIGN, Inventory
+
+TARGETS = ["zckpt", "dcp", "consolidated", "zero-redundancy"]
+
+
+def inventory(source: Path) -> Inventory:
+    return take_inventory(zckpt.open(source))
+
+
+def lost(source: Path) -> list[str]:
+    return [item.name for item in inventory(source).left_out]
+
+
+def codes(*arguments: object) -> tuple[int, set[str]]:
+    """Exit status of `verify`, and the codes it found."""
+    done = run("verify", "--json", *arguments)
+    return done.returncode, {finding["code"] for finding in json.loads(done.stdout)["findings"]}
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(torch.randn(4, 5)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -> Path:
+    """What Hugging Face's Trainer leaves without DeepSpeed."""
+    model, optimizer = trained
+    directory = tmp_path / "checkpoint-1"
+    directory.mkdir()
+    save_file(dict(model.state_dict()), directory / "model.safetensors", {"format": "pt"})
+    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
+    torch.save({"last_epoch": 1, "_last_lr": [1e-3]}, directory / "scheduler.pt")
+    torch.save({"cpu": torch.get_rng_state(), "python": (3, (1, 2), None)}, directory / "rng_state.pth")
+    for name in ("config.json", "tokenizer.json", "trainer_state.json"):
+        (directory / name).write_text("{}")
+    (directory / "README.md").write_text("a model")
+    return directory
+
+
+# --- the Trainer's directory -----------------------------------------------------------------------------------------
+
+
+def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(trainers: Path) -> None:
+    assert lost(trainers) == ["optimizer.pt"]
+    assert [one["file"] for one in inspected(trainers)["left_out"]] == ["optimizer.pt"]
+    assert "left out: optimizer.pt (nothing has read its 8 tensors)" in succeeded("inspect", trainers).stdout
+    assert codes(trainers) == (1, {"ZC-131"})
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named(
+    to: str, trainers: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    line = refused(3, "convert", trainers, target, "--to", to, words=("optimizer.pt", "--drop 'optimizer.pt'"))
+    assert str(trainers) in line
+    assert not target.exists()
+    done = succeeded("convert", trainers, target, "--to", to, "--drop", "optim*", "--json")
+    assert json.loads(done.stdout)["dropped"] == ["optimizer.pt (nothing has read its 8 tensors)"]
+    assert lost(target) == []
+
+
+def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers: Path, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    refused(3, "consolidate", trainers, target, words=("optimizer.pt",))
+    done = succeeded("consolidate", trainers, target, "--drop", "optimizer.pt")
+    assert "dropped optimizer.pt (nothing has read its 8 tensors)" in done.stderr
+    assert load_file(target).keys() == load_file(trainers / "model.safetensors").keys()
+
+
+def test_pattern_that_names_nothing_is_refused(trainers: Path, tmp_path: Path) -> None:
+    refused(2, "convert", trainers, tmp_path / "t", "--to", "zckpt", "--drop", "*", "--drop", "scheduler.pt",
+            words=("'scheduler.pt'", "names nothing"))  # fmt: skip
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_scheduler_and_random_states_beside_a_model_go_along(to: str, trainers: Path, tmp_path: Path) -> None:
+    (trainers / "optimizer.pt").unlink()
+    zckpt.convert(trainers, tmp_path / "target", to=to)
+    found = zckpt.open(tmp_path / "target")
+    assert found.metadata["scheduler"] == {"last_epoch": 1, "_last_lr": [1e-3]}
+    assert "rng_state" in found.metadata
+    assert {item.about for item in inventory(trainers).of(CARRIED)} == {"scheduler", "rng_state"}
+
+
+def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) -> None:
+    about = {item.file: item.about for item in inventory(trainers).of(FOREIGN)}
+    assert about == {
+        "README.md": "notes",
+        "config.json": "a configuration of the model",
+        "tokenizer.json": "a tokenizer",
+        "trainer_state.json": "the Trainer's account of the training",
+    }
+
+
+# --- torch files -----------------------------------------------------------------------------------------------------
+
+
+def test_second_optimizer_of_a_list_is_not_lost_in_silence(
+    trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = trained
+    other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1, momentum=0.9)
+    other.param_groups[0]["params"][0].grad = torch.ones(3)
+    other.step()
+    source = tmp_path / "both.pt"
+    torch.save({"model": model.state_dict(), "optimizer": [optimizer.state_dict(), other.state_dict()]}, source)
+    assert all(name.startswith("both.pt:optimizer/1/") for name in lost(source))
+    with pytest.raises(LeftOutError, match=r"both\.pt:optimizer/1/state/0/momentum_buffer") as raised:
+        zckpt.convert(source, tmp_path / "t", to="dcp")
+    assert raised.value.names == tuple(lost(source))
+    assert codes(source) == (1, {"ZC-130", "ZC-131", "ZC-132"})
+    done = zckpt.convert(source, tmp_path / "t", to="dcp", drop=["both.pt:optimizer/1/*"])
+    assert len(done.dropped) == len(lost(source))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), id="quantised"),
+        pytest.param(lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"),
+    ],
+)
+@pytest.mark.parametrize("key", ["model", None])
+@pytest.mark.filterwarnings("ignore")
+def test_tensor_of_another_kind_in_a_state_dict_is_not_lost_in_silence(
+    odd: Callable[[], torch.Tensor], key: str | None, tmp_path: Path
+) -> None:
+    state = {"dense": torch.ones(2), "other": torch.zeros(4), "odd": odd()}
+    source = tmp_path / "m.pt"
+    torch.save(state if key is None else {key: state}, source)
+    try:
+        kept = [item.place for item in inventory(source).items if item.fate == CARRIED]
+    except zckpt.UnsupportedError as refusal:
+        assert "odd" in str(refusal) or "state dict" in str(refusal)  # noqa: PT017  # either is a word about it
+        return
+    assert lost(source) or any("odd" in place for place in kept)
+    if lost(source):
+        refused(3, "consolidate", source, tmp_path / "m.safetensors", words=("odd",))
+        assert codes(source)[0] == 1
+
+
+def test_record_that_no_torch_file_has_is_left_out(tmp_path: Path) -> None:
+    source = tmp_path / "m.pt"
+    torch.save({"w": torch.ones(3)}, source)
+    with zipfile.ZipFile(source, "a", zipfile.ZIP_STORED) as archive:
+        archive.writestr("m/smuggled", b"more")
+    assert lost(source) == ["m.pt:smuggled"]
+    assert codes(source) == (0, {"ZC-132"})
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------
+
+
+def add_tensor(content: dict[str, Any]) -> None:
+    content["optimizer_state_dict"]["preconditioner"] = torch.ones(5)
+
+
+@pytest.mark.parametrize("verb", [("reshard", "--world-size", 3), ("convert", "--to", "zckpt"), ("consolidate",)])
+def test_unknown_tensor_in_a_ranks_file_is_refused_by_every_verb(verb: tuple[object, ...], tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp2", tmp_path)
+    edit(optimizer_file(source, 1), add_tensor)
+    place = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt:optimizer_state_dict/preconditioner"
+    assert lost(source) == [f"global_step5/{place}"]
+    refused(3, verb[0], source, tmp_path / "t", *verb[1:], words=(place,))
+    assert not (tmp_path / "t").exists()
+    succeeded(verb[0], source, tmp_path / "t", *verb[1:], "--drop", "*preconditioner")
+
+
+def test_strip_refuses_it_too(tmp_path: Path) -> None:
+    source = copy("s2_bf16_dp2", tmp_path)
+    edit(optimizer_file(source, 0), add_tensor)
+    with pytest.raises(LeftOutError, match="preconditioner"):
+        zckpt.strip(source, tmp_path / "t", unreferenced=True)
+    with pytest.raises(UsageError, match="names nothing"):
+        zckpt.strip(copy("s2_bf16_dp4", tmp_path), tmp_path / "t", unreferenced=True, drop=["*preconditioner"])
+
+
+def test_what_each_rank_has_of_its_own_is_carried(tmp_path: Path) -> None:
+    source = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        path = source / "global_step5" / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        edit(path, lambda content: content.update(rng=torch.full((9,), rank), epoch=4))  # noqa: B023  # used at once
+    found = zckpt.open(source).metadata
+    assert {"rng", "epoch", "zero_pp_rank_1_mp_rank_00_model_states.rng"} <= found.keys()
+    assert "zero_pp_rank_1_mp_rank_00_model_states.epoch" not in found, "it is the first rank's"
+    assert lost(source) == []
+    zckpt.convert(source, tmp_path / "t", to="zckpt")
+    assert zckpt.open(tmp_path / "t").metadata.keys() == found.keys()
+
+
+def test_random_states_of_a_directory_of_accelerate_go_along_with_reshard(tmp_path: Path) -> None:
+    source = SOURCES["other/accel_ds2_bf16"]
+    done = zckpt.reshard(source, tmp_path / "t", world_size=3)
+    names = {path.name for path in (tmp_path / "t").iterdir()}
+    assert {"random_states_0.pkl", "random_states_1.pkl", "scheduler.bin"} <= names
+    for name in ("random_states_1.pkl", "scheduler.bin"):
+        assert (tmp_path / "t" / name).read_bytes() == (source / name).read_bytes()
+    assert any("2 processes" in note for note in done.notes)
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("other/trainer_ds2_gpt2", "model.safetensors"),
+        ("other/dcphf_consolidated_dp2", "sharded/shard-00002-model-00001-of-00002.safetensors"),
+        ("universal/s2_bf16_dp4", "zero/frozen_odd/fp32.pt"),
+    ],
+)
+def test_copy_that_differs_is_found_by_verify_deep(name: str, pattern: str, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCES[name], tmp_path / "s"))
+    assert codes(source, "--deep")[0] == 0
+    items = [item for item in inventory(source).of(COPY) if item.file == pattern and item.kind == "tensor"]
+    assert items
+    path = source / pattern
+    if path.suffix == ".pt":
+        edit(path, lambda content: content["param"].view(-1)[0].add_(1))
+    else:
+        flip(path, path.stat().st_size - 1, 6)
+    status, found = codes(source, "--deep")
+    assert status == 1
+    assert found & {"ZC-204", "ZC-206", "ZC-207"}
+
+
+def test_truncated_optimizer_beside_a_model_is_unsound(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    zckpt.consolidate(FIXTURES / "s2_bf16_dp2", target, slots="all")
+    assert codes(target, "--deep")[0] == 0
+    optimizer = target / "optimizer.safetensors"
+    optimizer.write_bytes(optimizer.read_bytes()[:-40])
+    assert codes(target, "--deep")[0] == 1
+
+
+def test_truncated_shards_beside_whole_files_are_unsound(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCES["other/dcphf_consolidated_dp2"], tmp_path / "s"))
+    shard = min((source / "sharded").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-8])
+    status, found = codes(source, "--deep")
+    assert (status, "ZC-131" in found) == (1, True)
+
+
+def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp4"
+    zckpt.consolidate(source, tmp_path / "model", slots="all")
+    there, here = zckpt.open(source), zckpt.open(tmp_path / "model")
+    assert [group.parameters for group in here.param_groups] == [group.parameters for group in there.param_groups]
+    assert here.step == there.step
+    for name in here.param_groups[0].parameters:
+        assert torch.equal(here.read(name, "exp_avg_sq"), there.read(name, "exp_avg_sq"))
+
+
+# --- the whole list ---------------------------------------------------------------------------------------------------
+
+
+def test_files_lists_everything_and_what_became_of_it() -> None:
+    done = succeeded("inspect", FIXTURES / "s2_bf16_dp2_multitag", "--files").stdout
+    assert "another checkpoint" in done
+    assert "which checkpoint of the run is the newest" in done
+    document = inspected(FIXTURES / "s2_bf16_dp2_multitag", "--files")
+    fates = {item["fate"] for item in document["inventory"]["items"]}
+    assert {"state", "carried", "implied", "foreign"} <= fates
+    for name, shares in document["inventory"]["nbytes"].items():
+        assert sum(shares.values()) == (FIXTURES / "s2_bf16_dp2_multitag" / name).stat().st_size
+    assert "inventory" not in inspected(FIXTURES / "s2_bf16_dp2_multitag")
