@@ -92,9 +92,10 @@ def test_model_under_any_key(key, tmp_path):
     assert checkpoint.metadata == {"epoch": 4, "note": "x"}
 
 
-def test_prefix_of_data_parallel_models_is_left_as_it_is(tmp_path):
-    state = {f"module.{name}": tensor for name, tensor in network().state_dict().items()}
-    assert_holds(saved(tmp_path / "m.pt", {"model": state}), state)
+def test_prefix_of_data_parallel_models_is_left_out(tmp_path):
+    bare = network().state_dict()
+    state = {f"module.{name}": tensor for name, tensor in bare.items()}
+    assert_holds(saved(tmp_path / "m.pt", {"model": state}), bare)
 
 
 def test_state_dict_with_something_that_is_no_tensor(tmp_path):
@@ -221,7 +222,7 @@ def test_optimizer_of_a_model_that_was_saved_wrapped(named, tmp_path):
     model, optimizer = trained(named=named)
     state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     path = saved(tmp_path / "c.pt", {"model": state, "optimizer": optimizer.state_dict()})
-    assert_optimizer(path, model, optimizer, prefix="module.")
+    assert_optimizer(path, model, optimizer)
 
 
 def test_recorded_names_win_where_shapes_leave_doubt(tmp_path):
