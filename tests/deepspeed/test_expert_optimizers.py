@@ -85,6 +85,13 @@ def test_missing_expert_rank_is_named(rank: int, tmp_path: Path) -> None:
         zckpt.open(tag)
 
 
+def test_number_in_a_name_may_be_any(tmp_path: Path) -> None:
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    experts_file(tag, 1).rename(tag / f"expp_rank_{10**30}_mp_rank_00_optim_states.pt")
+    with pytest.raises(zckpt.ShardError, match="missing"):
+        zckpt.open(tag)
+
+
 def test_expert_rank_of_another_run_is_named(tmp_path: Path) -> None:
     tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
     edit(experts_file(tag, 1), lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5))

@@ -110,6 +110,15 @@ def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path: P
         zckpt.reshard(tag, tmp_path / "cut", world_size=3)
 
 
+def test_sub_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+    tag = copy(CODES, tmp_path)
+    for rank in range(2):
+        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"]["optimizer_state_dict"][
+            "param_groups"][0].update(params=[0, 7]))  # fmt: skip
+    with pytest.raises(zckpt.LayoutError, match="sub-group"):
+        zckpt.open(tag)
+
+
 def test_muon_is_written_as_whole_matrices(tmp_path: Path) -> None:
     """A partition of two ranks is two matrices of 310; of four, each rank has those of which it holds a part."""
     sizes = {}

@@ -64,7 +64,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     """
     ranks = [shard.dp_rank or 0 for shard, _ in files]
     expected = max(max(ranks) + 1, _degree(_content(files[0][1])))
-    if ranks != list(range(expected)):
+    if len(ranks) != expected or ranks != list(range(expected)):  # a file name may have any number
         raise ShardError(
             "optimizer files of expert ranks are missing",
             path=checkpoint.source,

@@ -186,6 +186,14 @@ def _read_parameterwise(
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
     group_of = {sub: index for index, one in enumerate(subs) for sub in one}
+    absent = sorted(sub for sub in group_of if not 0 <= sub < len(members[0].masters))
+    if absent:
+        raise LayoutError(
+            "a param group names a sub-group that is not there",
+            path=members[0].path,
+            expected=f"below {len(members[0].masters)}",
+            found=absent[0],
+        )
     names: list[list[str]] = [[] for _ in groups]
     for name, shape in shapes.items():
         if sub_groups[name] not in group_of:
