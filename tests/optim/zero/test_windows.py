@@ -306,6 +306,23 @@ def left_by_no_sync(rank: int, world_size: int, stage: int) -> None:
     assert_alike(net)
 
 
+def no_sync_of_the_optimizer_beside_ddp(rank: int, world_size: int, stage: int) -> None:
+    """The optimizer's own no_sync holds back what DDP would have reduced; before a backward outside it, and after."""
+    net = Net()
+    model = DDP(net, bucket_cap_mb=1e-4)
+    twin = Unsharded(net)
+    ours = make(net, stage=stage)
+    ours.attach(model)
+    for step in range(0, 6, 2):
+        for part in range(2):
+            with ours.no_sync() if part == (step // 2) % 2 else contextlib.nullcontext():
+                ours.backward(loss_of(model, step + part, rank))
+        ours.step()
+        twin.train(losses_of(range(step, step + 2), world_size), world_size)
+        twin.assert_is(net)
+    assert_alike(net)
+
+
 def put_by_hand_after_backward(rank: int, world_size: int, stage: int) -> None:
     net = Net()
     twin = Unsharded(net)
@@ -355,6 +372,7 @@ def joining_and_boundary(rank: int, world_size: int) -> None:
         (of_two_optimizers, [()]),
         (hooks_that_are_refused, [()]),
         (left_by_no_sync, [(1,), (2,)]),
+        (no_sync_of_the_optimizer_beside_ddp, [(1,), (2,)]),
         (put_by_hand_after_backward, [(1,), (2,)]),
         (joined_in_a_window, [(steps, stage) for steps in (1, 2) for stage in (1, 2)]),
         (joining_and_boundary, [()]),

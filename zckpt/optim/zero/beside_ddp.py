@@ -95,15 +95,16 @@ class AttachedOptimizer(BackwardOptimizer):
 
     def _reduce_bucket(self, given: GradBucket) -> Future[torch.Tensor]:
         """Begin to reduce a bucket, if this pass reduces; return what DDP is to put into `grad`."""
-        self._ddp_came = True
-        if self._inner is not None and self._reduces():
+        reduces = self._syncs and self._reduces()
+        self._ddp_came |= self._syncs
+        if self._inner is not None and reduces:
             hook, state = self._inner
             future = hook(state, given)
             self._by_hook.append((given, future))
             self._ddp_reduced |= {parameter for parameter in given.parameters() if parameter in self._place}
             return future
         pairs = list(zip(given.parameters(), given.gradients(), strict=True))
-        if self._reduces():
+        if reduces:
             self._launch([(p, g) for p, g in pairs if p in self._place])
         _average([g for p, g in pairs if p not in self._place], self.process_group)
         done: Future[torch.Tensor] = Future()

@@ -20,7 +20,8 @@ from zckpt.partition import (
     round_robin_order,
 )
 
-PIECE = 1 << 22  # elements that weights and masters are compared in, 16 MiB of what they round to
+PIECE = 1 << 20  # elements that weights and masters are compared in: at most 4 MiB of what masters round to
+PIECE_OF_GPU = 1 << 25  # each of them is waited for
 
 
 @dataclass(eq=False)
@@ -89,29 +90,46 @@ class FlatGroup:
         """Return the runs of parameters in one rank's partition."""
         return list(flat_fragments(self.numels, self.starts, self.partition, rank))
 
-    def point(self) -> None:
-        """Make the parameters views of the buffer, if something has put them elsewhere; their values go along."""
-        for parameter, start, shape in zip(self.parameters, self.starts[:-1], self.shapes, strict=True):
+    def point(self, position: int | None = None) -> None:
+        """Make parameters views of the buffer, if something has put them elsewhere; their values go along.
+
+        Parameters
+        ----------
+        position : int, optional
+            Which one; by default all.
+        """
+        for index in range(len(self.parameters)) if position is None else (position,):
+            parameter, start, shape = self.parameters[index], self.starts[index], self.shapes[index]
             view = self.flat[start : start + shape.numel()].view(shape)
             if parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype:
                 view.copy_(parameter.detach())
                 parameter.data = view
 
     @torch.no_grad()
-    def adopt_weights(self) -> None:
+    def adopt_weights(self, position: int | None = None) -> None:
         """Take weights that somebody has set since they were made of masters into the masters.
 
         A master whose weight is what it rounds to is left alone: it has what rounding has lost.
+
+        Parameters
+        ----------
+        position : int, optional
+            Of which parameter; by default of all.
         """
-        self.point()
+        self.point(position)
+        ranges = [(0, self.partition)]
+        if position is not None:
+            ranges = [(f.position, f.position + f.numel) for f in self.own if f.index == position]
         master = self.master.detach()
-        for start in range(0, self.partition, PIECE):
-            where = slice(start, start + PIECE)
-            kept, found = master[where], self.weights[where].to(master.device)
-            rounded = kept.to(found.dtype)
-            if not torch.equal(rounded, found):
-                is_set = (rounded != found) & ~(rounded.isnan() & found.isnan())
-                kept.copy_(torch.where(is_set, found.to(kept.dtype), kept))
+        piece = PIECE_OF_GPU if master.is_cuda else PIECE
+        for begin, end in ranges:
+            for start in range(begin, end, piece):
+                where = slice(start, min(start + piece, end))
+                kept, found = master[where], self.weights[where].to(master.device)
+                rounded = kept.to(found.dtype)
+                if not torch.equal(rounded, found):
+                    is_set = (rounded != found) & ~(rounded.isnan() & found.isnan())
+                    kept.copy_(torch.where(is_set, found.to(kept.dtype), kept))
 
 
 def make_group(

@@ -28,7 +28,8 @@ def slots(optimizer: FlatOptimizer, group: FlatGroup) -> dict[str, Any]:
 def get(optimizer: FlatOptimizer, name: str, slot: str) -> Any:
     """Return one slot of one parameter, whole, on every rank; see `ZeroOptimizer.full_state`."""
     group, position = optimizer.find(name)
-    group.adopt_weights()
+    if slot == MASTER:
+        group.adopt_weights(position)
     held = _slot(optimizer, group, name, slot)
     if not _is_flat(held, group):
         return held.clone() if isinstance(held, torch.Tensor) else held
@@ -63,7 +64,7 @@ def put(optimizer: FlatOptimizer, name: str, slot: str, value: torch.Tensor) -> 
             held[f.position : f.position + f.numel].copy_(flat[f.start : f.start + f.numel])
     if slot == MASTER:
         start = group.starts[position]
-        group.point()
+        group.point(position)
         group.flat[start : start + flat.numel()].copy_(flat.to(group.master.dtype))
 
 
