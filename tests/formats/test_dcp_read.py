@@ -851,3 +851,21 @@ def test_other_directories_are_not_taken_for_one(tmp_path):
         adapter.read(tmp_path)
     with pytest.raises(UnsupportedError, match="neither a model nor an optimizer"):
         adapter.read(saved(tmp_path / "x", {"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("common.pt", b"anything"), ("metadata.json", b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')],
+)
+def test_directory_of_megatron_core_is_refused_by_name(name, content, tmp_path):
+    """Its optimizer's slots would be taken for weights: `optimizer.state.exp_avg.NAME`, `optimizer.state.fp32_param`."""
+    directory = copied("dcp_fsdp2_dp2", tmp_path)
+    (directory / name).write_bytes(content)
+    with pytest.raises(UnsupportedError, match="Megatron-Core's torch_dist"):
+        open_checkpoint(directory)
+
+
+def test_other_notes_in_json_beside_a_checkpoint_are_none_of_megatrons(tmp_path):
+    directory = copied("dcp_fsdp2_dp2", tmp_path)
+    (directory / "metadata.json").write_text('{"who": "me"}')
+    assert open_checkpoint(directory).format == "dcp"

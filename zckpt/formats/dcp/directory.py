@@ -15,8 +15,17 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.dcp.metadata import NAME
+from zckpt.storage import is_file, read_head
 
 LIGHTNING_NAME = "meta.pt"
+MEGATRON_NAMES = ("common.pt", "metadata.json")
+"""What Megatron-Core's `torch_dist` has beside `.metadata`: state that is not sharded, and which backend it is."""
+
+MEGATRON_MARK = b'"sharded_backend"'
+"""A member of its `metadata.json`, which begins with it."""
+
+HEAD_NBYTES = 4096
+
 OWN_NAME = "zckpt.pt"
 
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
@@ -55,6 +64,12 @@ def find(path: Path) -> Directory | None:
     if not names:
         return None
     return Directory(path, {name: path / name for name in names}, (), None)
+
+
+def is_megatrons(path: Path) -> bool:
+    """Tell whether Megatron-Core has written a directory: its keys are not those of a model and an optimizer."""
+    common, about = (path / name for name in MEGATRON_NAMES)
+    return is_file(common) or (is_file(about) and MEGATRON_MARK in read_head(str(about), HEAD_NBYTES))
 
 
 def rank_of(path: str) -> int | None:

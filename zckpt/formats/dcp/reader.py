@@ -8,7 +8,7 @@ from pathlib import Path
 from zckpt.dtypes import is_floating
 from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.attach import attach
-from zckpt.formats.dcp.directory import OWN_NAME, Directory, find, rank_of
+from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, names_of_model, prefixes
@@ -45,11 +45,20 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     UnknownFormatError
         It is no such directory.
     SourceError
-        Files are missing, damaged, or contradict each other; or hold something that zckpt does not know.
+        Files are missing, damaged, or contradict each other; or hold something that zckpt does not know, as those of
+        Megatron-Core do.
     """
     directory = find(path)
     if directory is None:
         raise UnknownFormatError("is no checkpoint of torch.distributed.checkpoint", path=path, expected=".metadata")
+    if is_megatrons(path):
+        raise UnsupportedError(
+            "is Megatron-Core's torch_dist: which of its keys are weights and which are an optimizer's, only its own "
+            "program knows",
+            path=path,
+            found=", ".join(MEGATRON_NAMES),
+            advice="write it with torch.distributed.checkpoint from the program that loads it",
+        )
     checkpoint = Checkpoint(str(path), FORMAT)
     root, paths = _root(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
