@@ -112,3 +112,23 @@ def state_of(optimizer: Any, name: str, parameter: torch.Tensor, slot: str) -> t
 def test_every_family_gets_the_state_that_was_saved(world_size: int) -> None:
     told = run(load_fixture, world_size, SOURCES, FAMILIES)
     assert sum(told) > 50 * len(SOURCES)
+
+
+def load_state_of_ranks(rank: int, world_size: int, source: str) -> str:
+    """Load a checkpoint with state that is each rank's own, with an optimizer and without; return the refusal."""
+    model = models.build_model(SPECS[source])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(zckpt.UnsupportedError) as raised:
+        zckpt.load(FIXTURES / source, model=model, optimizer=optimizer)
+    assert all(torch.equal(bits(value), bits(before[name])) for name, value in model.state_dict().items())
+    zckpt.load(FIXTURES / source, model=model)
+    truth = Truth(FIXTURES / source)
+    for name, value in truth.masters.items():
+        assert_same(model.state_dict()[name], value, name)
+    return str(raised.value)
+
+
+def test_state_that_was_each_ranks_own_is_refused_by_name_and_the_model_is_loaded_without() -> None:
+    (said,) = run(load_state_of_ranks, 1, "own_lamb_s2_fp32_dp2")
+    assert "trust_ratio, weight_norm, adam_norm" in said

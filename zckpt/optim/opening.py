@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.opened import OpenedCheckpoint
 from zckpt.opened import open as open_checkpoint
+from zckpt.rank_values import listed
 from zckpt.renaming import like_model
 from zckpt.state import MASTER
 
@@ -50,22 +51,42 @@ def open_for(
     UsageError
         Its optimizer's parameters are only numbered, and neither order nor shapes tell all names.
     SourceError
-        It cannot be read.
+        It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
+    found = _open(path, live, order, tag=tag, names=names, strict=strict)
+    if found.per_rank and order:
+        raise UnsupportedError(
+            f"{listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer here can "
+            f"take it over",
+            path=path,
+            advice="load the model alone, or resume in the program that saved it",
+        )
+    return found
+
+
+def _open(
+    path: str | os.PathLike[str],
+    live: Collection[str],
+    order: Order,
+    *,
+    tag: str | None,
+    names: Sequence[str] | None,
+    strict: bool,
+) -> OpenedCheckpoint:
     every = list(dict.fromkeys([*live, *(name for group in order for name in group)]))
     if names is not None:
         return _like(open_checkpoint(path, tag=tag, names=names), every)
-    listed = [name for group in order for name in group]
+    own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=tag)
     except (UnsupportedError, LayoutError) as error:
-        if not listed:
+        if not own:
             raise
         try:
-            return _like(open_checkpoint(path, tag=tag, names=listed), every)
+            return _like(open_checkpoint(path, tag=tag, names=own), every)
         except ZckptError:
             raise error from None
-    if not listed or not found.is_numbered:
+    if not own or not found.is_numbered:
         return _like(found, every)
     try:
         return _like(_numbered(found, path, order, tag), every)
