@@ -9,7 +9,8 @@ ValueError, as in torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ SHOWN = 4
 
 
 class GroupOfPart(Group):
-    """A param group of one rank's own part, which nobody may take for that of the whole. Copies and pickles are plain.
+    """A param group of one rank's own part, which nobody may take for that of the whole. Copies and pickles are free.
 
     `get_state_dict` of torch.distributed.checkpoint gives each group's parameters their names, and forgets of what the
     state is a part.
@@ -41,8 +42,8 @@ class GroupOfPart(Group):
             )
         super().__setitem__(key, value)
 
-    def __reduce__(self) -> tuple[type[Group], tuple[Group]]:
-        return dict, (dict(self),)
+    def __reduce__(self) -> tuple[type[Group], tuple[()], None, None, Iterator[tuple[str, Any]]]:
+        return OrderedDict, (), None, None, iter(self.items())  # which torch.load reads with weights_only, too
 
 
 def check(state_dict: Mapping[str, Any], groups: Sequence[Group]) -> dict[torch.Tensor, int]:
