@@ -517,7 +517,7 @@ def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     (tmp_path / "s").unlink()
     (tmp_path / "s").mkdir()
-    with pytest.raises(SourceError, match="cannot be read"):
+    with pytest.raises(SourceError, match="is not a regular file"):
         written(slot, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 

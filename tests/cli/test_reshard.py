@@ -251,7 +251,8 @@ def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -
     "name", ["pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "s0_bf16_dp2", "s0_fp32_dp2", "pp2_s0_fp32_dp2"]
 )
 def test_kinds_that_are_not_cut_anew(name: str, tmp_path: Path) -> None:
-    refused(3, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, words=("cut", "global_step5"))
+    drop = ("--drop", "*:optimizer/*") if name == "pp2_s0_fp32_dp2" else ()  # which is lost, and refused as that
+    refused(3, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=("cut", "global_step5"))
     assert list(tmp_path.iterdir()) == []
 
 

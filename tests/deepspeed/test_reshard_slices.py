@@ -358,7 +358,7 @@ def test_rules_that_cannot_be_used(text: str, words: str, tmp_path: Path) -> Non
     path.write_text(text)
     with pytest.raises(UsageError, match=words):
         zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tp_rules=path)
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot be opened"):
         zckpt.reshard(tmp_path / "source", tmp_path / "cut", world_size=2, tp_rules=tmp_path / "no")
 
 

@@ -610,10 +610,13 @@ def test_prefixes_may_be_mixed(tmp_path: Path) -> None:
 def test_other_files_are_let_be(tmp_path: Path) -> None:
     tag = copy("s2_bf16_dp2", tmp_path)
     (tag / "zero_to_fp32.py").write_text("raise SystemExit")
-    (tag / "notes.pt").write_bytes(b"no checkpoint")
     (tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt.tmp").write_bytes(b"")
     (tag / "zero_pp_rank_8_mp_rank_00_optim_states.pt").mkdir()
     assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+    (tag / "notes.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(zckpt.LeftOutError, match=r"notes\.pt"):
+        zckpt.consolidate(tag, tmp_path / "m.safetensors")
+    zckpt.consolidate(tag, tmp_path / "m.safetensors", drop=["notes.pt"])
 
 
 # --- files of older versions

@@ -132,7 +132,7 @@ def test_what_lies_beside_is_carried():
     assert lightning.metadata["epoch"] == 0
     assert lightning.metadata["global_step"] == 5
     assert set(lightning.metadata) >= {"loops", "callbacks", "lr_schedulers", "pytorch-lightning_version"}
-    accelerate = read(source("accel_fsdp2_dp2"))
+    accelerate = open_checkpoint(source("accel_fsdp2_dp2"))
     assert set(accelerate.metadata) == {"scheduler", "random_states_0", "random_states_1"}
     torchsave = read(source("dcp_from_torchsave"))
     assert torchsave.metadata == {"step": 5, "note": "x"}
@@ -858,7 +858,7 @@ def test_other_directories_are_not_taken_for_one(tmp_path):
     [("common.pt", b"anything"), ("metadata.json", b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')],
 )
 def test_directory_of_megatron_core_is_refused_by_name(name, content, tmp_path):
-    """Its optimizer's slots would be taken for weights: `optimizer.state.exp_avg.NAME`, `optimizer.state.fp32_param`."""
+    """Its optimizer's slots would be taken for weights: `optimizer.state.exp_avg.NAME`, `...fp32_param...`."""
     directory = copied("dcp_fsdp2_dp2", tmp_path)
     (directory / name).write_bytes(content)
     with pytest.raises(UnsupportedError, match="Megatron-Core's torch_dist"):

@@ -391,7 +391,7 @@ def test_hyperparameters_without_end_are_refused(tmp_path):
     endless: dict[str, Any] = {}
     checkpoint.param_groups[0].hyperparameters["endless"] = endless | {"x": endless}
     endless["x"] = endless
-    with pytest.raises(UnsupportedError, match="nested too deeply"):
+    with pytest.raises(UnsupportedError, match=r"nested too deeply|too many"):
         writer.lay_out(checkpoint)
 
 

@@ -282,6 +282,11 @@ def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None
         assert torch.equal(here.read(name, "exp_avg_sq"), there.read(name, "exp_avg_sq"))
 
 
+def test_page_names_what_is_left_out(trainers: Path, tmp_path: Path) -> None:
+    succeeded("inspect", trainers, "--html", tmp_path / "page.html")
+    assert "Left out: optimizer.pt (nothing has read its 8 tensors)" in (tmp_path / "page.html").read_text()
+
+
 # --- the whole list ---------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
@@ -88,6 +89,19 @@ def base_state(content: Any) -> Any:
     """The base optimizer's state dict in what a rank's optimizer file holds, of any stage."""
     z = content["optimizer_state_dict"]
     return z.get("base_optimizer_state") or z["optimizer_state_dict"]
+
+
+# what nothing reads
+
+
+@mutation("ZC-131", file=RANK_1, ranks=(1,))
+def tensor_that_no_one_knows(run: Path) -> None:
+    edit(optimizer_file(run, 1), lambda content: content["optimizer_state_dict"].update(more=torch.ones(3)))
+
+
+@mutation("ZC-132", file=RANK_0, ranks=(0,))
+def value_that_no_one_knows(run: Path) -> None:
+    edit(optimizer_file(run, 0), lambda content: content["optimizer_state_dict"].update(more="a word"))
 
 
 # elements, with checksums that are right: only what they mean can tell

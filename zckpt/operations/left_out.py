@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from glob import escape
 from os.path import commonprefix
 
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
-from zckpt.inventory import Item
+from zckpt.inventory import FILE, Item
 from zckpt.state import Checkpoint
 
 SHOWN = 3
 """More things than this are counted in a message."""
 
 
-def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str]) -> tuple[str, ...]:
+def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = ()) -> tuple[str, ...]:
     """Raise unless everything in a source arrives, or is to be dropped; return what is dropped, and why it is not read.
 
     Parameters
@@ -23,6 +23,8 @@ def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str]) -> tuple[str
     checkpoint : Checkpoint
     drop : sequence of str
         Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
+    copied : collection of str
+        Files that arrive as they are, whatever is in them, by their names within the source.
 
     Raises
     ------
@@ -31,7 +33,8 @@ def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str]) -> tuple[str
     UsageError
         A pattern names nothing that is left out.
     """
-    dropped, others, idle = take_inventory(checkpoint).without(drop)
+    dropped, lost, idle = take_inventory(checkpoint).without(drop)
+    others = [item for item in lost if item.kind != FILE or item.file not in copied]
     if others:
         raise LeftOutError(
             f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",

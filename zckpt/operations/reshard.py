@@ -125,7 +125,6 @@ def reshard(
         The target exists or cannot be written.
     """
     checkpoint = as_filed(open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules))
-    dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     for place in (source, *roots):
         if Path(place).resolve() in path.resolve().parents:
@@ -137,6 +136,7 @@ def reshard(
     others = [Path(root) for root in roots]
     beside, told = files_beside(checkpoint, Path(source), wanted, roots=others) if run_directory else ([], [])
     copied = {one.name for one in beside}
+    dropped = check_nothing_lost(checkpoint, drop, copied=copied)
     owned = Owned(lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)))
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     made = plan([*target_files(wanted, run_directory=run_directory), *beside])

@@ -121,11 +121,11 @@ def strip(
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
     checkpoint = open_checkpoint(source, roots=roots, tag=tag)
-    dropped = check_nothing_lost(checkpoint, drop)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = Path(source), Path(target)
     _check_request(checkpoint, origin, request)
     made = strippers.strip(checkpoint, origin, request)
+    dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
     planned = plan(one.file for one in made.files if one.file is not None)
     owned = Owned(frozenset(one.name for one in made.files).__contains__)
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)

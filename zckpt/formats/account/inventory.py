@@ -8,7 +8,7 @@ from pathlib import Path
 from zckpt.formats.account.files import file_items
 from zckpt.formats.account.ranges import covered, shares
 from zckpt.formats.account.trees import FileAccount, taken
-from zckpt.inventory import FILE, STATE, Claim, Inventory, Item
+from zckpt.inventory import FILE, FOREIGN, STATE, Claim, Inventory, Item
 from zckpt.state import Checkpoint
 
 
@@ -31,6 +31,9 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     read = {os.path.realpath(file.path): shown(file.path, root) for file in checkpoint.files}
     for file in checkpoint.files:
         name = read[os.path.realpath(file.path)]
+        if file.path in checkpoint.leftovers:
+            found.items.append(Item(name, "", FILE, FOREIGN, checkpoint.leftovers[file.path], file.nbytes))
+            continue
         if file.tree is None:
             claim = checkpoint.claims.get(file.path, Claim(STATE, "read whole: what it does not know is an error"))
             found.items.append(Item(name, "", FILE, claim.fate, claim.about, file.nbytes))

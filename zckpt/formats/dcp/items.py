@@ -97,7 +97,7 @@ class ItemFile:
     globals: set[str] = field(default_factory=set)
     is_safetensors: bool = False
     archives: list[tuple[int, int]] = field(default_factory=list)
-    tree: dict[str, object] = field(default_factory=dict)
+    tree: dict[str, object] = field(default_factory=dict, compare=False)
 
     def add_chunk(self, key: str, offsets: Offsets, node: Tensor) -> None:
         """Add a chunk of a tensor to the tree."""

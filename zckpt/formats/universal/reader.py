@@ -206,7 +206,7 @@ def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:
 
 
 def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
-    """Note the copies that DeepSpeed's converter makes of what is not trained: in folders, as float32."""
+    """Note the copies of what is not trained, in folders, as float32: of a weight, or of the master that it rounds."""
     for name in [*checkpoint.parameters, *checkpoint.buffers]:
         one = checkpoint.parameters.get(name) or checkpoint.buffers[name]
         if one.group is not None or "/" in name or "\0" in name or name in ("", ".", ".."):
@@ -219,10 +219,9 @@ def _note_folders(checkpoint: Checkpoint, folder: Path) -> None:
         slots, copy = checkpoint.owner(name).slots, stored.tensors[MASTER]
         owner = slots.get(WEIGHT) or slots.get(MASTER)
         if owner is not None and copy.tensor.numel == owner.numel and (copy.flat or copy.tensor.shape == owner.shape):
-            held = copy.slot(MASTER, owner.shape)
-            same = replace(owner, dtype=held.dtype)
-            checkpoint.duplicates.append(Duplicate("tied" if one.tied_to else "parameter", name, one.tied_to or name,
-                                                   held, same))  # fmt: skip
+            rounded = replace(copy.slot(MASTER, owner.shape), name=owner.name, dtype=owner.dtype)
+            kind = "tied" if one.tied_to else "parameter"
+            checkpoint.duplicates.append(Duplicate(kind, name, one.tied_to or name, rounded, owner))
 
 
 def _note_ranks(checkpoint: Checkpoint, models: ModelFiles) -> None:

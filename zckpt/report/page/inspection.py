@@ -22,6 +22,9 @@ MAP_SECTIONS = (
 MAP_TABLE = details("The map as a table", '<div id="rows"></div>')
 
 
+SHOWN_LEFT_OUT = 12
+"""Things left out that a page names; the others are counted."""
+
 FEW_GROUPS = 6
 """Param groups that are columns of their table; more of them are its rows."""
 
@@ -42,7 +45,7 @@ def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> st
     if listed:
         more += details(f"Files ({len(listed):,})", '<div id="files"></div>')
     body = (
-        header(source, _subtitle(document), _facts(document) + items(document["warnings"], kind="warnings"))
+        header(source, _subtitle(document), _facts(document) + items(_warnings(document), kind="warnings"))
         + f'<main id="main">{search("parameter")}'
         + MAP_SECTIONS
         + section("Slots", _slots(document), identity="slots")
@@ -51,6 +54,16 @@ def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> st
         + footer()
     )
     return page("inspect", title=f"{source}: checkpoint", body=body, data={"map": map_data, "files": listed})
+
+
+def _warnings(document: Mapping[str, Any]) -> list[str]:
+    """Return what is to be known, and what nothing has read."""
+    lost = [
+        f"Left out: {one['file']}{':' if one['place'] else ''}{one['place']} ({one['about']})"
+        for one in document["left_out"]
+    ]
+    more = [f"Left out: {len(lost) - SHOWN_LEFT_OUT:,} more"] if len(lost) > SHOWN_LEFT_OUT else []
+    return [*document["warnings"], *lost[:SHOWN_LEFT_OUT], *more]
 
 
 def header(title: str, subtitle: str, rest: str) -> str:
