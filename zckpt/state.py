@@ -271,10 +271,8 @@ class SourceFile:
         `model`, `optimizer`, `expert`, ...
     dp_rank, mp_rank : int or None
         Which rank wrote it, where its name says so.
-    tensor_nbytes : int
-        Bytes of storages that some tensor uses.
-    unreferenced_nbytes : int
-        Bytes of storages that no tensor uses.
+    tensor_nbytes, unreferenced_nbytes : int
+        Bytes of storages that some tensor uses, and that none does.
     globals : dict of str to tuple of str
         For each pickle in the file, the globals it mentions.
     archives : tuple of (int, int), bytes
@@ -307,14 +305,10 @@ class Checkpoint:
 
     Parameters
     ----------
-    source : str
-        What was read: a file, or the directory that holds the checkpoint's files.
-    opened : str
-        What the user named: that, or a directory that contains it.
-    format : str
-        Name of the adapter: `deepspeed`, `torch`.
-    format_version : str or None
-        Version of the program that wrote it, where known.
+    source, opened : str
+        The file or directory that was read, and what the user named: that, or a directory that contains it.
+    format, format_version : str
+        Name of the adapter (`deepspeed`, `torch`), and version of the program that wrote it, where known.
     parameters, buffers : dict of str to Parameter
         In the model's order.
     unnamed : dict of str to Parameter

@@ -122,6 +122,21 @@ def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) ->
     }
 
 
+def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(trainers: Path) -> None:
+    final = trainers.parent / "final"
+    shutil.copytree(trainers, final)
+    (final / "optimizer.pt").unlink()
+    shutil.copytree(trainers, final / "checkpoint-1")
+    (final / "onnx").mkdir()
+    (final / "onnx" / "model.onnx").write_bytes(b"another program's")
+    about = {item.file: item.about for item in inventory(final).of(FOREIGN)}
+    assert about["checkpoint-1/optimizer.pt"] == "another checkpoint"
+    assert about["onnx/model.onnx"] == "a model for another program"
+    assert lost(final) == []
+    (final / "onnx" / "head.pt").write_bytes((trainers / "optimizer.pt").read_bytes())
+    assert lost(final) == ["onnx/head.pt"]
+
+
 # --- torch files -----------------------------------------------------------------------------------------------------
 
 

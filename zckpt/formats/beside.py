@@ -72,7 +72,8 @@ def _carry(checkpoint: Checkpoint, path: Path) -> None:
     except SourceError:
         return
     checkpoint.files.append(describe(file, METADATA_ROLE))
-    checkpoint.metadata.setdefault(path.stem, carried(file, file.root))
+    key = path.stem if path.stem not in checkpoint.metadata else path.name
+    checkpoint.metadata.setdefault(key, carried(file, file.root))
 
 
 def _copy(checkpoint: Checkpoint, path: Path) -> bool:

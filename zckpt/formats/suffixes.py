@@ -16,9 +16,11 @@ DIRECTORY = "directory"
 
 TORCH_SUFFIXES = (".pt", ".bin", ".pth")
 
+A_MODEL = "a model of another program"
+
 OTHERS = {
     "a checkpoint of Lightning or TensorFlow": ".ckpt .index .meta .pb .tflite",
-    "a model of another program": ".gguf .ggml .onnx .h5 .hdf5 .keras .mlmodel .mlpackage .nemo .engine .msgpack "
+    A_MODEL: ".gguf .ggml .onnx .h5 .hdf5 .keras .mlmodel .mlpackage .nemo .engine .msgpack "
     ".safetensor .tensors .mar .joblib",
     "arrays": ".npy .npz .mat .parquet .arrow .feather",
     "a pickle": ".pkl .pickle",
@@ -27,6 +29,9 @@ OTHERS = {
     "text": ".json .jsonl .yaml .yml .toml .txt .md .csv .html .svg .py .log",
 }
 """Ends of names that are other programs', by what they are."""
+
+MODELS = tuple(OTHERS[A_MODEL].split())
+"""Ends of names of other programs' models."""
 
 _FOREIGN = {suffix: what for what, every in OTHERS.items() for suffix in every.split()}
 

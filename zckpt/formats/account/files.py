@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError
+from zckpt.formats.suffixes import MODELS
 from zckpt.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, Claim, Item
 from zckpt.state import Checkpoint
 from zckpt.torchfile import read_torchfile, walk_tensors
@@ -23,6 +24,9 @@ _STATE = re.compile(
     re.IGNORECASE,
 )
 """Names that programs give files of training state which they keep beside a checkpoint's own directory."""
+
+SEARCHED_DEPTH = 2
+"""Folders below a directory in which other checkpoints are looked for."""
 
 MAXIMUM_DEPTH = 16
 """Folders below a directory that are looked into."""
@@ -53,6 +57,11 @@ FOREIGN_RULES = (
         re.IGNORECASE)),
     Foreign("settings", re.compile(r".*\.(?:json|ya?ml|toml|cfg|ini|conf|jinja|env)", re.IGNORECASE)),
     Foreign("programs", re.compile(r".*\.(?:py|sh|ipynb|slurm|sbatch)", re.IGNORECASE)),
+    Foreign("a model for another program", re.compile(
+        ".*(?:" + "|".join(map(re.escape, MODELS)) + ")", re.IGNORECASE)),
+    Foreign("marks and checksums of other programs", re.compile(
+        r"_SUCCESS|\.?_?(?:complete|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum)", re.IGNORECASE)),
+    Foreign("left by a write that was interrupted", re.compile(r"\..*\.zckpt-[a-z]+")),
     Foreign("the system's or a version control's", re.compile(
         r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]",
         re.IGNORECASE)),
@@ -80,7 +89,7 @@ def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
     own = os.path.realpath(checkpoint.source)
     claims = {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
     said = {os.path.realpath(path): about for path, about in checkpoint.leftovers.items()}
-    others = _other_checkpoints(root, own)
+    others = _other_checkpoints(root, read, own)
     outside = os.path.realpath(root) != own
     for path, name, about in _below(root, others):
         real = os.path.realpath(path)
@@ -137,17 +146,32 @@ def _below(root: Path, others: dict[str, str]) -> Iterator[tuple[Path, str, str 
         waiting.extend(reversed(folders))
 
 
-def _other_checkpoints(root: Path, own: str) -> dict[str, str]:
-    """Return the directories beside the one that was read which hold a checkpoint of their own, by real path."""
-    if os.path.realpath(root) == own:
-        return {}
+def _other_checkpoints(root: Path, read: Collection[str], own: str) -> dict[str, str]:
+    """Return the directories that hold a checkpoint of their own, of which nothing was read, by real path.
+
+    A run's directory has its tags, and a trainer's final model lies beside `checkpoint-500`.
+    """
     from zckpt.formats import is_checkpoint
 
-    return {
-        os.path.realpath(entry.path): "another checkpoint"
-        for entry in os.scandir(root)
-        if entry.is_dir() and os.path.realpath(entry.path) != own and is_checkpoint(Path(entry.path))
-    }
+    found: dict[str, str] = {}
+    waiting = [(root, 0)]
+    while waiting:
+        directory, depth = waiting.pop()
+        try:
+            folders = [Path(e.path) for e in os.scandir(directory) if e.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+        for folder in folders:
+            real = os.path.realpath(folder)
+            if real == own or folder.name in FOREIGN_FOLDERS:
+                continue
+            if any(within(path, real) for path in read):
+                waiting.append((folder, depth + 1))
+            elif is_checkpoint(folder):
+                found[real] = "another checkpoint"
+            elif depth < SEARCHED_DEPTH:
+                waiting.append((folder, depth + 1))
+    return found
 
 
 def _size(path: Path) -> int | None:
