@@ -8,7 +8,7 @@ from pathlib import Path
 from zckpt.formats.account.files import file_items
 from zckpt.formats.account.ranges import covered, shares
 from zckpt.formats.account.trees import FileAccount, taken
-from zckpt.inventory import FILE, FOREIGN, STATE, Claim, Inventory, Item
+from zckpt.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.state import Checkpoint
 
 
@@ -43,8 +43,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         found.items += account.items()
         found.nbytes[name] = shares(file.nbytes, account.ranges)
     found.items += file_items(checkpoint, read)
-    lost = found.left_out
-    found.items = [*(item for item in found.items if item not in lost), *lost] if lost else found.items
+    found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
 
 

@@ -32,7 +32,8 @@ class Known:
     def slots(self, low: int, high: int) -> Iterator[str]:
         """Yield the slots of ranges that begin within [low, high), at least of the one that `low` lies in."""
         at = max(bisect_right(self.ranges, (low, low, "\U0010ffff")) - 1, 0)
-        for begin, end, slot in self.ranges[at:]:
+        for index in range(at, len(self.ranges)):
+            begin, end, slot = self.ranges[index]
             if begin >= high:
                 return
             if end > low:
