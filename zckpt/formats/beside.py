@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.formats import safetensors_file, safetensors_shards
 from zckpt.formats.tensors import carried, describe, slot_of
 from zckpt.inventory import IMPLIED, Claim
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Slot, SourceFile
@@ -78,6 +77,8 @@ def _carry(checkpoint: Checkpoint, path: Path) -> None:
 
 def _copy(checkpoint: Checkpoint, path: Path) -> bool:
     """Note what a file holds of the model as copies; tell whether it is any of it."""
+    from zckpt.formats import safetensors_file
+
     try:
         if path.suffix == ".safetensors":
             slots, texts, nbytes = safetensors_file.read_header(path)
@@ -113,6 +114,8 @@ def _duplicates(checkpoint: Checkpoint, slots: dict[str, Slot]) -> Iterator[Dupl
 
 def _shards(checkpoint: Checkpoint, directory: Path) -> None:
     """Note the pieces of a model, where they lie below the files that they were put together into."""
+    from zckpt.formats import safetensors_shards
+
     try:
         if not safetensors_shards.is_sharded(directory):
             return
