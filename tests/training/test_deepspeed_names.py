@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,19 @@ def engine_of(model: nn.Module, stage: int) -> Any:
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    """Compile a model, in a process that was started without the compiler."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    made = torch.compile(model, backend="eager")
+    assert all(name.startswith("_orig_mod.") for name, _ in made.named_parameters())
+    return made
+
+
 def trained(wrap: bool, empty: bool, stage: int, folder: Path) -> nn.Module:
     """Train in the engine and let it save; return the model."""
     torch.manual_seed(1)
     model: nn.Module = Net(empty=empty)
-    engine = engine_of(torch.compile(model, backend="eager") if wrap else model, stage)
+    engine = engine_of(compiled(model) if wrap else model, stage)
     for step in range(2):
         torch.manual_seed(step)
         engine.backward(engine(torch.randn(2, 4)))
@@ -90,7 +99,7 @@ def save_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor
 
 def resume_compiled(rank: int, world_size: int, folder: Path) -> list[torch.Tensor]:
     model = Net(empty=False)
-    engine = engine_of(torch.compile(model, backend="eager"), 2)
+    engine = engine_of(compiled(model), 2)
     assert engine.load_checkpoint(str(folder))[0] is not None
     return [one.detach().clone() for one in model.parameters()]
 
