@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 import zckpt
 from tests.engine import run
+from tests.training.trainings import compiled
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
 pytestmark = pytest.mark.interop
@@ -41,14 +41,6 @@ def engine_of(model: nn.Module, stage: int) -> Any:
         "zero_optimization": {"stage": stage},
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    """Compile a model, in a process that was started without the compiler."""
-    os.environ.pop("TORCHDYNAMO_DISABLE", None)
-    made = torch.compile(model, backend="eager")
-    assert all(name.startswith("_orig_mod.") for name, _ in made.named_parameters())
-    return made
 
 
 def trained(wrap: bool, empty: bool, stage: int, folder: Path) -> nn.Module:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 import zckpt.dcp
 from tests.engine import run
-from tests.training.trainings import whole
+from tests.training.trainings import compiled, whole
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 
@@ -49,11 +49,6 @@ class Only(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x).sum()
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    made: nn.Module = torch.compile(model, backend="eager")
-    return made
 
 
 def within(model: nn.Module) -> nn.Module:

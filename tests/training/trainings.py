@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -146,11 +147,19 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
 
 
+def compiled(model: nn.Module) -> nn.Module:
+    """Compile a model, in a process that was started without the compiler."""
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    made = torch.compile(model, backend="eager")
+    assert all(name.startswith("_orig_mod.") for name, _ in made.named_parameters())
+    return made
+
+
 def _wrapped(inner: nn.Module, kind: Kind) -> nn.Module:
     if kind.model == "ddp":
         return DistributedDataParallel(inner)
     if kind.model == "compile":
-        return DistributedDataParallel(torch.compile(inner, backend="eager"))
+        return DistributedDataParallel(compiled(inner))
     if kind.model == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(inner.body, mesh=mesh)
