@@ -78,14 +78,7 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
         )
     ranks = Ranks()
     processes = ranks.world_size if world_size is None else world_size
-    prepared, error = None, None
-    if ranks.rank == 0:
-        try:
-            prepared = _prepared(Path(checkpoint), processes)
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
-            error = failure
-    ranks.agree(error)
-    return ranks.told(prepared)
+    return ranks.of_first(lambda: _prepared(Path(checkpoint), processes))
 
 
 def _prepared(path: Path, processes: int) -> str | None:

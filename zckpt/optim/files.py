@@ -132,9 +132,7 @@ def load(
             group.update(its)
         return
     ranks = Ranks(optimizer.process_group)
-    made: list[Restoring] = []
-    ranks.do(lambda: made.append(_prepared(optimizer, path, model, names)))
-    [restoring] = made
+    restoring = ranks.do(lambda: _prepared(optimizer, path, model, names))
     ranks.do(restoring.read)
     ranks.do(restoring.take, spoiled=SPOILED)
     ranks.do(restoring.share, spoiled=SPOILED)

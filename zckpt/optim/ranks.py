@@ -13,6 +13,8 @@ from zckpt.errors import SourceError, ZckptError
 
 T = TypeVar("T")
 
+Failure = tuple[type[BaseException], str, dict[str, Any]]
+
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
 
@@ -80,8 +82,8 @@ class Ranks:
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
         return int(told.item())
 
-    def do(self, step: Callable[[], object], *, spoiled: str | None = None) -> None:
-        """Take a step on all ranks; if one fails, all have failed.
+    def do(self, step: Callable[[], T], *, spoiled: str | None = None) -> T:
+        """Take a step on all ranks, and return what it makes here; if one fails, all have failed.
 
         Parameters
         ----------
@@ -94,12 +96,25 @@ class Ranks:
         ZckptError, RuntimeError
             As `agree`; with `spoiled`, any failure of the step is a ZckptError.
         """
-        error: Exception | None = None
         try:
-            step()
+            made = step()
         except Exception as failure:  # noqa: BLE001  # told to all ranks
             error = _told(failure, spoiled)
-        self.agree(error)
+            self._exchange(error)
+            raise error  # noqa: B904  # which has its cause
+        self.agree()
+        return made
+
+    def of_first(self, step: Callable[[], T]) -> T:
+        """Take a step on the first rank only, and return what it makes on all; if it fails, all have failed.
+
+        Raises
+        ------
+        ZckptError, RuntimeError
+            As `agree`.
+        """
+        made = self.do(lambda: step() if self.rank == 0 else None)
+        return self.told(made)  # type: ignore[return-value]  # the first rank's is no None of ours
 
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.
@@ -111,17 +126,19 @@ class Ranks:
         RuntimeError
             Another rank failed in another way.
         """
-        if self.group is None:
-            if error is not None:
-                raise error
-            return
-        failures: list[Any] = [None] * self.world_size
-        dist.all_gather_object(failures, _packed(error), group=self.group)
+        failures = self._exchange(error)
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
                 _raise(rank, failure)
+
+    def _exchange(self, error: BaseException | None) -> list[Failure | None]:
+        """Tell all ranks of a failure of this one, and return what each has told."""
+        failures: list[Any] = [None] * self.world_size
+        if self.group is not None:
+            dist.all_gather_object(failures, _packed(error), group=self.group)
+        return failures
 
 
 def _told(error: Exception, spoiled: str | None) -> Exception:
@@ -145,9 +162,6 @@ def _control(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         ranks = dist.get_process_group_ranks(group)
         made[purpose] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return made[purpose]  # type: ignore[no-any-return]
-
-
-Failure = tuple[type[BaseException], str, dict[str, Any]]
 
 
 def _packed(error: BaseException | None) -> Failure | None:

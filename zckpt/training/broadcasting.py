@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,8 @@ def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> None:
         A file cannot be read: on all ranks, if on one.
     """
     for turn in _rounds(wanted, ranks.world_size):
-        error = None
-        try:
-            read_tensors(one for reader, one in turn if reader == ranks.rank)
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
-            error = failure
-        ranks.agree(error)
+        mine = [one for reader, one in turn if reader == ranks.rank]
+        ranks.do(partial(read_tensors, mine))
         for reader, one in turn:
             _send(one.tensor, ranks, reader)
 

@@ -14,10 +14,10 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,6 @@ from zckpt.training.model_state import Stateful
 from zckpt.training.run_record import NAME, Entry, Record
 from zckpt.training.saving import Saving, save_own
 from zckpt.training.writing import new_identity
-
-T = TypeVar("T")
 
 _REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 
@@ -108,7 +106,7 @@ class Checkpointer:
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
-        self._of_first(lambda: run_record.check_directory(self.directory))
+        self._ranks.of_first(lambda: run_record.check_directory(self.directory))
         self._is_told_to_end = False
         self._listens = on_sigterm
         self._before: Any = None
@@ -161,7 +159,7 @@ class Checkpointer:
         Parameters and errors are those of `zckpt.save`.
         """
         self._publish(wait=True)
-        entry, overwrite = self._of_first(lambda: self._begun(f"step-{step:08d}"))
+        entry, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
         saving = save_own(
             self.directory / entry.name,
             model,
@@ -174,7 +172,7 @@ class Checkpointer:
             identity=entry.identity,
         )
         if saving is None:
-            self._of_first(lambda: self._name_and_prune(entry))
+            self._ranks.of_first(lambda: self._name_and_prune(entry))
         else:
             self._saving = (saving, entry)
 
@@ -219,19 +217,7 @@ class Checkpointer:
             return
         self._saving = None
         saving.result()
-        self._of_first(lambda: self._name_and_prune(entry))
-
-    def _of_first(self, act: Callable[[], T]) -> T:
-        """Let the first rank do something; return what it has, or raise its error, on all ranks."""
-        found: T | None = None
-        error: Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                found = act()
-            except Exception as failure:  # noqa: BLE001  # told to all ranks
-                error = failure
-        self._ranks.agree(error)
-        return self._ranks.told(found)  # type: ignore[return-value]  # the first rank's is no None of ours
+        self._ranks.of_first(lambda: self._name_and_prune(entry))
 
     def _name_and_prune(self, entry: Entry) -> None:
         run_record.write_latest(self.directory, entry.name)
@@ -310,7 +296,7 @@ class Checkpointer:
             The checkpoint is of another model.
         """
         passed: list[str] = []
-        for path in self._of_first(self._candidates):
+        for path in self._ranks.of_first(self._candidates):
             why = self._ranks.told(_unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
             if why is not None:

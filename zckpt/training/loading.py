@@ -128,15 +128,13 @@ def load(
     """
     purpose = ALONE if isinstance(optimizer, DistributedOptimizer) else ""
     ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
-    error: Exception | None = None
-    loading = None
-    try:
+
+    def prepared() -> _Loading:
         loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
-        error = failure
-    ranks.agree(error)
-    assert loading is not None  # noqa: S101  # or else all have agreed on an error
+        return loading
+
+    loading = ranks.do(prepared)
     ranks.do(loading.read_state)
     ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
     ranks.do(loading.take_state, spoiled=SPOILED)

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.digests import FILE_NAME, Entries, write_digests
+from zckpt.digests import FILE_NAME, write_digests
 from zckpt.execute import execute
 from zckpt.formats import native
 from zckpt.formats.native.names import rank_name
@@ -57,22 +57,10 @@ def write(
         A rank has failed; nothing has been written.
     """
     with written_together(path, ranks, overwrite=overwrite, owned=native.OWNED) as partial:
-        identity = ranks.told(identity or new_identity())
-        error = prepared if isinstance(prepared, Exception) else None
-        if isinstance(prepared, Prepared):
-            try:
-                _write_part(ranks, partial, identity, prepared)
-            except Exception as failure:  # noqa: BLE001  # told to all ranks
-                error = failure
-        ranks.agree(error)
-        assert isinstance(prepared, Prepared)  # noqa: S101  # or else all have agreed on an error
-        parts = ranks.gather(prepared.part)
-        try:
-            if ranks.rank == 0:
-                whole.write_document(prepared.state, parts, identity, partial)
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
-            error = failure
-        ranks.agree(error)
+        agreed = ranks.told(identity or new_identity())
+        part, state = ranks.do(lambda: _write_part(ranks, partial, agreed, prepared))
+        parts = ranks.gather(part)
+        ranks.of_first(lambda: whole.write_document(state, parts, agreed, partial))
         if fingerprint:
             _record_fingerprint(ranks, partial)
 
@@ -82,23 +70,23 @@ def new_identity() -> str:
     return secrets.token_hex(IDENTITY_NBYTES)
 
 
-def _write_part(ranks: Ranks, directory: Path, identity: str, prepared: Prepared) -> None:
+def _write_part(
+    ranks: Ranks, directory: Path, identity: str, prepared: Prepared | Exception
+) -> tuple[Part, whole.Whole]:
+    """Write this rank's file; raise what has kept it from being prepared."""
+    if isinstance(prepared, Exception):
+        raise prepared
     file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
     execute(plan([file]), [directory / file.name])
     prepared.part.nbytes = file.nbytes
+    return prepared.part, prepared.state
 
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank a part of it; the first writes it down."""
     from zckpt.leaves import digest_part, put_together
 
-    error: Exception | None = None
-    mine: Entries = {}
-    try:
-        mine = digest_part(native.read(directory), part=(ranks.rank, ranks.world_size))
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
-        error = failure
-    ranks.agree(error)
+    mine = ranks.do(lambda: digest_part(native.read(directory), part=(ranks.rank, ranks.world_size)))
     parts = ranks.gather(mine)
     if ranks.rank == 0:
         write_digests(put_together(parts), directory / FILE_NAME)

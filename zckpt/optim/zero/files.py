@@ -21,7 +21,6 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.names import classify
 from zckpt.optim.named_groups import group_names
-from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
 from zckpt.optim.torch_file import write_torch_file
 from zckpt.optim.wrapped import bare
@@ -54,7 +53,7 @@ def save(
     names = _names(optimizer, model)
     part, parts = model_rank(optimizer.model_parallel)
     ranks = every_rank(optimizer.process_group, parts)
-    _check_latest(ranks, path.parent / "latest")
+    ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
         tensors = _tensors(model, names)
         experts = experts_of(optimizer, names, list(tensors))
@@ -74,17 +73,6 @@ def save(
     if ranks.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
-
-
-def _check_latest(ranks: Ranks, latest: Path) -> None:
-    """Raise TargetError on all ranks if `latest` cannot be written after all else has been."""
-    error: Exception | None = None
-    if ranks.rank == 0:
-        try:
-            check_replaceable(latest)
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
-            error = failure
-    ranks.agree(error)
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
