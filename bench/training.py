@@ -165,8 +165,8 @@ class Training:
 
     def digests(self) -> dict[str, int]:
         """Return a checksum of every tensor."""
-        from zckpt.crc32 import crc32
-        from zckpt.tensor_reads import memory_of
+        from zckpt.operations.tensors import memory_of
+        from zckpt.storage.crc32 import crc32
 
         return {name: crc32(memory_of(tensor)) for name, tensor in self.tensors().items()}
 

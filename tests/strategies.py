@@ -10,7 +10,7 @@ from itertools import pairwise, product
 
 from hypothesis import strategies as st
 
-from zckpt.plan import row_major
+from zckpt.engine.plan import row_major
 from zckpt.state import Extent
 
 PRIMES = (2, 3, 5, 7, 11, 13)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tests.strategies import byte_strings
-from zckpt.cast import cast, mean, numpy_dtype, resolved, swapped
-from zckpt.dtypes import DTYPES, itemsize
+from zckpt.engine.cast import cast, mean, numpy_dtype, resolved, swapped
 from zckpt.errors import UnsupportedError
+from zckpt.state.dtypes import DTYPES, itemsize
 
 TARGETS = ["float32", "bfloat16", "float16"]
 SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]

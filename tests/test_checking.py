@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
-from zckpt.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
 from zckpt.codes import CHECKSUM
+from zckpt.engine.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import Hole, TargetFile, plan
+from zckpt.engine.read import Read, read_all
 from zckpt.errors import DamagedFileError, ZckptError
-from zckpt.execute import execute
 from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.operations.verify import verify
-from zckpt.plan import Hole, TargetFile, plan
-from zckpt.read import Read, read_all
 from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
 

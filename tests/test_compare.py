@@ -23,13 +23,13 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.diff.checkpoints import place as place_of
 from tests.strategies import cuts, shapes, tilings
-from zckpt.batches import BATCH_NBYTES
-from zckpt.blocks import BLOCK_NBYTES
-from zckpt.cast import numpy_dtype
-from zckpt.compare import Pair, differences
-from zckpt.dtypes import itemsize
+from zckpt.compare.slots import Pair, differences
+from zckpt.engine.batches import BATCH_NBYTES
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.scan import BLOCK_NBYTES
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.state import Checkpoint, Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
 MEBIBYTE = 1 << 20

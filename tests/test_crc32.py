@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import byte_strings
-from zckpt.crc32 import combine
+from zckpt.storage.crc32 import combine
 
 
 @given(byte_strings, byte_strings)

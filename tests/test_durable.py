@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.durable import check_space, written_directory, written_files
+from zckpt.engine.execute import BATCH_NBYTES, execute, execute_directory
+from zckpt.engine.plan import Hole, Literal, Plan, TargetFile, plan
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
-from zckpt.execute import BATCH_NBYTES, execute, execute_directory
-from zckpt.ownership import Owned
-from zckpt.partial import partial_name
-from zckpt.plan import Hole, Literal, Plan, TargetFile, plan
 from zckpt.state import Extent, Slot, Span
+from zckpt.storage.durable import check_space, written_directory, written_files
+from zckpt.storage.ownership import Owned
+from zckpt.storage.partial import partial_name
 
 NBYTES = 3 * BATCH_NBYTES
 """Enough for several batches, so that something can go wrong between them."""
@@ -521,9 +521,9 @@ def written_one(target: Path, *, overwrite: bool) -> Iterator[Path]:
 RACER = """
     import sys
     from pathlib import Path
-    from zckpt.durable import written_directory, written_files
+    from zckpt.storage.durable import written_directory, written_files
     from zckpt.errors import TargetError
-    from zckpt.ownership import Owned
+    from zckpt.storage.ownership import Owned
 
     own, rounds, here = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     for _ in range(rounds):

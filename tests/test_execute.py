@@ -25,15 +25,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
-from zckpt.cast import numpy_dtype
-from zckpt.dtypes import itemsize
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.execute import BATCH_NBYTES, BUFFER_NBYTES, MINIMUM_PIECE_NBYTES, execute, execute_directory
+from zckpt.engine.pieces import elements, pieces
+from zckpt.engine.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, fill, plan
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.execute import BATCH_NBYTES, BUFFER_NBYTES, MINIMUM_PIECE_NBYTES, execute, execute_directory
 from zckpt.formats import torch_archive
-from zckpt.pieces import elements, pieces
-from zckpt.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, fill, plan
 from zckpt.state import Extent, Slot, Span
-from zckpt.storage import Sources
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
 from zckpt.torchfile import OrderedMapping
 
 BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]

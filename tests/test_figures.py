@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zckpt.cast import numpy_dtype
-from zckpt.figures import DECADES, Figures, Tolerance, figures
+from zckpt.compare.figures import DECADES, Figures, Tolerance, figures
+from zckpt.engine.cast import numpy_dtype
 
 BITWISE = Tolerance()
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]

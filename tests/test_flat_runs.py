@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import cuts, shapes
-from zckpt.flat_runs import flat_runs
+from zckpt.engine.flat_runs import flat_runs
 from zckpt.state import Extent, Slot, Span
 
 

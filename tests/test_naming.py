@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.durable import recover, written_directory, written_files
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
-from zckpt.execute import execute
 from zckpt.formats import open_checkpoint, safetensors_file
-from zckpt.naming import interrupted
-from zckpt.ownership import Owned
-from zckpt.plan import plan
+from zckpt.storage.durable import recover, written_directory, written_files
+from zckpt.storage.naming import interrupted
+from zckpt.storage.ownership import Owned
 
 FILES = ("file", "below/file")
 OURS = Owned(FILES.__contains__)
@@ -49,14 +49,14 @@ DRIVER = """
 
 
 def pretend_there_is_no_exchange() -> None:
-    from zckpt import renames
+    from zckpt.storage import renames
 
     renames._renameat2 = lambda: None  # type: ignore[assignment]
 
 
 def kill_before(number: int) -> None:
     """Kill this process before its call of that number that changes a name or makes one last."""
-    from zckpt import renames
+    from zckpt.storage import renames
 
     left = [number]
 
@@ -222,7 +222,7 @@ def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt import naming
+    from zckpt.storage import naming
 
     old_pair(tmp_path)
     name_one, seen = naming._name_one, []
@@ -243,7 +243,7 @@ def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monke
 def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zckpt import naming
+    from zckpt.storage import naming
 
     old_pair(tmp_path)
     with monkeypatch.context() as patch:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.durable import written_directory, written_files
 from zckpt.errors import TargetError, TargetExistsError
-from zckpt.ownership import Owned, check_target
+from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.ownership import Owned, check_target
 
 OURS = Owned(lambda name: name in ("a.bin", "zero/b.bin"))
 
@@ -126,7 +126,7 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(
     way: str, directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last look and the rename; an empty directory would be replaced by a plain rename of another."""
-    from zckpt import naming
+    from zckpt.storage import naming
 
     def check_and_make(path: Path, **options: object) -> None:
         if not path.exists():

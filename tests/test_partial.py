@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from zckpt.durable import written_directory, written_files
 from zckpt.errors import TargetError
-from zckpt.ownership import Owned
-from zckpt.partial import partial_name
+from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.ownership import Owned
+from zckpt.storage.partial import partial_name
 
 ANYTHING = Owned(lambda _: True)
 

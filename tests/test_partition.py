@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import alignments, groups, orders, shapes, world_sizes
 from zckpt.errors import LayoutError, UsageError
-from zckpt.partition import (
+from zckpt.state.partition import (
     FLAT_ALIGNMENT,
     Fragment,
     alignment_padding,

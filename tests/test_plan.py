@@ -11,12 +11,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
-from zckpt.boxes import intersections
-from zckpt.dtypes import itemsize
+from zckpt.engine.boxes import intersections
+from zckpt.engine.plan import Copy, Hole, TargetFile, fill, plan, row_major
+from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import LayoutError
-from zckpt.plan import Copy, Hole, TargetFile, fill, plan, row_major
-from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 FILE = "shard"
 SIZE = 4

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zckpt.cast import numpy_dtype
-from zckpt.rounding import not_rounded, one_nan
+from zckpt.compare.rounding import not_rounded, one_nan
+from zckpt.engine.cast import numpy_dtype
 
 WORDS = hnp.arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1))
 

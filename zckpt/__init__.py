@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from zckpt.digests import Fingerprint
+    from zckpt.compare.digests import Fingerprint
     from zckpt.errors import (
         DamagedFileError,
         LayoutError,
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
         WeightMismatchError,
         ZckptError,
     )
-    from zckpt.opened import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import Converted, convert
     from zckpt.operations.diff import Compared, diff
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.inspect import inspect
+    from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.reshard import Resharded, reshard
     from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "zckpt.opened": ("OpenedCheckpoint", "open"),
+    "zckpt.operations.open": ("OpenedCheckpoint", "open"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
     "zckpt.operations.convert": ("Converted", "convert"),
     "zckpt.operations.diff": ("Compared", "diff"),
-    "zckpt.digests": ("Fingerprint",),
+    "zckpt.compare.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
     "zckpt.operations.inspect": ("inspect",),
     "zckpt.operations.reshard": ("Resharded", "reshard"),

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zckpt.durable import written_files
 from zckpt.errors import SourceError, TargetError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.directory import find
@@ -31,7 +30,8 @@ from zckpt.formats.files_below import files_below
 from zckpt.operations.reshard import reshard
 from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology
-from zckpt.storage import read_whole
+from zckpt.storage.durable import written_files
+from zckpt.storage.files import read_whole
 
 __all__ = ["prepare_resume"]
 

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import cuts
+from zckpt.engine.read import read_extent, read_slot
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.read import read_extent, read_slot
 from zckpt.state import Extent, Parameter, Slot, Span
-from zckpt.storage import Sources
+from zckpt.storage.files import Sources
 
 NAME = "some.weight"
 DEGREES = (1, 2, 3, 4, 6)

@@ -13,9 +13,9 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from zckpt.cast import numpy_dtype
-from zckpt.dtypes import itemsize
+from zckpt.engine.cast import numpy_dtype
 from zckpt.state import Slot
+from zckpt.state.dtypes import itemsize
 
 
 def copied(name: str, directory: Path) -> Path:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.diff.checkpoints import copied, rewrite
-from zckpt.digests import changes, read_digests, write_digests
+from zckpt.compare.digests import changes, read_digests, write_digests
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 
 LEAF = 262_144

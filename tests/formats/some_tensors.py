@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from zckpt.dtypes import itemsize
 from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 from tests.truth import Truth, assert_same, bits
+from zckpt.engine.plan import Hole, fill
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
@@ -38,8 +39,7 @@ from zckpt.formats import dcp as adapter
 from zckpt.formats import open_checkpoint, safetensors_file, safetensors_shards
 from zckpt.formats.dcp import items
 from zckpt.formats.dcp.metadata import read_metadata
-from zckpt.opened import OpenedCheckpoint
-from zckpt.plan import Hole, fill
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint, Extent, Scalar
 from zckpt.torchfile import FromFile, Tensor
 

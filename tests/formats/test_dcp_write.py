@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import zckpt
 from tests.logical import assert_same_state
 from tests.truth import Truth, assert_same, bits
+from zckpt.engine.execute import execute_directory
+from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.execute import execute_directory
 from zckpt.formats import open_checkpoint, torch_file
 from zckpt.formats.dcp import read, writer
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.proof import prove
-from zckpt.plan import plan
 from zckpt.state import Checkpoint, Parameter
 from zckpt.torchfile import Global, Object, read_torchfile
 

@@ -25,9 +25,10 @@ from safetensors.torch import load_file
 from tests.formats.some_tensors import random_tensor, stored
 from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
-from zckpt.dtypes import DTYPES, itemsize
+from zckpt.engine.execute import execute, execute_directory
+from zckpt.engine.plan import plan
+from zckpt.engine.read import read_slot
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
-from zckpt.execute import execute, execute_directory
 from zckpt.formats import open_checkpoint, torch_archive
 from zckpt.formats.native import check_digests, is_native, is_own, lay_out, read
 from zckpt.formats.native import rank_file as ranks
@@ -36,10 +37,9 @@ from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.pieces import Layouts
 from zckpt.formats.remainder import origin
-from zckpt.partition import even_runs
-from zckpt.plan import plan
-from zckpt.read import read_slot
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state.dtypes import DTYPES, itemsize
+from zckpt.state.partition import even_runs
 from zckpt.torchfile import (
     DefaultMapping,
     Device,

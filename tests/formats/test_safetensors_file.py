@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.formats.some_tensors import assert_same, random_tensor, stored
 from tests.strategies import shapes
-from zckpt.dtypes import DTYPES
+from zckpt.engine.execute import execute, execute_directory
+from zckpt.engine.plan import plan
+from zckpt.engine.read import read_slot
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.execute import execute, execute_directory
 from zckpt.formats.safetensors_file import (
     INDEX_NAME,
     MAXIMUM_HEADER_NBYTES,
@@ -27,9 +28,8 @@ from zckpt.formats.safetensors_file import (
     read,
     read_header,
 )
-from zckpt.plan import plan
-from zckpt.read import read_slot
 from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state.dtypes import DTYPES
 
 CODES = [info.name for info in DTYPES.values() if info.safetensors]
 

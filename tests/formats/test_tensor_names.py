@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import run
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import Literal, TargetFile, plan
 from zckpt.errors import TargetError, UnsupportedError
-from zckpt.execute import execute
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors_file import Entry, lay_out, lay_out_directory
-from zckpt.plan import Literal, TargetFile, plan
 from zckpt.state import Slot
 
 SURROGATE = "a\ud800b"

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.some_tensors import assert_same, random_tensor, stored
-from zckpt.dtypes import DTYPES
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
-from zckpt.execute import execute
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor, lay_out
-from zckpt.plan import plan
 from zckpt.state import WEIGHT, Slot
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import Device, DType, OrderedMapping, Size, read_torchfile, walk_tensors
 from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, Record, lay_out_archive
 

@@ -13,7 +13,7 @@ import zckpt
 from tests.formats.some_tensors import assert_same
 from zckpt.errors import SourceError, UnsupportedError, UsageError
 from zckpt.formats.torch_file import read
-from zckpt.opened import open as open_checkpoint
+from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import WEIGHT, Checkpoint, Scalar
 
 

@@ -16,10 +16,10 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.logical import assert_same_state
 from tests.truth import Truth, assert_same, bits
+from zckpt.engine.execute import execute_directory
+from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.execute import execute_directory
 from zckpt.formats import universal
-from zckpt.plan import plan
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Global, Object
 

@@ -16,6 +16,8 @@ import torch
 from tests.formats.some_tensors import assert_same
 from tests.logical import assert_same_state
 from tests.truth import Truth, bits
+from zckpt.engine.execute import execute_directory
+from zckpt.engine.plan import plan
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,
@@ -25,14 +27,12 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from zckpt.execute import execute_directory
 from zckpt.formats import open_checkpoint, torch_file, zero_redundancy
 from zckpt.formats.account import take_inventory
 from zckpt.formats.zero_redundancy import find, is_own, lay_out
-from zckpt.inventory import COPY
-from zckpt.opened import OpenedCheckpoint
-from zckpt.plan import plan
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
+from zckpt.state.inventory import COPY
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ZRO = ["zro_dp2_adamw", "zro_dp3_sgdm_1g"]

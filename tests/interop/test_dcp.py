@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests.engine import models, training, workers
 from tests.engine.spec import Spec
 from tests.truth import Truth, assert_same, bits
-from zckpt.execute import execute_directory
+from zckpt.engine.execute import execute_directory
+from zckpt.engine.plan import plan
 from zckpt.formats import open_checkpoint, torch_file
 from zckpt.formats.dcp import writer
-from zckpt.plan import plan
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop

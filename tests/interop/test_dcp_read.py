@@ -16,7 +16,7 @@ from torch import nn
 from tests.engine import workers
 from tests.truth import assert_same
 from zckpt.formats import dcp, safetensors_shards
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop

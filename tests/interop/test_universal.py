@@ -26,9 +26,9 @@ from tests.engine.catalogue import odd_client_state
 from tests.engine.universal import resume_universal, steps_after_one_more
 from tests.logical import assert_same_state
 from tests.truth import bits
-from zckpt.execute import execute, execute_directory
+from zckpt.engine.execute import execute, execute_directory
+from zckpt.engine.plan import plan
 from zckpt.formats import universal
-from zckpt.plan import plan
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop

@@ -19,14 +19,14 @@ from tests.engine import workers
 from tests.engine.catalogue import SPECS
 from tests.engine.models import build_model, param_groups
 from tests.truth import Truth, bits
-from zckpt.execute import execute_directory
+from zckpt.engine.execute import execute_directory
+from zckpt.engine.plan import plan
 from zckpt.formats import zero_redundancy
 from zckpt.formats.deepspeed import find as find_deepspeed
 from zckpt.formats.deepspeed import read as read_deepspeed
 from zckpt.formats.torch_file import read as read_torch_file
-from zckpt.partition import greedy_partition
-from zckpt.plan import plan
 from zckpt.state import Checkpoint
+from zckpt.state.partition import greedy_partition
 
 pytestmark = pytest.mark.interop
 

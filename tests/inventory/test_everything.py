@@ -12,8 +12,8 @@ import pytest
 from tests.inventory.sources import LEFT_OUT, SOURCES
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.inventory import COPY, FATES, FILE, IMPLIED, KINDS, STATE, Inventory
 from zckpt.state import Checkpoint
+from zckpt.state.inventory import COPY, FATES, FILE, IMPLIED, KINDS, STATE, Inventory
 from zckpt.torchfile import Tensor, read_torchfile, walk_tensors
 
 ONE_OF_EACH = [

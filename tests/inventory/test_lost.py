@@ -20,7 +20,7 @@ from tests.inventory.sources import SOURCES
 from tests.verify.mutation import copy, edit, flip, optimizer_file
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
-from zckpt.inventory import CARRIED, COPY, FOREIGN, Inventory
+from zckpt.state.inventory import CARRIED, COPY, FOREIGN, Inventory
 
 TARGETS = ["zckpt", "dcp", "consolidated", "zero-redundancy"]
 

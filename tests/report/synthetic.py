@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-from zckpt.partition import flat_fragments, flat_padding, flat_partition_numel, flat_starts, shard_fragment
 from zckpt.state import Checkpoint, Extent, Padding, Parameter, ParamGroup, Slot, SourceFile, Span, Topology
+from zckpt.state.partition import flat_fragments, flat_padding, flat_partition_numel, flat_starts, shard_fragment
 
 HOSTILE = [
     '</script><script>alert("name")</script>.weight',

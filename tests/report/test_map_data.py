@@ -12,8 +12,8 @@ import pytest
 from tests.report.synthetic import flat, large, per_parameter
 from zckpt.formats import open_checkpoint
 from zckpt.operations.map import layout_map
-from zckpt.partition import shard_fragment
 from zckpt.state import Checkpoint
+from zckpt.state.partition import shard_fragment
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 READ = [

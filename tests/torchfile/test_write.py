@@ -22,8 +22,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.execute import execute
 from zckpt.formats.torch_archive import (
     FromFile,
     SlotPart,
@@ -34,7 +35,6 @@ from zckpt.formats.torch_archive import (
     new_storage,
     view,
 )
-from zckpt.plan import plan
 from zckpt.state import Extent, Slot, Span
 from zckpt.torchfile import (
     Global,

@@ -9,7 +9,7 @@ import pytest
 import zckpt
 from tests.engine import run
 from tests.training.trainings import BY_NAME, Training
-from zckpt.digests import read_digests
+from zckpt.compare.digests import read_digests
 from zckpt.errors import UsageError
 
 pytestmark = pytest.mark.interop

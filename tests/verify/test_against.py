@@ -9,7 +9,7 @@ import pytest
 
 import zckpt
 from tests.verify.mutation import copy, set_element
-from zckpt.digests import FILE_NAME, Fingerprint, read_digests, root, write_digests
+from zckpt.compare.digests import FILE_NAME, Fingerprint, read_digests, root, write_digests
 from zckpt.operations.fingerprint import fingerprint
 from zckpt.operations.verify import verify
 

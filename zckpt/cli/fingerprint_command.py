@@ -38,10 +38,10 @@ def fingerprint_command(
     as it was.
     """
     from zckpt.cli.progress import reporter
-    from zckpt.digests import digests_path, document, write_digests
+    from zckpt.compare.digests import digests_path, document, write_digests
     from zckpt.formats import open_checkpoint
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.ownership import check_target
+    from zckpt.storage.ownership import check_target
 
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
     target = output or (digests_path(checkpoint) if write else None)

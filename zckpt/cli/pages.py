@@ -21,7 +21,7 @@ def page_options(command: Command) -> Command:
 
 def check_page(page: Path | None, *, overwrite: bool) -> None:
     """Raise TargetError if a page cannot be written, before the work for it is done."""
-    from zckpt.ownership import check_target
+    from zckpt.storage.ownership import check_target
 
     if page is not None:
         check_target(page, overwrite=overwrite)
@@ -35,8 +35,8 @@ def write_page(page: Path, content: str | bytes, *, overwrite: bool) -> None:
     TargetError
         It is there already, or the disk does not take it.
     """
-    from zckpt.durable import written_files
     from zckpt.errors import TargetError
+    from zckpt.storage.durable import written_files
 
     with written_files([page], overwrite=overwrite) as (partial,):
         try:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt.dtypes import is_floating
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.dcp.names import find_optimizers
 from zckpt.formats.dcp.reader import fill
 from zckpt.formats.dcp.tree import Branch, build, leaves
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span
+from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
 from zckpt.training.whole import IN_MEMORY
 

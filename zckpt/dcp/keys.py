@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zckpt.canonical import FRONT, bare_names, plain_name
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UsageError
 from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.write_items import items
-from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.torch_archive import SlotTensor
 from zckpt.formats.torch_file import MODEL_KEYS, OPTIMIZER_KEYS
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state.names import FRONT, bare_names, plain_name
 
 APP = "app."
 """Under which a program may keep model and optimizer together."""

@@ -16,8 +16,8 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.native.rank_file import Entry, slot_entry
 from zckpt.formats.scalars import encode
+from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.state import WEIGHT, Extent, Scalar, Slot
-from zckpt.tensor_reads import dtype_name, memory_of
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
 

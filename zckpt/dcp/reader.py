@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
+from zckpt.engine.read import Read, check_reads
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.names import PARAMS
-from zckpt.opened import open as open_checkpoint
-from zckpt.read import Read, check_reads
+from zckpt.operations.open import open as open_checkpoint
+from zckpt.operations.tensors import Wanted, read_tensors
 from zckpt.state import Extent, Scalar, Slot
-from zckpt.tensor_reads import Wanted, read_tensors
 from zckpt.torchfile.identity import each
 from zckpt.training.values import value_of
 

@@ -21,16 +21,16 @@ from torch.futures import Future
 
 from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
-from zckpt.durable import written_directory
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.execute import execute
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
-from zckpt.partial import partial_name
-from zckpt.plan import plan as plan_files
 from zckpt.state import Topology
+from zckpt.storage.durable import written_directory
+from zckpt.storage.partial import partial_name
 from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
-from zckpt.naming import interrupted
-from zckpt.renaming import bare
 from zckpt.state import Checkpoint
+from zckpt.state.renaming import bare
+from zckpt.storage.naming import interrupted
 
 OWN_DOCUMENT = "checkpoint.json"
 """What tells zckpt's own format, whose modules are not loaded to look for it."""
@@ -30,7 +30,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
 
-    Tensors have the names of the bare model, without what wrappers put there; see `zckpt.canonical`.
+    Tensors have the names of the bare model, without what wrappers put there; see `zckpt.state.names`.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.tensors import carried, describe, slot_of
-from zckpt.inventory import IMPLIED, Claim
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Slot, SourceFile
+from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.checking import Checks, Sum
+from zckpt.engine.checking import Checks, Sum
+from zckpt.engine.plan import Plan
 from zckpt.errors import SourceError
-from zckpt.plan import Plan
 from zckpt.state import SourceFile
-from zckpt.storage import opened, read_at
+from zckpt.storage.files import opened, read_at
 from zckpt.torchfile.archive import has_checksums, read_archive
 from zckpt.torchfile.source import open_range
 

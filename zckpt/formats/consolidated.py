@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.dtypes import is_floating
+from zckpt.engine.plan import TargetFile
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.optimizer_file import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.tensors import describe
 from zckpt.formats.torch_optimizer import attach, optimizer_rules, parse
-from zckpt.plan import TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, read_torchfile
 
 OPTIMIZER_NAME = "optimizer.pt"

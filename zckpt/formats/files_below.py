@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from zckpt.engine.plan import Hole, TargetFile
 from zckpt.errors import SourceError
-from zckpt.plan import Hole, TargetFile
 from zckpt.state import Extent, Slot, Span
 
 

@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats import safetensors_file, torch_archive
 from zckpt.formats.jsonable import MAXIMUM_VALUES, jsonables
-from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.scalars import encode
-from zckpt.inventory import STATE, Rule
-from zckpt.plan import TargetFile
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
+from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile.plain import Renderer
 
 GROUPS = "param_groups"

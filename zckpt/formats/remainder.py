@@ -14,8 +14,8 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.formats.jsonable import jsonable
 from zckpt.formats.tensors import carried
-from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
+from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile, brief
 
 KEY = "zckpt"

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
+from zckpt.engine.plan import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.inventory import IMPLIED, Claim, Rule
-from zckpt.plan import Hole, Literal, TargetFile
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
-from zckpt.storage import is_file, opened, read_at, read_whole
+from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
+from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.storage.files import is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")

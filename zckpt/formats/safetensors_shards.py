@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zckpt.dtypes import is_floating
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
 from zckpt.formats.safetensors_file import INDEX_NAME, METADATA_KEY, RULES, read_header
-from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import IMPLIED, Rule
 
 SUFFIX = ".safetensors"
 PIECE_RULES = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.tensors import unresolved
 from zckpt.state import Scalar
-from zckpt.storage import opened, read_at
+from zckpt.state.dtypes import is_floating
+from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import Tensor
 
 _FORMATS = {

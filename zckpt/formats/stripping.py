@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.dtypes import itemsize
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.files_below import copy_of
 from zckpt.formats.replaced_tensors import replace_tensors
 from zckpt.formats.storage_runs import Range, Runs, gaps, runs, shares
 from zckpt.formats.torch_archive import FromFile, NewStorage, SlotPart, lay_out, new_storage
-from zckpt.plan import TargetFile
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage, Tensor, TorchFile, read_torchfile, walk_tensors
 from zckpt.torchfile.walk import children, is_leaf
 

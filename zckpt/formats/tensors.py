@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from zckpt.dtypes import is_negatable
 from zckpt.errors import UnsupportedError
-from zckpt.inventory import Rule
 from zckpt.state import Extent, Slot, SourceFile, Span
+from zckpt.state.dtypes import is_negatable
+from zckpt.state.inventory import Rule
 from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
 from zckpt.torchfile.plain_parts import PlainParts
 

@@ -19,11 +19,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.boxes import row_major
-from zckpt.dtypes import DTYPES, itemsize
+from zckpt.engine.boxes import row_major
+from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.state import Extent, Slot, Span
+from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile.archive_writer import ALIGNMENT, Placed, Record, lay_out_archive
 from zckpt.torchfile.pickle_writer import FromFile, Mentioned, dump
 from zckpt.torchfile.tensors import Storage, Tensor

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.dtypes import is_floating
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, optimizer_rules, parse
-from zckpt.inventory import Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, Tensor, read_torchfile
 
 MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zckpt.canonical import aligned
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.formats.scalars import read_scalars, with_scalars
 from zckpt.formats.tensors import slot_of
-from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.state.names import aligned
 from zckpt.torchfile import Tensor, brief
 
 Sample = Callable[[Tensor, str], bool]

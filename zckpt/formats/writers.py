@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
-from zckpt.ownership import Owned
-from zckpt.partition import check_world_size
-from zckpt.plan import TargetFile
-from zckpt.rank_values import listed
-from zckpt.renaming import as_filed
 from zckpt.state import Checkpoint
+from zckpt.state.partition import check_world_size
+from zckpt.state.rank_values import listed
+from zckpt.state.renaming import as_filed
+from zckpt.storage.ownership import Owned
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
 

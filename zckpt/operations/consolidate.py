@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.checking import Checked, Checks
+from zckpt.engine.checking import Checked, Checks
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.errors import UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, safetensors_file
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import check_companions, check_sources
-from zckpt.ownership import Owned, check_replaceable
-from zckpt.plan import Plan, TargetFile, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.storage.ownership import Owned, check_replaceable
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
 TIED = ("duplicate", "drop")
@@ -172,7 +172,7 @@ def _check_choice(option: str, value: str | None, choices: Sequence[str | None])
 def _compared(checkpoint: Checkpoint) -> int:
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return 0
-    from zckpt.weight_check import check_weights
+    from zckpt.compare.weights import check_weights
 
     return check_weights(checkpoint)
 

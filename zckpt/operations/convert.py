@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.checking import Checked, Checks
+from zckpt.engine.checking import Checked, Checks
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
-from zckpt.ownership import check_replaceable
-from zckpt.plan import Plan, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.storage.ownership import check_replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _round_means(checkpoint: Checkpoint) -> None:
 def _compared(checkpoint: Checkpoint) -> int:
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return 0
-    from zckpt.weight_check import check_weights
+    from zckpt.compare.weights import check_weights
 
     return check_weights(checkpoint)
 

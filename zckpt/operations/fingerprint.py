@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from zckpt.digests import Fingerprint
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.compare.digests import Fingerprint
+from zckpt.compare.leaves import digest_part, put_together
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.formats import open_checkpoint
-from zckpt.leaves import digest_part, put_together
 from zckpt.state import Checkpoint
 
 

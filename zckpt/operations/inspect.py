@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.jsonable import jsonable, jsonables
-from zckpt.rank_values import RankValue
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
+from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import FromFile, plain
 
 

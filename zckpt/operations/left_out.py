@@ -8,8 +8,8 @@ from os.path import commonprefix
 
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
-from zckpt.inventory import FILE, Item
 from zckpt.state import Checkpoint
+from zckpt.state.inventory import FILE, Item
 
 SHOWN = 3
 """More things than this are counted in a message."""

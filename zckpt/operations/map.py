@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from zckpt.dtypes import itemsize
 from zckpt.operations.map_rows import Rows
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 SEVERAL = -2
 NONE = -1

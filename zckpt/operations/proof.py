@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.digests import FILE_NAME, beside_file, bytes_of
-from zckpt.dtypes import itemsize
+from zckpt.compare.digests import FILE_NAME, beside_file, bytes_of
+from zckpt.engine.plan import Hole, fill
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.optimizer_file import beside_model
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.tensors import slot_of
-from zckpt.ownership import Owned, check_replaceable
-from zckpt.plan import Hole, fill
-from zckpt.rank_values import RankValue
-from zckpt.renaming import like_model
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state.dtypes import itemsize
+from zckpt.state.rank_values import RankValue
+from zckpt.state.renaming import like_model
+from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
-    from zckpt.compare import Pair
-    from zckpt.execute import Reporter
+    from zckpt.compare.slots import Pair
+    from zckpt.engine.execute import Reporter
 
 
 def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned: Owned) -> None:
@@ -255,7 +255,7 @@ def verify_bytes(
     LayoutError
         Some element is another one than the source's.
     """
-    from zckpt.compare import differences
+    from zckpt.compare.slots import differences
 
     pairs = [
         pair
@@ -278,7 +278,7 @@ def verify_bytes(
 
 def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[Pair]:
     """Yield the tensors of state that is each rank's own, beside what was written of them."""
-    from zckpt.compare import Pair
+    from zckpt.compare.slots import Pair
 
     copies = {_place(value): value.value for value in written.per_rank}
     for value in checkpoint.per_rank:
@@ -294,7 +294,7 @@ def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[Pair]:
 
 def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[Pair]:
     """Yield a slot beside what was written of it; of averaged slots every replica, none of them averaged again."""
-    from zckpt.compare import Pair
+    from zckpt.compare.slots import Pair
 
     copy = found.get(key)
     if copy is None and key == MASTER:

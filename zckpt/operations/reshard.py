@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.checking import Checked
+from zckpt.engine.checking import Checked
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
+from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.deepspeed.carried import notes
@@ -20,9 +21,8 @@ from zckpt.formats.deepspeed.target import Options
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart
-from zckpt.ownership import Owned
-from zckpt.plan import plan
-from zckpt.renaming import as_filed
+from zckpt.state.renaming import as_filed
+from zckpt.storage.ownership import Owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ def reshard(
     told = [*notes(wanted), *told]
     compared = 0
     if weight_check:
+        from zckpt.compare.weights import check_weights
         from zckpt.formats.deepspeed.slice_check import check_slices
-        from zckpt.weight_check import check_weights
 
         compared = check_weights(checkpoint) + check_slices(wanted)
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, restated=None)

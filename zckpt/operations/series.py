@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.blocks import Row
-from zckpt.canonical import canonical_names
-from zckpt.compare import measure
+from zckpt.compare.figures import Figures, Tolerance
+from zckpt.compare.slots import measure
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine.scan import Row
 from zckpt.errors import UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.figures import Figures, Tolerance
 from zckpt.formats import open_checkpoint
 from zckpt.operations.diff.match import Filter
 from zckpt.state import Checkpoint, Slot
+from zckpt.state.names import canonical_names
 
 Key = tuple[str, str]
 """Name of a parameter and of a slot."""

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.checking import Checked
+from zckpt.engine.checking import Checked
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.engine.plan import Hole, fill, plan
 from zckpt.errors import LayoutError, UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.formats import open_checkpoint, strippers
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import check_apart, check_companions
-from zckpt.ownership import Owned
-from zckpt.plan import Hole, fill, plan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
+from zckpt.storage.ownership import Owned
 
 CHOICES = {
     "padding": Request(padding=True),
@@ -174,7 +174,7 @@ def strip(
 def _compared(checkpoint: Checkpoint) -> int:
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return 0
-    from zckpt.weight_check import check_weights
+    from zckpt.compare.weights import check_weights
 
     return check_weights(checkpoint)
 

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from zckpt.durable import written_directory
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UsageError
-from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.remainder import VERSION
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim import param_groups
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.named_groups import Names, group_hyperparameters, group_names, remote_names
@@ -39,6 +38,7 @@ from zckpt.optim.zero import ZeroOptimizer
 from zckpt.optim.zero import files as zero_files
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import Scalar, Slot
+from zckpt.storage.durable import written_directory
 from zckpt.version import __version__
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make it anew"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zckpt.errors import UsageError
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.wrapped import bare, own_names
 from zckpt.state import Scalar
 

@@ -11,11 +11,11 @@ import os
 from collections.abc import Collection, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
-from zckpt.opened import OpenedCheckpoint
-from zckpt.opened import open as open_checkpoint
-from zckpt.rank_values import listed
-from zckpt.renaming import like_model
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import MASTER
+from zckpt.state.rank_values import listed
+from zckpt.state.renaming import like_model
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zckpt.durable import written_directory
 from zckpt.errors import TargetError, ZckptError
 from zckpt.optim.ranks import Ranks
-from zckpt.ownership import Owned
+from zckpt.storage.durable import written_directory
+from zckpt.storage.ownership import Owned
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
-from zckpt.execute import execute
 from zckpt.formats.torch_archive import NewStorage, ValuePart, lay_out, new_storage, view
-from zckpt.plan import plan
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
 
 PLAIN = (str, int, float, bool, complex, bytes, type(None))

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from zckpt.canonical import INNER, bare_names
 from zckpt.errors import UnsupportedError
+from zckpt.state.names import INNER, bare_names
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from zckpt.errors import shortened
 from zckpt.report.text import count, fitted, printable, size, table
 
 if TYPE_CHECKING:
-    from zckpt.figures import Figures
+    from zckpt.compare.figures import Figures
     from zckpt.operations.diff import Changed, Compared
     from zckpt.state import Checkpoint
 
@@ -74,7 +74,7 @@ def _changed(one: Changed) -> dict[str, Any]:
 
 
 def _figures(figures: Figures | None) -> dict[str, Any]:
-    from zckpt.figures import DECADES
+    from zckpt.compare.figures import DECADES
 
     plain = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
     floats = ("max_abs", "max_rel", "rel_l2", "cosine")

@@ -13,8 +13,8 @@ them when writing (`writeFileRaw`, torch/csrc/Storage serialization).
 
 from __future__ import annotations
 
-from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError, PickleError, UnsupportedError, ZckptError
+from zckpt.state.dtypes import itemsize
 from zckpt.torchfile.pickle_machine import Machine, TruncatedPickleError
 from zckpt.torchfile.plain_parts import PlainParts
 from zckpt.torchfile.source import ByteSource

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zckpt.dtypes import DTYPES
 from zckpt.errors import PickleError, UnsupportedError, ZckptError
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile.guard import Guard
 from zckpt.torchfile.objects import DType, Global, MemoryFormat
 from zckpt.torchfile.rebuild import Builder, Context

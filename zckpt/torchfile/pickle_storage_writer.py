@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from zckpt.dtypes import DTYPES, itemsize
 from zckpt.errors import UnsupportedError
+from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile.tensors import Storage
 from zckpt.torchfile.torch_file import TorchFile
 

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError
+from zckpt.state.dtypes import itemsize
 from zckpt.torchfile.objects import Global
 from zckpt.torchfile.pickle_storage_writer import FromFile, Mentioned, class_of
 from zckpt.torchfile.tensors import Storage

@@ -13,8 +13,8 @@ from __future__ import annotations
 import os
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
-from zckpt.crc32 import crc32
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError
+from zckpt.storage.crc32 import crc32
 from zckpt.torchfile import pickle_calls, pickle_structure, pickle_values  # noqa: F401  # they register their opcodes
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.legacy import is_legacy, read_legacy

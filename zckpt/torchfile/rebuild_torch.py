@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from zckpt.dtypes import DTYPES
 from zckpt.errors import PickleError, UnsupportedError
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile.arrays import NumpyArray
 from zckpt.torchfile.objects import Device, DType, Global, Layout, Object, OrderedMapping, Size
 from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.storage import opened, read_at
+from zckpt.storage.files import opened, read_at
 
 
 class ByteSource(ABC):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zckpt.dtypes import DTYPES, FROM_STORAGE
 from zckpt.errors import PickleError, UnsupportedError
+from zckpt.state.dtypes import DTYPES, FROM_STORAGE
 from zckpt.torchfile.objects import Global
 from zckpt.torchfile.rebuild import MAX_ELEMENTS
 from zckpt.torchfile.tensors import Storage

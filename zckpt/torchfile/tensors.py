@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from zckpt.dtypes import itemsize as itemsize_of
+from zckpt.state.dtypes import itemsize as itemsize_of
 from zckpt.torchfile.arrays import NumpyArray
 from zckpt.torchfile.objects import Device, DType, Global, Layout, Size
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from zckpt.operations.tensors import Wanted, read_tensors
 from zckpt.optim.ranks import Ranks
-from zckpt.tensor_reads import Wanted, read_tensors
 
 ROUND_NBYTES = 64 << 20
 """Read by each rank before all of it is sent: what a rank needs beside the weights."""

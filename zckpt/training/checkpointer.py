@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.durable import recover
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.formats import native
-from zckpt.naming import target_of_old
-from zckpt.opened import open as open_checkpoint
+from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import Ranks
-from zckpt.ownership import check_replaceable
+from zckpt.storage.durable import recover
+from zckpt.storage.naming import target_of_old
+from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.loading import Restored, load
 from zckpt.training.model_state import Stateful

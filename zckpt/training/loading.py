@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
 from zckpt.optim import DistributedOptimizer, files
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.tensor_reads import Wanted, check_tensors, dtype_name, read_tensors
 from zckpt.training.beside import Beside, read_beside
 from zckpt.training.broadcasting import read_and_broadcast
 from zckpt.training.model_state import ModelState, Stateful, model_state

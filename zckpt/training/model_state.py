@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zckpt.canonical import plain_name
 from zckpt.optim.wrapped import bare, unwrapped
+from zckpt.state.names import plain_name
 
 EXTRA_STATE = "_extra_state"
 """The end of the key under which a module keeps what is no tensor."""

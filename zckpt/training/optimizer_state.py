@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.operations.tensors import dtype_name
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, param_groups
 from zckpt.optim.shares import Share, share_of, world_rank
 from zckpt.optim.wrapped import own_names
 from zckpt.optim.zero.deepspeed_objects import scaler_object
 from zckpt.optim.zero.files import refuse_parts
 from zckpt.state import MASTER, Extent, Scalar
-from zckpt.tensor_reads import dtype_name
 from zckpt.training.model_state import ModelState
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from zckpt.dtypes import itemsize
 from zckpt.formats.native.rank_file import Entry, slot_entry
+from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.optim.shares import Share
-from zckpt.partition import even_runs
 from zckpt.state import Extent, Slot
-from zckpt.tensor_reads import dtype_name, memory_of
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import even_runs
 
 ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.durable import written_files
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
 from zckpt.formats.deepspeed import latest_name
 from zckpt.formats.native.names import identity_of, is_native
-from zckpt.ownership import check_replaceable
+from zckpt.storage.durable import written_files
+from zckpt.storage.ownership import check_replaceable
 
 RECORD = "checkpointer.json"
 LATEST = "latest"

@@ -12,8 +12,8 @@ import torch
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.tensors import slot_of
+from zckpt.operations.tensors import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
-from zckpt.tensor_reads import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.torchfile import (
     DefaultMapping,
     Device,

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zckpt.execute import execute
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import Hole, fill, plan
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
+from zckpt.operations.tensors import dtype_name
 from zckpt.optim import ZeroOptimizer
-from zckpt.plan import Hole, fill, plan
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
-from zckpt.tensor_reads import dtype_name
 from zckpt.torchfile import FromFile
 from zckpt.torchfile.pickle_storage_writer import Mentioned
 from zckpt.training.model_state import ModelState

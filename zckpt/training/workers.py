@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zckpt.durable import written_directory
-from zckpt.execute import execute
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
@@ -15,8 +15,8 @@ from zckpt.optim import DistributedOptimizer, param_groups
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.named_groups import remote_names
 from zckpt.optim.shares import Share, share_of
-from zckpt.plan import plan
 from zckpt.state import WEIGHT, Extent, Slot
+from zckpt.storage.durable import written_directory
 from zckpt.training import whole
 from zckpt.training.model_state import ModelState
 from zckpt.training.optimizer_state import OptimizerState, optimizer_state

@@ -6,8 +6,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.digests import FILE_NAME, write_digests
-from zckpt.execute import execute
+from zckpt.compare.digests import FILE_NAME, write_digests
+from zckpt.engine.execute import execute
+from zckpt.engine.plan import plan
 from zckpt.formats import native
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry
@@ -15,7 +16,6 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
-from zckpt.plan import plan
 from zckpt.training import whole
 from zckpt.training.parts import Part
 
@@ -84,7 +84,7 @@ def _write_part(
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank a part of it; the first writes it down."""
-    from zckpt.leaves import digest_part, put_together
+    from zckpt.compare.leaves import digest_part, put_together
 
     mine = ranks.do(lambda: digest_part(native.read(directory), part=(ranks.rank, ranks.world_size)))
     parts = ranks.gather(mine)

@@ -1,4 +1,4 @@
-"""Flat groups: which rank owns what is what `zckpt.partition` says, and parameters are views of one buffer."""
+"""Flat groups: which rank owns what is what `zckpt.state.partition` says, and parameters are views of one buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine import run
 from zckpt.optim import ZeroOptimizer
-from zckpt.partition import (
+from zckpt.state.partition import (
     FLAT_ALIGNMENT,
     PARAMETER_ALIGNMENT_NBYTES,
     alignment_padding,

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.suffixes import MODELS
-from zckpt.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, Claim, Item
 from zckpt.state import Checkpoint
+from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, Claim, Item
 from zckpt.torchfile import read_torchfile, walk_tensors
 
 _STATE = re.compile(

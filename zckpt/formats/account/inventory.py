@@ -8,8 +8,8 @@ from pathlib import Path
 from zckpt.formats.account.files import file_items
 from zckpt.formats.account.ranges import covered, shares
 from zckpt.formats.account.trees import FileAccount, taken
-from zckpt.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.state import Checkpoint
+from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
 
 
 def take_inventory(checkpoint: Checkpoint) -> Inventory:

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from zckpt.dtypes import itemsize
-from zckpt.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 from zckpt.state import Checkpoint, Slot, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 
 Range = tuple[int, int]
 """Bytes [low, high) of a file."""

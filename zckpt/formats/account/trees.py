@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.formats.account.ranges import ORDER, Known, Range, merge, reach, spans_of
-from zckpt.inventory import (
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
+from zckpt.state.inventory import (
     ANY,
     CARRIED,
     IMPLIED,
@@ -24,7 +25,6 @@ from zckpt.inventory import (
     Item,
     Rule,
 )
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
 from zckpt.torchfile import FromFile, OrderedMapping, Storage, Tensor
 from zckpt.torchfile.walk import LEAVES, children
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from zckpt.canonical import aligned
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.dcp.optimizer import Label, OptimizerState, common_values, place, shape_of
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state.names import aligned
 
 SHOWN_NAMES = 8
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zckpt.boxes import row_major
-from zckpt.dtypes import FROM_SAFETENSORS, itemsize
+from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError
 from zckpt.formats.safetensors_file import MAXIMUM_HEADER_NBYTES
-from zckpt.storage import read_at
+from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
+from zckpt.storage.files import read_at
 from zckpt.torchfile import Storage, Tensor
 
 SHARDING_KEY = "DCP_SHARDING_INFO"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError
 from zckpt.formats.dcp.metadata import NAME
-from zckpt.storage import is_file, read_head
+from zckpt.storage.files import is_file, read_head
 
 LIGHTNING_NAME = "meta.pt"
 MEGATRON_NAMES = ("common.pt", "metadata.json")

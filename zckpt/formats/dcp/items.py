@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zckpt.boxes import row_major
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
+from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
@@ -25,7 +25,7 @@ from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
 from zckpt.formats.tensors import span_of
 from zckpt.state import Extent, Slot, Span
-from zckpt.storage import is_file, opened
+from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import Storage, Tensor, TorchFile
 from zckpt.torchfile.archive_writer import ALIGNMENT
 from zckpt.torchfile.reader import read_source

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from zckpt.dtypes import DTYPES
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
 
 NAME = ".metadata"

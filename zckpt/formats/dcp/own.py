@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zckpt.dtypes import DTYPES
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.dcp.optimizer import OptimizerState
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.scalars import with_scalars
 from zckpt.formats.tensors import describe
-from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import Checkpoint, Parameter
+from zckpt.state.dtypes import DTYPES
+from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
 KEY = "dcp"

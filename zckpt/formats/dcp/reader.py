@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zckpt.dtypes import is_floating
 from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
@@ -18,8 +17,9 @@ from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import carried, describe
 from zckpt.formats.torch_file import STEP_KEYS
-from zckpt.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "dcp"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.formats import torch_archive
 from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor
-from zckpt.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.state import Extent, Slot
 from zckpt.torchfile.archive_writer import ALIGNMENT
 

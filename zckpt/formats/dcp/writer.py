@@ -17,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zckpt.engine.plan import Literal, TargetFile
 from zckpt.formats import torch_archive
 from zckpt.formats.dcp.write_archives import Archives, TensorPiece
 from zckpt.formats.dcp.write_items import Item, expanded, items
@@ -24,9 +25,8 @@ from zckpt.formats.dcp.write_metadata import NAME, Chunk, Entry, metadata
 from zckpt.formats.optimizer_file import value_node
 from zckpt.formats.remainder import WITH_ITEMS, remainder
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
-from zckpt.partition import check_world_size
-from zckpt.plan import Literal, TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.state.partition import check_world_size
 
 REST_NAME = "zckpt.pt"
 KEY = "dcp"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
-from zckpt.partition import flat_padding, shard_numel
-from zckpt.rank_values import listed
+from zckpt.state.partition import flat_padding, shard_numel
+from zckpt.state.rank_values import listed
 
 
 def refuse_to_cut(target: Target) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zckpt.formats.torch_optimizer import optimizer_rules
-from zckpt.inventory import COPY, IMPLIED, STATE, Rule
+from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 
 MODEL_RULES = (
     *(

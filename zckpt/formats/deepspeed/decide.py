@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zckpt.dtypes import itemsize
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed.alike import refuse_to_cut
 from zckpt.formats.deepspeed.experts import is_expert
@@ -11,8 +10,9 @@ from zckpt.formats.deepspeed.muon import is_of_muon
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.regroup import Unit, local_parameters, units
 from zckpt.formats.deepspeed.target import Options, Target, TargetGroup, TargetRank
-from zckpt.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, check_world_size, round_robin_order
 from zckpt.state import Checkpoint, Parameter
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import PARAMETER_ALIGNMENT_NBYTES, alignment_padding, check_world_size, round_robin_order
 
 
 def decide(checkpoint: Checkpoint, options: Options) -> Target:

@@ -15,7 +15,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard, classify
-from zckpt.storage import is_file, read_head
+from zckpt.storage.files import is_file, read_head
 
 LATEST_NBYTES = 4096
 """A `latest` file holds one directory name; a longer one is something else."""

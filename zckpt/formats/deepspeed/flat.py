@@ -16,8 +16,8 @@ from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
 from zckpt.formats.tensors import span_of
-from zckpt.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
 from zckpt.state import MASTER, Extent, Padding, PaddingRun, Slot, Span
+from zckpt.state.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
 from zckpt.torchfile import Tensor
 
 Slots = dict[str, dict[str, Slot]]

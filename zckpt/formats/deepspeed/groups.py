@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import FlatGroup
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.partition import flat_partition_numel, round_robin_order
+from zckpt.state.partition import flat_partition_numel, round_robin_order
 
 
 def zero_option(model: ModelShard, name: str) -> bool:

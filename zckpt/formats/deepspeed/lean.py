@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.groups import flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import Edited
-from zckpt.partition import flat_padding, flat_starts
+from zckpt.state.partition import flat_padding, flat_starts
 from zckpt.torchfile import Tensor, TorchFile
 
 PARAM_GROUPS = "base_optimizer_param_groups"

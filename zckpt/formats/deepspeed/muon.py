@@ -15,8 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.partition import flat_fragments
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot, Span
+from zckpt.state.partition import flat_fragments
 from zckpt.torchfile import Tensor
 
 MOMENTUM = "momentum_buffer"

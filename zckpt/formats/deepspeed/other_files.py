@@ -14,11 +14,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from zckpt.engine.plan import TargetFile
 from zckpt.formats.beside import METADATA_ROLE
 from zckpt.formats.deepspeed.names import classify
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.files_below import copy_of, files_below
-from zckpt.plan import TargetFile
 from zckpt.state import Checkpoint
 
 LATEST = "latest"

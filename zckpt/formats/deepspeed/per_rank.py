@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.rank_values import RankValue
 from zckpt.state import Scalar
+from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import FromFile, Tensor, plain, walk_tensors
 
 FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})

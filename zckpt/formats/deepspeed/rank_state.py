@@ -28,9 +28,9 @@ from zckpt.formats.deepspeed.per_rank import own_keys, quantised_keys, rank_valu
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.tensors import slot_of
-from zckpt.partition import flat_starts
-from zckpt.rank_values import RankValue
 from zckpt.state import WEIGHT, Duplicate, Padding, PaddingRun, Parameter, ParamGroup, Slot
+from zckpt.state.partition import flat_starts
+from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]

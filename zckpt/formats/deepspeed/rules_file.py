@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.storage import read_whole
+from zckpt.storage.files import read_whole
 
 INFO_KEY = "universal_checkpoint_info"
 

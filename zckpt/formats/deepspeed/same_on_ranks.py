@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.formats.tensors import carried
-from zckpt.inventory import COPY, Rule
-from zckpt.storage import opened, read_at
+from zckpt.state.inventory import COPY, Rule
+from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, TorchFile
 from zckpt.torchfile.pickle_writer import Mentioned, dump
 

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zckpt.cast import Array
+from zckpt.engine.cast import Array
+from zckpt.engine.read import read_extent
 from zckpt.errors import WeightMismatchError
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.tp_rules import REPLICATED, Rules
-from zckpt.read import read_extent
 from zckpt.state import MASTER, Extent, Slot
-from zckpt.storage import Sources
+from zckpt.storage.files import Sources
 
 RUNS = 4
 """Runs of elements that are sampled, spread evenly over a slice."""

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zckpt.boxes import boxes_of, row_major
-from zckpt.dtypes import itemsize
+from zckpt.engine.boxes import boxes_of, row_major
 from zckpt.state import Extent, Span
+from zckpt.state.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)

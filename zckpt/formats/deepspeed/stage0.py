@@ -70,7 +70,7 @@ def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerStat
     """Return what tells by values whether a master belongs to a weight; None where there are no masters."""
 
     def sample(master: Tensor, name: str) -> bool:
-        from zckpt.weight_check import rounds_to
+        from zckpt.compare.weights import rounds_to
 
         weight = checkpoint.parameters[name].slots.get(WEIGHT)
         return weight is not None and rounds_to(slot_of(MASTER, master, path), weight)

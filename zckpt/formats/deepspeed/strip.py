@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zckpt.engine.plan import Literal, TargetFile
 from zckpt.formats.deepspeed import lean
 from zckpt.formats.deepspeed.directory import LATEST_NBYTES
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
@@ -22,9 +23,8 @@ from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.files_below import files_below
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_strip import drop_slots, optimizer_edit
-from zckpt.plan import Literal, TargetFile
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.storage import read_head
+from zckpt.storage.files import read_head
 from zckpt.torchfile import TorchFile, walk_tensors
 
 

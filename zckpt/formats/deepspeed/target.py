@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.partition import flat_partition_numel, flat_starts, sub_groups
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state.partition import flat_partition_numel, flat_starts, sub_groups
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""

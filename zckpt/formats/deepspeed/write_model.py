@@ -14,8 +14,8 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.write_optimizer import config_tree
 from zckpt.formats.tensors import slot_of
 from zckpt.formats.torch_archive import FromFile, SlotPart, SlotTensor, new_storage, view
-from zckpt.partition import shard_fragment, shard_numel
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.state.partition import shard_fragment, shard_numel
 from zckpt.torchfile import OrderedMapping, Size, Tensor
 
 

@@ -10,14 +10,14 @@ from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.scalars import encode
 from zckpt.formats.torch_archive import FromFile, SlotPart, ValueTensor, new_storage, view
-from zckpt.partition import (
+from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar
+from zckpt.state.partition import (
     Fragment,
     flat_fragments,
     flat_padding,
     shard_fragment,
     shard_numel,
 )
-from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")

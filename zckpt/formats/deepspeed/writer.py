@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from zckpt.engine.plan import Literal, TargetFile
 from zckpt.formats import torch_archive
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
-from zckpt.plan import Literal, TargetFile
 from zckpt.torchfile import FromFile
 
 

@@ -11,7 +11,7 @@ from zckpt.formats.native.rank_file import DIGEST_NBYTES, DIGESTS
 from zckpt.formats.native.reader import read
 from zckpt.formats.safetensors_file import read_header
 from zckpt.state import Slot
-from zckpt.storage import opened, read_at, read_into
+from zckpt.storage.files import opened, read_at, read_into
 
 BUFFER_NBYTES = 1 << 20
 

@@ -25,7 +25,7 @@ from zckpt.codes import CHECKSUM, MISSING_FILE
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_files
 from zckpt.formats.native.node_kinds import Json
-from zckpt.storage import read_whole
+from zckpt.storage.files import read_whole
 
 FORMAT = "zckpt"
 VERSION = 1

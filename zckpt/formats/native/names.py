@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.ownership import Owned
-from zckpt.storage import read_head
+from zckpt.storage.files import read_head
+from zckpt.storage.ownership import Owned
 
 DOCUMENT_NAME = "checkpoint.json"
 

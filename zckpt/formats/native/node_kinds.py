@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zckpt.dtypes import DTYPES
 from zckpt.state import Scalar
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import (
     DefaultMapping,
     Device,

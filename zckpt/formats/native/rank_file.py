@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_RUN, TRUNCATED
-from zckpt.dtypes import DTYPES, itemsize
+from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors_file import header_of, read_header
-from zckpt.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.state import Extent, Slot
-from zckpt.storage import is_file
+from zckpt.state.dtypes import DTYPES, itemsize
+from zckpt.storage.files import is_file
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""

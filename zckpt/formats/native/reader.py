@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zckpt.dtypes import itemsize
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.native.document import FORMAT, VERSION, read_document
 from zckpt.formats.native.leaves import wrong
@@ -16,6 +15,7 @@ from zckpt.formats.native.pieces import Layouts
 from zckpt.formats.native.rank_file import RankFile, open_rank_file, storage_key
 from zckpt.formats.native.schema import Members
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, SourceFile, Topology
+from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage
 
 NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",

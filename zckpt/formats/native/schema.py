@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from zckpt.dtypes import DTYPES
 from zckpt.formats.native.leaves import is_text, read_sizes, wrong
 from zckpt.formats.native.node_kinds import Json
+from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile.rebuild import MAX_ELEMENTS
 
 T = TypeVar("T")

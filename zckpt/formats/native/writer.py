@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from zckpt.dtypes import itemsize
+from zckpt.engine.plan import Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
@@ -15,9 +15,9 @@ from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
-from zckpt.partition import check_world_size, even_runs
-from zckpt.plan import Literal, TargetFile
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import check_world_size, even_runs
 from zckpt.torchfile import Storage
 from zckpt.torchfile.pickle_storage_writer import Mentioned
 

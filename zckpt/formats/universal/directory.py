@@ -8,7 +8,7 @@ from pathlib import Path
 from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError
 from zckpt.formats.universal.names import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
-from zckpt.storage import is_file, read_head
+from zckpt.storage.files import is_file, read_head
 
 LATEST_NBYTES = 4096
 """A `latest_universal` file holds one directory name; a longer one is something else."""

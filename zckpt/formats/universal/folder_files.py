@@ -17,8 +17,8 @@ from zckpt.errors import DamagedFileError, LayoutError, SourceError, Unsupported
 from zckpt.formats.scalars import read_scalars
 from zckpt.formats.tensors import describe, slot_of, span_of
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM, SUFFIX
-from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, SourceFile
+from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 _RULES = (

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from zckpt.dtypes import is_floating
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError
-from zckpt.formats.optimizer_values import parameter_values
 from zckpt.formats.scalars import encode
 from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor, new_storage, view
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM
 from zckpt.formats.universal.slices import Slices
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar, Slot
+from zckpt.state.dtypes import is_floating
 
 TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import re
 
+from zckpt.engine.plan import Literal, TargetFile
 from zckpt.errors import CONTROLS, UnsupportedError
 from zckpt.formats.deepspeed.names import MODEL, classify
-from zckpt.plan import Literal, TargetFile
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"

@@ -23,8 +23,8 @@ from zckpt.formats.universal.model_files import ModelFiles, read_models
 from zckpt.formats.universal.names import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.formats.universal.write_model import STRUCTURE
 from zckpt.formats.universal.write_optimizer import OWN_KEYS
-from zckpt.inventory import IMPLIED, STATE, Rule
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
+from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
 CUT_KEYS = OWN_KEYS | {

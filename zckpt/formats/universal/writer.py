@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats import torch_archive
 from zckpt.formats.universal.folders import folders
 from zckpt.formats.universal.names import FOLDER, MODEL_NAME, OPTIMIZER_NAME, ZERO3_MODEL_NAME, parameter_file
 from zckpt.formats.universal.write_model import model_tree
 from zckpt.formats.universal.write_optimizer import optimizer_tree, zero3_hindrance
-from zckpt.plan import TargetFile
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile, plain
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.torch_optimizer import looks_like_optimizer
-from zckpt.ownership import Owned
+from zckpt.storage.ownership import Owned
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "zero-redundancy"

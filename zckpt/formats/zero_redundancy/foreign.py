@@ -13,8 +13,8 @@ from zckpt.formats.torch_optimizer import OptimizerState
 from zckpt.formats.zero_redundancy.directory import FORMAT, Directory
 from zckpt.formats.zero_redundancy.order import told_by_names, told_by_the_model
 from zckpt.formats.zero_redundancy.ranks import RankFile, attach_ranks, read_ranks
-from zckpt.inventory import COPY, Claim
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state.inventory import COPY, Claim
 from zckpt.torchfile import Tensor
 
 

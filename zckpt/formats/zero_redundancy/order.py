@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zckpt.canonical import aligned
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.formats.parameter_names import deduce_names
 from zckpt.formats.torch_optimizer import OptimizerState
-from zckpt.partition import greedy_order
 from zckpt.state import Checkpoint
+from zckpt.state.names import aligned
+from zckpt.state.partition import greedy_order
 from zckpt.torchfile import Tensor
 
 Order = list[list[str]]

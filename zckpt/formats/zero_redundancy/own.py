@@ -11,8 +11,8 @@ from zckpt.formats.torch_optimizer import optimizer_rules, parse
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory
 from zckpt.formats.zero_redundancy.order import Order, told_by_names
 from zckpt.formats.zero_redundancy.ranks import Shares, attach_named, attach_ranks, read_ranks
-from zckpt.inventory import IMPLIED, Rule
 from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 

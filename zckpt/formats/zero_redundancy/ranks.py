@@ -12,9 +12,9 @@ from zckpt.formats.tensors import describe
 from zckpt.formats.torch_optimizer import OptimizerState, attach, optimizer_rules, parse
 from zckpt.formats.zero_redundancy.directory import optimizer_key
 from zckpt.formats.zero_redundancy.order import Order
-from zckpt.inventory import COPY, IMPLIED, Rule
-from zckpt.partition import greedy_partition
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
+from zckpt.state.inventory import COPY, IMPLIED, Rule
+from zckpt.state.partition import greedy_partition
 from zckpt.torchfile import TorchFile, brief, read_torchfile
 from zckpt.torchfile.identity import alike, each
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats import torch_archive
 from zckpt.formats.consolidated import model_tensors, model_tree, optimizer_slots
 from zckpt.formats.optimizer_file import optimizer_tree
 from zckpt.formats.remainder import remainder
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
-from zckpt.partition import check_world_size, greedy_partition
-from zckpt.plan import TargetFile
 from zckpt.state import WEIGHT, Checkpoint, Parameter
+from zckpt.state.partition import check_world_size, greedy_partition
 
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: str = "keep") -> list[TargetFile]:

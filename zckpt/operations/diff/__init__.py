@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare import Difference, differences
+from zckpt.compare.figures import Tolerance
+from zckpt.compare.slots import Difference, differences
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.figures import Tolerance
 from zckpt.formats import open_checkpoint
 from zckpt.operations.diff.match import Filter, match
 from zckpt.operations.diff.settings import Setting, compare_settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from zckpt.compare.logical import named, single
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError
-from zckpt.formats.optimizer_values import parameter_values
-from zckpt.logical import named, single
 from zckpt.operations.diff.values import Match, Only, match_values
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.torchfile import Tensor

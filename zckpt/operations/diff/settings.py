@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zckpt.compare import Pair, differences
+from zckpt.compare.logical import single
+from zckpt.compare.slots import Pair, differences
 from zckpt.formats.deepspeed import BOOKKEEPING
-from zckpt.logical import single
 from zckpt.operations.diff.match import Matches
 from zckpt.operations.diff.trees import Leaf, leaves
 from zckpt.state import Checkpoint, Parameter, ParamGroup

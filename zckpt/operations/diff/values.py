@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zckpt.compare import Pair
-from zckpt.dtypes import is_floating
-from zckpt.logical import own_weight
+from zckpt.compare.logical import own_weight
+from zckpt.compare.slots import Pair
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.state.dtypes import is_floating
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from zckpt.codes import (
     REPLICAS_DIFFER,
     TIED_DIFFER,
 )
-from zckpt.dtypes import itemsize
 from zckpt.formats.checksums import Sum
 from zckpt.operations.verify.deep import Outcome
 from zckpt.operations.verify.elements import Tally
@@ -24,6 +23,7 @@ from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
 from zckpt.operations.verify.structure import Ranks
 from zckpt.operations.verify.weights import Comparison, weight_findings
 from zckpt.state import Checkpoint, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 
 class Damage:

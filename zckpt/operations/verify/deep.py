@@ -11,20 +11,20 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.batches import batched, run_in_order
-from zckpt.cast import Array
-from zckpt.crc32 import combine, crc32
-from zckpt.dtypes import itemsize
+from zckpt.engine.batches import batched, run_in_order
+from zckpt.engine.cast import Array
+from zckpt.engine.execute import MINIMUM_PIECE_NBYTES, THREADS, Reporter
+from zckpt.engine.read import read_extent
+from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.execute import MINIMUM_PIECE_NBYTES, THREADS, Reporter
 from zckpt.formats.checksums import Sum
 from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
 from zckpt.operations.verify.inventory import Apart, Inventory, Partner, Run
 from zckpt.operations.verify.stretches import Stretch
-from zckpt.read import read_extent
-from zckpt.span_index import SpanIndex
 from zckpt.state import Extent
-from zckpt.storage import Sources, read_into
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.crc32 import combine, crc32
+from zckpt.storage.files import Sources, read_into
 
 STRETCH_NBYTES = 1 << 20
 """Read at once: what is done with it finds it in the cache."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from zckpt import rounding
-from zckpt.cast import Array, cast, numpy_dtype, swapped
-from zckpt.dtypes import is_floating
+from zckpt.compare import rounding
+from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.operations.verify.inventory import BUFFER, PADDING, Subject
+from zckpt.state.dtypes import is_floating
 
 NOT_NEGATIVE = frozenset({"square_avg", "acc_delta", "sum", "exp_inf", "row_var", "col_var", "variance"})
 """Sums and means of squares or of magnitudes, beside `exp_avg_sq` and what begins or ends with it: of RMSprop,

@@ -9,12 +9,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from zckpt.boxes import row_major
-from zckpt.dtypes import itemsize
+from zckpt.compare.weights import comparable
+from zckpt.engine.boxes import row_major
+from zckpt.engine.repeats import stored_once
 from zckpt.formats.checksums import Sum
-from zckpt.repeats import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Span
-from zckpt.weight_check import comparable
+from zckpt.state.dtypes import itemsize
 
 NO_SUM = -1
 """Of bytes that no checksum covers."""

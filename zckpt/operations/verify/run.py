@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import ADDED, CHANGED, GONE
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.formats import open_checkpoint
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.verify.findings import Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
-from zckpt.storage import is_file
+from zckpt.storage.files import is_file
 
 if TYPE_CHECKING:
-    from zckpt.digests import Fingerprint
+    from zckpt.compare.digests import Fingerprint
 
 
 def verify(
@@ -70,7 +70,7 @@ def verify(
         raise UsageError("sizes must be positive", found=memory)
     expected = None
     if against is not None:
-        from zckpt.digests import read_digests
+        from zckpt.compare.digests import read_digests
 
         expected = read_digests(against)
     told = reporter or SilentReporter()
@@ -104,7 +104,7 @@ def _against(
     result: Verification, checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
 ) -> Iterator[Finding]:
     """Hold the digests of all slots against those that were recorded."""
-    from zckpt.digests import changes
+    from zckpt.compare.digests import changes
     from zckpt.operations.fingerprint import fingerprint
 
     try:
@@ -171,8 +171,8 @@ def _sampled(result: Verification, checkpoint: Checkpoint, ranks: Ranks) -> Iter
     """Hold a bounded sample of the masters against the weights."""
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return
+    from zckpt.compare.weights import samples
     from zckpt.operations.verify.weights import Comparison, weight_findings
-    from zckpt.weight_check import samples
 
     compared = []
     try:

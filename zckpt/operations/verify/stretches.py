@@ -13,8 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zckpt.dtypes import itemsize
 from zckpt.operations.verify.inventory import NO_SUM, Inventory, Run, SumIndex
+from zckpt.state.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)

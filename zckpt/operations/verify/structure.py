@@ -18,12 +18,12 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
+from zckpt.engine.plan import Hole, fill
 from zckpt.errors import LayoutError
 from zckpt.formats.account import take_inventory
-from zckpt.inventory import Item
 from zckpt.operations.verify.findings import Finding, listed
-from zckpt.plan import Hole, fill
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.state.inventory import Item
 
 Ranks = Mapping[str, tuple[int, ...]]
 """Ranks that wrote each file."""

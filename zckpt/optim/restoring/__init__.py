@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch.optim import Optimizer
 
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.restoring.by_parameter import ByParameter
 from zckpt.optim.restoring.flat import Flat
 from zckpt.optim.restoring.restoring import Restoring

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError
-from zckpt.formats.optimizer_values import parameter_values
+from zckpt.operations.tensors import Wanted
 from zckpt.optim.param_groups import Group
 from zckpt.optim.restoring.restoring import Restoring, single
 from zckpt.optim.shares import share_of
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import Extent, Parameter, Slot
-from zckpt.tensor_reads import Wanted
 
 
 @dataclass(slots=True)

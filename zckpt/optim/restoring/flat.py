@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.optimizer_values import parameter_values
+from zckpt.operations.tensors import Wanted, read_tensors
 from zckpt.optim.param_groups import Group
 from zckpt.optim.restoring.restoring import Restoring, single
 from zckpt.optim.zero.flat_group import FlatGroup
@@ -18,7 +19,6 @@ from zckpt.optim.zero.loss_scale import Scaler, adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.parts import experts_of, model_rank
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, Scalar, Slot
-from zckpt.tensor_reads import Wanted, read_tensors
 from zckpt.torchfile import FromFile, Object, plain
 
 

@@ -10,11 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
-from zckpt.opened import OpenedCheckpoint
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.tensors import Wanted, check_tensors, read_tensors
 from zckpt.optim.named_groups import Names, group_hyperparameters
 from zckpt.optim.param_groups import Group
 from zckpt.state import Parameter, Scalar
-from zckpt.tensor_reads import Wanted, check_tensors, read_tensors
 
 
 @dataclass(slots=True)

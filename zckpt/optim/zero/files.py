@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from zckpt.durable import written_files
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.names import classify
@@ -28,7 +27,8 @@ from zckpt.optim.zero.deepspeed_objects import with_objects
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.optim.zero.parts import Experts, every_rank, experts_of, model_rank
 from zckpt.optim.zero.state_dicts import VERSION
-from zckpt.ownership import Owned, check_replaceable
+from zckpt.storage.durable import written_files
+from zckpt.storage.ownership import Owned, check_replaceable
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim.zero import gather
-from zckpt.partition import (
+from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
     Fragment,
     alignment_padding,

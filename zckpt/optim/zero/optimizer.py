@@ -97,11 +97,11 @@ class ZeroOptimizer(StatefulOptimizer):
 
     Notes
     -----
-    The partition is that of DeepSpeed's ZeRO-1/2 (see `zckpt.partition`), and so are the numbers, where sums are taken
-    in the same order. `param_groups` are of the model's parameters; `optim` is the local optimizer, of masters.
-    Constructor, backward, `step`, `add_param_group`, `full_state` and `load_state_dict` of all ranks must come in the
-    same order. A backward that `Tensor.backward` runs works as well as `backward`, but for one that runs others inside
-    (reentrant checkpointing).
+    The partition is that of DeepSpeed's ZeRO-1/2 (see `zckpt.state.partition`), and so are the numbers, where sums
+    are taken in the same order. `param_groups` are of the model's parameters; `optim` is the local optimizer, of
+    masters. Constructor, backward, `step`, `add_param_group`, `full_state` and `load_state_dict` of all ranks must
+    come in the same order. A backward that `Tensor.backward` runs works as well as `backward`, but for one that runs
+    others inside (reentrant checkpointing).
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from zckpt.optim.param_groups import Group, copied, hyperparameters
-from zckpt.partition import greedy_partition
+from zckpt.state.partition import greedy_partition
 
 
 def packed(groups: Sequence[Group]) -> list[Group]:
@@ -22,7 +22,7 @@ def packed(groups: Sequence[Group]) -> list[Group]:
 
 
 def deal(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
-    """Return the groups of each rank, as `zckpt.partition.greedy_partition` deals parameters."""
+    """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` deals parameters."""
     numels = [[p.numel() for p in group["params"]] for group in groups]
     return [
         [_part(group, chosen) for group, chosen in zip(groups, indices, strict=True)]

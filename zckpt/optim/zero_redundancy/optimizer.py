@@ -59,8 +59,8 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
 
     Notes
     -----
-    The partition is that of torch's class of this name: see `zckpt.partition.greedy_partition`. Parameters may be of
-    several devices and element types. What is sent after a step are the parameters that require a gradient or have
+    The partition is that of torch's class of this name: see `zckpt.state.partition.greedy_partition`. Parameters may be
+    of several devices and element types. What is sent after a step are the parameters that require a gradient or have
     one, now or at an earlier step: trainability must change at the same step on all ranks. Constructor, `step`,
     `add_param_group`, `consolidate_state_dict` and `load_state_dict` of all ranks must come in the same order.
     An `optimizer_class` whose step looks at all parameters together, as LBFGS does, sees its rank's share only.

@@ -7,8 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from zckpt.durable import written_files
 from zckpt.errors import TargetError
+from zckpt.storage.durable import written_files
 from zckpt.training.demo.ranks import Part
 
 ROWS = 20

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zckpt.checking import Checks
-from zckpt.read import Read, check_reads, read_all
+from zckpt.engine.checking import Checks
+from zckpt.engine.read import Read, check_reads, read_all
 from zckpt.state import Extent, Slot
 
 STAGED_NBYTES = 256 << 20
@@ -45,7 +45,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def check_tensors(wanted: Iterable[Wanted]) -> None:
-    """Check all that can be known before elements are read; errors are those of `zckpt.read.check_reads`."""
+    """Check all that can be known before elements are read; errors are those of `zckpt.engine.read.check_reads`."""
     check_reads(
         Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b""))
         for one in wanted
@@ -54,7 +54,7 @@ def check_tensors(wanted: Iterable[Wanted]) -> None:
 
 
 def read_tensors(wanted: Iterable[Wanted], *, checks: Checks | None = None) -> None:
-    """Read the elements of many extents into tensors; parameters and errors are those of `zckpt.read.read_all`."""
+    """Read the elements of many extents into tensors; as `zckpt.engine.read.read_all`."""
     reads: list[Read] = []
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     nbytes = 0

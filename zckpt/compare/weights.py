@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zckpt.cast import Array, cast
-from zckpt.dtypes import is_floating, itemsize
+from zckpt.engine.cast import Array, cast
+from zckpt.engine.read import read_extent
 from zckpt.errors import WeightMismatchError
-from zckpt.read import read_extent
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, Span
-from zckpt.storage import Sources
+from zckpt.state.dtypes import is_floating, itemsize
+from zckpt.storage.files import Sources
 
 SPANS_PER_PARAMETER = 4
 """Spans of a master that are sampled, besides the first one of each file."""

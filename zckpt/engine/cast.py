@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from zckpt.dtypes import is_complex, is_floating, is_negatable, itemsize
 from zckpt.errors import UnsupportedError
+from zckpt.state.dtypes import is_complex, is_floating, is_negatable, itemsize
 
 if TYPE_CHECKING:
     import numpy.typing as npt

@@ -19,8 +19,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from zckpt.cast import Array, cast
-from zckpt.dtypes import is_floating
+from zckpt.engine.cast import Array, cast
+from zckpt.state.dtypes import is_floating
 
 DECADES = range(-9, 1)
 """Relative differences, of at most 2, are counted by power of ten; the first counts what is smaller, too."""

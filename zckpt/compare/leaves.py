@@ -21,13 +21,13 @@ from functools import partial
 import numpy as np
 import xxhash
 
-from zckpt.blocks import Row, visit_rows
-from zckpt.cast import Array, cast
-from zckpt.digests import LEAF_NUMEL, Entries, Fingerprint, root
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.formats.optimizer_values import parameter_values
-from zckpt.logical import named, own_weight, single
-from zckpt.rounding import one_nan
+from zckpt.compare.digests import LEAF_NUMEL, Entries, Fingerprint, root
+from zckpt.compare.logical import named, own_weight, single
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.rounding import one_nan
+from zckpt.engine.cast import Array, cast
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.scan import Row, visit_rows
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 
 LEAVES_PER_BLOCK = 2

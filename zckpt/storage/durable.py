@@ -16,11 +16,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from zckpt.disk import sync, sync_all
 from zckpt.errors import TargetError
-from zckpt.naming import interrupted, name_directory, name_files, old_name, remove, settle_directory, settle_files
-from zckpt.ownership import Owned, check_target
-from zckpt.partial import claimed, is_named, partial_name
+from zckpt.storage.disk import sync, sync_all
+from zckpt.storage.naming import (
+    interrupted,
+    name_directory,
+    name_files,
+    old_name,
+    remove,
+    settle_directory,
+    settle_files,
+)
+from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.partial import claimed, is_named, partial_name
 
 
 def check_space(directory: Path, nbytes: int) -> None:

@@ -17,18 +17,18 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from zckpt.batches import batched, run_in_order
-from zckpt.cast import Array, numpy_dtype
-from zckpt.dtypes import itemsize
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
-from zckpt.flat_runs import FlatRuns, Stretch, flat_runs
-from zckpt.pieces import pieces
-from zckpt.plan import Fill, Hole, fill
-from zckpt.read import read_piece
-from zckpt.repeats import refuse_endless
-from zckpt.span_index import SpanIndex
+from zckpt.engine.batches import batched, run_in_order
+from zckpt.engine.cast import Array, numpy_dtype
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
+from zckpt.engine.flat_runs import FlatRuns, Stretch, flat_runs
+from zckpt.engine.pieces import pieces
+from zckpt.engine.plan import Fill, Hole, fill
+from zckpt.engine.read import read_piece
+from zckpt.engine.repeats import refuse_endless
+from zckpt.engine.span_index import SpanIndex
 from zckpt.state import Extent, Slot
-from zckpt.storage import Sources, read_into
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from zckpt.boxes import Box, boxes_of, intersections, overlap, row_major
-from zckpt.dtypes import itemsize
+from zckpt.engine.boxes import Box, boxes_of, intersections, overlap, row_major
+from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import LayoutError
-from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.disk import sync
 from zckpt.errors import TargetError, TargetExistsError
-from zckpt.ownership import Owned, check_replaceable, check_target
-from zckpt.partial import claimed, held, partial_name
-from zckpt.renames import exchange, rename_new
+from zckpt.storage.disk import sync
+from zckpt.storage.ownership import Owned, check_replaceable, check_target
+from zckpt.storage.partial import claimed, held, partial_name
+from zckpt.storage.renames import exchange, rename_new
 
 MAXIMUM_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""

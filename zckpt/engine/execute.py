@@ -17,16 +17,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from zckpt.checking import Checked, Checks, Part, WatchedSources, part_of
-from zckpt.crc32 import crc32
-from zckpt.disk import start_writeback
-from zckpt.durable import check_space, written_directory, written_files
+from zckpt.engine.checking import Checked, Checks, Part, WatchedSources, part_of
+from zckpt.engine.pieces import Piece, elements, pieces
+from zckpt.engine.plan import Copy, FilePlan, Literal, Plan
+from zckpt.engine.written_sums import Written, patch_checksums
 from zckpt.errors import TargetError
-from zckpt.ownership import Owned, check_target
-from zckpt.pieces import Piece, elements, pieces
-from zckpt.plan import Copy, FilePlan, Literal, Plan
-from zckpt.storage import read_into
-from zckpt.written_sums import Written, patch_checksums
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.disk import start_writeback
+from zckpt.storage.durable import check_space, written_directory, written_files
+from zckpt.storage.files import read_into
+from zckpt.storage.ownership import Owned, check_target
 
 DEFAULT_MEMORY_NBYTES = 64 * 10**6
 """Bytes that all copy buffers together may take."""

@@ -20,9 +20,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from zckpt.dtypes import itemsize
-from zckpt.inventory import Claim, Rule
-from zckpt.rank_values import RankValue
+from zckpt.state.dtypes import itemsize
+from zckpt.state.inventory import Claim, Rule
+from zckpt.state.rank_values import RankValue
 
 WEIGHT = "weight"
 MASTER = "master"

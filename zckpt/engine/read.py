@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zckpt.cast import Array, cast, numpy_dtype
-from zckpt.checking import Checks, Part, WatchedSources
-from zckpt.dtypes import itemsize
+from zckpt.engine.cast import Array, cast, numpy_dtype
+from zckpt.engine.checking import Checks, Part, WatchedSources
+from zckpt.engine.pieces import Piece, elements, pieces
+from zckpt.engine.plan import Copy, Fill, Hole, fill
+from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import UnsupportedError
-from zckpt.pieces import Piece, elements, pieces
-from zckpt.plan import Copy, Fill, Hole, fill
-from zckpt.span_index import SpanIndex
 from zckpt.state import Extent, Slot
-from zckpt.storage import Sources, check_nbytes
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources, check_nbytes
 
 READ_PIECE_NBYTES = 8 << 20
 """Read in pieces of this size, so that a gather needs little memory beside its result."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from zckpt.dtypes import itemsize
 from zckpt.state import Slot
+from zckpt.state.dtypes import itemsize
 
 Stretch = tuple[str, int, int]
 """Path, offset and number of bytes."""

@@ -10,9 +10,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.crc32 import combine, crc32
-from zckpt.plan import FilePlan
-from zckpt.storage import read_into
+from zckpt.engine.plan import FilePlan
+from zckpt.storage.crc32 import combine, crc32
+from zckpt.storage.files import read_into
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from zckpt.canonical import aligned, bare_names
 from zckpt.state import Checkpoint, Parameter
+from zckpt.state.names import aligned, bare_names
 
 
 def bare(checkpoint: Checkpoint) -> Checkpoint:

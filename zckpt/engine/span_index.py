@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zckpt.boxes import bounds
+from zckpt.engine.boxes import bounds
 from zckpt.state import Extent, Slot, Span
 
 

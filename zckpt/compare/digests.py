@@ -9,11 +9,11 @@ from pathlib import Path
 
 import xxhash
 
-from zckpt.durable import written_files
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.ownership import FINGERPRINT_NAME
 from zckpt.state import Checkpoint
-from zckpt.storage import read_whole
+from zckpt.storage.durable import written_files
+from zckpt.storage.files import read_whole
+from zckpt.storage.ownership import FINGERPRINT_NAME
 
 VERSION = "zckpt1"
 """What a fingerprint begins with; another rule would have another."""

@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.blocks import Row, visit_rows
-from zckpt.cast import Array
+from zckpt.compare.figures import Figures, Tolerance, figures
+from zckpt.engine.cast import Array
+from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.scan import Row, visit_rows
 from zckpt.errors import LayoutError
-from zckpt.execute import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.figures import Figures, Tolerance, figures
 from zckpt.state import Slot
 
 FIGURES_MEMORY = 2

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
-from zckpt.cast import Array, cast, numpy_dtype
-from zckpt.dtypes import is_floating
+from zckpt.engine.cast import Array, cast, numpy_dtype
+from zckpt.state.dtypes import is_floating
 
 _HALF = 1 << 15
 """Half of what the last bit of a bfloat16 is worth, in bits of the float32 that it is the upper half of."""

@@ -43,7 +43,7 @@ class OpenedCheckpoint(Checkpoint):
         """
         import torch
 
-        from zckpt.tensor_reads import Wanted, read_tensors
+        from zckpt.operations.tensors import Wanted, read_tensors
 
         found = self._slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))

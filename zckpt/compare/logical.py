@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from zckpt.canonical import canonical_names
+from zckpt.engine.read import read_extent
 from zckpt.errors import UsageError
-from zckpt.read import read_extent
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
-from zckpt.storage import Sources
+from zckpt.state.names import canonical_names
+from zckpt.storage.files import Sources
 from zckpt.torchfile import plain
 
 

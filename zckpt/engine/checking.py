@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from zckpt.codes import CHECKSUM
-from zckpt.crc32 import combine, crc32
+from zckpt.engine.pieces import Piece
+from zckpt.engine.plan import Strided
 from zckpt.errors import DamagedFileError
-from zckpt.pieces import Piece
-from zckpt.plan import Strided
-from zckpt.storage import Sources
+from zckpt.storage.crc32 import combine, crc32
+from zckpt.storage.files import Sources
 
 STEP_NBYTES = 1 << 19
 """Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.errors import TargetError
-from zckpt.ownership import kind_of
+from zckpt.storage.ownership import kind_of
 
 try:
     import fcntl

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from zckpt.boxes import row_major
-from zckpt.dtypes import itemsize
+from zckpt.engine.boxes import row_major
+from zckpt.engine.plan import Copy, Fill, Strided
 from zckpt.errors import DamagedFileError
-from zckpt.plan import Copy, Fill, Strided
-from zckpt.storage import Sources
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
 
 if TYPE_CHECKING:
-    from zckpt.cast import Array
+    from zckpt.engine.cast import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     """
     import numpy as np
 
-    from zckpt.cast import numpy_dtype
+    from zckpt.engine.cast import numpy_dtype
 
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
@@ -177,7 +177,7 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    from zckpt.cast import cast, mean, resolved, swapped
+    from zckpt.engine.cast import cast, mean, resolved, swapped
 
     arrays = [_gather(copy, source, sources) for source in copy.sources]
     if copy.byteorder == "big":
@@ -192,7 +192,7 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
     import numpy as np
 
-    from zckpt.cast import numpy_dtype
+    from zckpt.engine.cast import numpy_dtype
 
     dtype = numpy_dtype(copy.source_dtype)
     reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
@@ -208,7 +208,7 @@ def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) ->
     """Gather elements that lie far apart through a mapping of the file: only the pages they are on are read."""
     import numpy as np
 
-    from zckpt.cast import numpy_dtype
+    from zckpt.engine.cast import numpy_dtype
 
     start = source.offset - source.offset % mmap.ALLOCATIONGRANULARITY
     try:

@@ -1,0 +1,40 @@
+"""What a checkpoint is: named parameters, their slots, where each element lies, and what became of everything else.
+
+Data and arithmetic only. Nothing here opens a file, and nothing here knows a format.
+"""
+
+from __future__ import annotations
+
+from zckpt.state.checkpoint import (
+    MASTER,
+    WEIGHT,
+    Checkpoint,
+    Duplicate,
+    Extent,
+    Padding,
+    PaddingRun,
+    Parameter,
+    ParamGroup,
+    Scalar,
+    Slot,
+    SourceFile,
+    Span,
+    Topology,
+)
+
+__all__ = [
+    "MASTER",
+    "WEIGHT",
+    "Checkpoint",
+    "Duplicate",
+    "Extent",
+    "Padding",
+    "PaddingRun",
+    "ParamGroup",
+    "Parameter",
+    "Scalar",
+    "Slot",
+    "SourceFile",
+    "Span",
+    "Topology",
+]
