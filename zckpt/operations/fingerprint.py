@@ -6,7 +6,7 @@ import os
 
 from zckpt.compare.digests import Fingerprint
 from zckpt.compare.leaves import digest_part, put_together
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.formats import open_checkpoint
 from zckpt.state import Checkpoint
 
