@@ -21,9 +21,10 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.engine import SPECS, Spec, WorkerError, produce, resume
-from tests.engine.catalogue import odd_client_state
-from tests.engine.universal import resume_universal, steps_after_one_more
+from tests.deepspeed_engine import SPECS, Spec, produce, resume
+from tests.deepspeed_engine.catalogue import odd_client_state
+from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
+from tests.gloo import WorkerError
 from tests.logical import assert_same_state
 from tests.plans import write_directory
 from tests.truth import bits

@@ -11,11 +11,12 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats import safetensors_file
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -60,7 +61,7 @@ class Consolidated:
 
 
 def consolidate(
-    source: str | os.PathLike[str] | Checkpoint,
+    source: Source,
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
@@ -78,6 +79,7 @@ def consolidate(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -114,8 +116,8 @@ def consolidate(
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
-    roots, tag, names
-        As for `open`.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
     Returns
     -------
@@ -134,9 +136,7 @@ def consolidate(
     _check_choice("tied", tied, TIED)
     if memory < 1 or max_shard_size < 1:
         raise UsageError("sizes must be positive", found=min(memory, max_shard_size))
-    checkpoint = (
-        source if isinstance(source, Checkpoint) else open_checkpoint(source, roots=roots, tag=tag, names=names)
-    )
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     kind_of_model(path)

@@ -11,10 +11,10 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -55,7 +55,7 @@ class Converted:
 
 
 def convert(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     to: str,
@@ -77,13 +77,14 @@ def convert(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Converted:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
     Parameters
     ----------
-    source : path-like
-        Anything that `open` reads.
+    source : path-like or Checkpoint
+        Anything that `open` reads, or has opened.
     target : path-like
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
@@ -101,7 +102,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
 
     Raises
@@ -115,13 +116,13 @@ def convert(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     if to != "deepspeed":  # whose own writer keeps what each rank has
         _round_means(checkpoint)
     path = Path(target)
     wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
-    made = lay_out(checkpoint, Path(source), path, to, wanted)
+    made = lay_out(checkpoint, named(checkpoint), path, to, wanted)
     planned = plan(made.files)
     recorded = to == "zckpt" if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, made.restated)
@@ -155,10 +156,11 @@ def convert(
 
 def _round_means(checkpoint: Checkpoint) -> None:
     """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
-    for parameter in checkpoint.parameters.values():
+    for name, parameter in checkpoint.parameters.items():
         weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
         if weight is not None and weight.replicas and master is not None:
-            parameter.slots[WEIGHT] = replace(master, name=WEIGHT, dtype=weight.dtype)
+            slots = {**parameter.slots, WEIGHT: replace(master, name=WEIGHT, dtype=weight.dtype)}
+            checkpoint.parameters[name] = replace(parameter, slots=slots)
 
 
 def _compared(checkpoint: Checkpoint) -> int:

@@ -15,6 +15,7 @@ from zckpt.formats import open_checkpoint, strippers
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import check_apart, check_companions
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
@@ -66,7 +67,7 @@ class Stripped:
 
 
 def strip(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     padding: bool = False,
@@ -82,6 +83,8 @@ def strip(
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Stripped:
     """Write a checkpoint without padding, optimizer state or unused bytes; the program it came from loads the result.
 
@@ -89,7 +92,7 @@ def strip(
 
     Parameters
     ----------
-    source : path-like
+    source : path-like or Checkpoint
         A file, or a directory of DeepSpeed, of ZeroRedundancyOptimizer, or of a consolidated model. Of a run
         directory with several checkpoints one is written.
     target : path-like
@@ -105,7 +108,7 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
 
     Raises
@@ -121,9 +124,9 @@ def strip(
         raise UsageError("sizes must be positive", found=memory)
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
-    origin, path = Path(source), Path(target)
+    origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
     made = strippers.strip(checkpoint, origin, request)
     dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
@@ -133,7 +136,7 @@ def strip(
     compared = _compared(checkpoint) if weight_check else 0
 
     def prove(written: Path, _: Sequence[Path]) -> None:
-        _prove(checkpoint, open_checkpoint(written), request, path)
+        _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
     checked = Checked()
     checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
