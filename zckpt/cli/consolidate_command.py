@@ -59,7 +59,6 @@ def consolidate_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.consolidate import consolidate
-    from zckpt.report.consolidation import document, render
 
     done = consolidate(
         source,
@@ -73,10 +72,4 @@ def consolidate_command(
         **writing,
         **where,
     )
-    show(
-        document(done, dry_run=writing["dry_run"]),
-        render(done, dry_run=writing["dry_run"]),
-        as_json=as_json,
-        dry_run=writing["dry_run"],
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

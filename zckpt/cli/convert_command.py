@@ -73,7 +73,6 @@ def convert_command(
     """Write a checkpoint in another format."""
     from zckpt.cli.progress import reporter
     from zckpt.operations.convert import convert
-    from zckpt.report.written import document, render
 
     done = convert(
         source,
@@ -91,10 +90,4 @@ def convert_command(
         **writing,
         **where,
     )
-    show(
-        document(done, dry_run=writing["dry_run"]),
-        render(done, dry_run=writing["dry_run"]),
-        as_json=as_json,
-        dry_run=writing["dry_run"],
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

@@ -16,6 +16,8 @@ from zckpt.errors import UsageError, without_controls
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from zckpt.operations.result import Written
+
     _IntegerType = click.ParamType[int]
 else:
     _IntegerType = click.ParamType  # generic since click 8.2 only
@@ -147,14 +149,15 @@ def fingerprint_option(command: Command) -> Command:
     )(command)
 
 
-def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
+def show(done: Written, *, as_json: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
+    from zckpt.report.written import render
+
+    document = done.as_dict()
     if as_json:
         click.echo(json_text(document))
-    elif dry_run:
-        click.echo(without_controls(text))
-    elif not quiet:
-        click.echo(without_controls(text), err=True)
+    elif done.dry_run or not quiet:
+        click.echo(without_controls(render(document)), err=not done.dry_run)
 
 
 def read_names(path: Path | None) -> list[str] | None:

@@ -65,7 +65,6 @@ def reshard_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.reshard import reshard
-    from zckpt.report.written import document, render
 
     done = reshard(
         source,
@@ -84,10 +83,4 @@ def reshard_command(
         **writing,
         **where,
     )
-    show(
-        document(done, dry_run=writing["dry_run"]),
-        render(done, dry_run=writing["dry_run"]),
-        as_json=as_json,
-        dry_run=writing["dry_run"],
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

@@ -47,7 +47,6 @@ def strip_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.strip import strip
-    from zckpt.report.stripping import document, render
 
     done = strip(
         source,
@@ -60,10 +59,4 @@ def strip_command(
         **writing,
         **where,
     )
-    show(
-        document(done, dry_run=writing["dry_run"]),
-        render(done, dry_run=writing["dry_run"]),
-        as_json=as_json,
-        dry_run=writing["dry_run"],
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

@@ -17,6 +17,7 @@ from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import check_apart, check_companions
+from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
 from zckpt.storage.ownership import Owned
@@ -28,42 +29,23 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stripped:
-    """What was written, or under `dry_run` would be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripped(Written):
+    """What `strip` wrote.
 
     Parameters
     ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
     saved : dict of str to int, bytes
         By kind: `padding`, `unreferenced`, the name of each slot that went, and `structure` for what is no tensor's
         (pickles and headers, of which a rewritten file may also have more than before). They add up to the
         difference of source and target.
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes : tuple of str
-        What to know about the target.
-    warnings : tuple of str
-        What to know about the source.
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
     """
 
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
     saved: dict[str, int]
-    memory: int
-    compared: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {**Written.as_dict(self), "saved_nbytes": self.saved}
 
 
 def strip(
@@ -152,16 +134,17 @@ def strip(
             prove=prove,
         )
     return Stripped(
-        tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
-        planned.read_nbytes,
-        planned.write_nbytes,
-        _saved(made),
-        memory,
-        compared,
-        checked.nbytes,
-        made.notes,
-        tuple(checkpoint.warnings),
-        dropped,
+        dry_run=dry_run,
+        files=tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        notes=made.notes,
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
+        saved=_saved(made),
     )
 
 
