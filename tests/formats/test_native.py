@@ -53,9 +53,9 @@ from zckpt.torchfile import (
     OrderedMapping,
     Size,
     Tensor,
+    dump,
     read_torchfile,
 )
-from zckpt.torchfile.pickle_writer import dump
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

@@ -43,10 +43,10 @@ from zckpt.torchfile import (
     OrderedMapping,
     Storage,
     Tensor,
+    dump,
     read_pickle,
     read_torchfile,
 )
-from zckpt.torchfile.pickle_writer import dump
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 

@@ -17,8 +17,7 @@ from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
 from zckpt.optim import ZeroOptimizer
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
-from zckpt.torchfile import FromFile
-from zckpt.torchfile.pickle_storage_writer import Mentioned
+from zckpt.torchfile import FromFile, Mentioned
 from zckpt.training.model_state import ModelState
 from zckpt.training.optimizer_state import OptimizerState, order_of
 from zckpt.training.parts import Part, Piece, key_of
