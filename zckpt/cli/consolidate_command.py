@@ -66,7 +66,7 @@ def consolidate_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.consolidate import consolidate
-    from zckpt.report.consolidation import document, render
+    from zckpt.report.written import document, render
 
     done = consolidate(
         source,

@@ -55,8 +55,7 @@ def diff_command(
     told = reporter("diff", quiet=quiet)
     if series:
         from zckpt.operations.series import series as measure_series
-        from zckpt.report.series import document as series_document
-        from zckpt.report.series import render as render_series
+        from zckpt.report.difference import render_series, series_document
 
         if rtol or atol or rename or ignore:
             raise UsageError("--series takes --slots and --parameters only")

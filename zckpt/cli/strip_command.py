@@ -52,7 +52,7 @@ def strip_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.strip import strip
-    from zckpt.report.stripping import document, render
+    from zckpt.report.written import document, render
 
     done = strip(
         source,
