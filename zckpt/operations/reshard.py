@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
 from zckpt.formats.checksums import source_checks
@@ -21,43 +20,10 @@ from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state.renaming import as_filed
 from zckpt.storage.ownership import Owned
-
-
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """What was written, or under `dry_run` would be.
-
-    Parameters
-    ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights, and against those of other tensor-parallel ranks.
-    verified : int, bytes
-        What was compared with the source after writing.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes : tuple of str
-        What was carried over and may not mean anything at another number of ranks, and what could not be.
-    warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
-    """
-
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
-    memory: int
-    compared: int
-    verified: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
 
 
 def reshard(
@@ -85,7 +51,7 @@ def reshard(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
-) -> Resharded:
+) -> Written:
     """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
 
     Parameters
@@ -152,26 +118,27 @@ def reshard(
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
-        checked = execute_directory(
+        checked = write_target(
             made,
             path,
-            overwrite=overwrite,
             owned=owned,
+            overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=proof.of,
             checks=checks,
+            prove=proof.of,
         )
     files = tuple(path / one.file.name for one in made.files)
-    return Resharded(
-        files,
-        made.read_nbytes,
-        made.write_nbytes,
-        memory,
-        compared,
-        proof.verified,
-        checked.nbytes,
-        tuple(told),
-        tuple(checkpoint.warnings),
-        dropped,
+    return Written(
+        dry_run=dry_run,
+        files=files,
+        read_nbytes=made.read_nbytes,
+        write_nbytes=made.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        verified=proof.verified,
+        notes=tuple(told),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
     )

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import zckpt
+from tests.cli.console import run
+from zckpt.cli import cli
 from zckpt.operations.inspect import inspect as describe
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -123,3 +125,20 @@ def test_names_that_were_given_are_those_of_what_is_written(tmp_path: Path) -> N
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     kept = zckpt.open(tmp_path / "a.pt", names=names)
     assert torch.equal(kept.read("weight", "exp_avg"), opened.read("weight", "exp_avg"))
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"demo"}))
+def test_every_verb_of_the_command_line_has_the_same_options_for_where(name: str) -> None:
+    options = {one for parameter in cli.commands[name].params for one in parameter.opts}
+    assert {"--tag", "--root", "--names", "--tp-rules"} <= options
+    assert "--drop" in options or "--dry-run" not in options
+
+
+def test_command_line_of_a_diff_opens_each_side_with_its_own_words(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(SOURCE, tmp_path / name)
+        (tmp_path / name / "latest").write_text("gone")
+    sides = ["diff", tmp_path / "a", tmp_path / "b", "--tag", "global_step5"]
+    assert run(*sides, "--tag-b", "global_step5").returncode == 0
+    assert run(*sides).returncode == 3
+    assert run("diff", "--series", *sides[1:]).returncode == 2
