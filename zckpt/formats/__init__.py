@@ -56,7 +56,8 @@ def open_checkpoint(
     """
     path = Path(source)
     checkpoint = bare(_open(path, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
-    checkpoint.opened = str(path)
+    checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
+    checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
         from zckpt.formats.beside import read_beside
 
