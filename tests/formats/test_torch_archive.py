@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.some_tensors import assert_same, random_tensor, stored
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor, lay_out
+from zckpt.operations.target import write_target
 from zckpt.state import WEIGHT, Slot
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import (
@@ -40,7 +40,7 @@ LIMIT = (1 << 32) - 1
 
 
 def written(path: Path, root: object) -> Path:
-    execute(plan([lay_out(path.name, root)]), [path])
+    write_target(plan([lay_out(path.name, root)]), path)
     return path
 
 
@@ -204,7 +204,7 @@ def test_same_tree_gives_the_same_file(tmp_path):
 )
 def test_root_of_the_archive_is_the_stem_of_its_name(name, root, tmp_path):
     path = tmp_path / "file"
-    execute(plan([lay_out(name, {"t": tensor_of(tmp_path / "s", torch.ones(2))})]), [path])
+    write_target(plan([lay_out(name, {"t": tensor_of(tmp_path / "s", torch.ones(2))})]), path)
     assert {entry.split("/")[0] for entry in zipfile.ZipFile(path).namelist()} == {root}
     assert torch.equal(load(path)["t"], torch.ones(2))
 

@@ -14,7 +14,7 @@ from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
 from zckpt.state.renaming import bare
-from zckpt.storage.naming import interrupted
+from zckpt.storage.durable import interrupted
 
 OWN_DOCUMENT = "checkpoint.json"
 """What tells zckpt's own format, whose modules are not loaded to look for it."""
