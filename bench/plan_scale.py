@@ -180,7 +180,7 @@ def same(content: object, folder: Path, name: str, ranks: int) -> None:
 
 def measured(code: str, *arguments: str) -> tuple[float, float, int]:
     """Run a child; return its CPU time in seconds, its peak memory in MB, and its exit status."""
-    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL)
+    child = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, cwd=HERE / "cache")
     _, status, usage = os.wait4(child.pid, 0)
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6, os.waitstatus_to_exitcode(status)
 

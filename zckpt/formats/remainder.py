@@ -98,12 +98,14 @@ def _mapping(node: object, path: str) -> Mapping[object, object]:
 
 def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:
     """Say which parameters are buffers, frozen, or other names of one."""
-    for name in _names(tree.get("buffers", []), path):
+    buffers = _names(tree.get("buffers", []), path)
+    known = set(buffers)
+    for name in buffers:
         if name in checkpoint.parameters:
             checkpoint.buffers[name] = checkpoint.parameters.pop(name)
         elif name not in checkpoint.buffers:
             raise DamagedFileError(f"buffer {name} is not there", path=path)
-    for name in [name for name in checkpoint.buffers if name not in set(_names(tree.get("buffers", []), path))]:
+    for name in [name for name in checkpoint.buffers if name not in known]:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
     for name in _names(tree.get("frozen", []), path):
         _parameter(checkpoint, name, path).frozen = True

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import overload
 
 from zckpt.errors import LayoutError
@@ -95,6 +95,10 @@ class Spans(Sequence[Span]):
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         """Return those that have some of elements [low, high) of the flattened tensor."""
 
+    @abstractmethod
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+
     def __eq__(self, other: object) -> bool:
         """Tell whether another sequence has the same spans."""
         if not isinstance(other, (tuple, Spans)):
@@ -123,6 +127,13 @@ class CutFiles:
     offsets: tuple[int, ...]
     dtype: str
     byteorder: str = "little"
+    _indexes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+
+    def index(self, path: str) -> int | None:
+        """Return which of the files a path is; None for another."""
+        if not self._indexes:
+            self._indexes.update({path: index for index, path in enumerate(self.paths)})
+        return self._indexes.get(path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +222,11 @@ class CutSpans(Spans):
             return ()
         first, end = (self.origin + low) // self.width, -(-(self.origin + high) // self.width)
         return tuple(self._span(file) for file in range(first, end))
+
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+        found = sorted(index for path in paths for index in (self.files.index(path),) if index is not None)
+        return tuple(self._span(file) for file in found if self._first <= file < self._end)
 
     def _span(self, file: int) -> Span:
         begin = file * self.width

@@ -149,7 +149,8 @@ def cut_group(
     present = {key for m in members for key in m.tensors[group.index]} & keys
     paddings: list[Padding] = []
     runs: list[PaddingRun] = []
-    dealt = [list(flat_fragments(group.numels, starts, partition, position)) for position in range(len(members))]
+    numels, ranks = group.numels, range(len(members))
+    dealt = [list(flat_fragments(numels, starts, partition, position)) for position in ranks]
     for position, member in enumerate(members):
         _check_mappings(group, member, names, dealt, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
@@ -215,7 +216,8 @@ def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: 
             return partition
     first = flat_partition_numel(total, world)
     starts = flat_starts(group.numels, group.pads)
-    dealt = [list(flat_fragments(group.numels, starts, first, position)) for position in range(world)]
+    numels = group.numels
+    dealt = [list(flat_fragments(numels, starts, first, position)) for position in range(world)]
     _check_ranks(group, members, range(world), list(group.shapes), dealt)
     wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
     raise LayoutError(
