@@ -24,9 +24,9 @@ from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import place as place_of
 from tests.strategies import cuts, shapes, tilings
 from zckpt.compare.slots import Pair, differences
-from zckpt.engine.batches import BATCH_NBYTES
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.scan import BLOCK_NBYTES
+from zckpt.engine.workers import BATCH_NBYTES, running_on
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.state import Checkpoint, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -329,13 +329,16 @@ def test_processes_find_what_threads_find(processes, tmp_path):
     other = array.copy()
     other[[7, 5_000_000, -1]] += 1
     a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", other)
-    assert compared(a, b) == compared(a, b, executor=processes) == [Found("w", 3, array.size, 7)]
+    with running_on(processes):
+        there = compared(a, b)
+    assert compared(a, b) == there == [Found("w", 3, array.size, 7)]
 
 
 def test_threads_of_the_caller_are_left_running(tmp_path):
     a = stored(tmp_path / "a", noise(100))
     with ThreadPoolExecutor(2) as pool:
-        assert compared(a, a, executor=pool) == []
+        with running_on(pool):
+            assert compared(a, a) == []
         assert pool.submit(sum, [1, 2]).result() == 3
 
 

@@ -18,12 +18,13 @@ import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import Hole, TargetFile, plan
 from zckpt.engine.read import Read, read_all
+from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
+from zckpt.operations.target import write_target
 from zckpt.operations.verify import verify
 from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
@@ -126,12 +127,12 @@ def test_copies_by_other_processes_are_checked(tmp_path: Path) -> None:
     made = plan([TargetFile("out", hole.nbytes, [], [hole])])
     with ProcessPoolExecutor(2) as pool:
         checks = source_checks(open_checkpoint(source).files, made)
-        assert execute(made, [tmp_path / "out"], executor=pool, checks=checks).nbytes >= slot.nbytes
+        with running_on(pool):
+            assert write_target(made, tmp_path / "out", checks=checks).nbytes >= slot.nbytes
         flip(source, in_record(source, "0"))
-        with pytest.raises(DamagedFileError):
-            execute(
-                made, [tmp_path / "other"], executor=pool, checks=source_checks(open_checkpoint(source).files, made)
-            )
+        checks = source_checks(open_checkpoint(source).files, made)
+        with running_on(pool), pytest.raises(DamagedFileError):
+            write_target(made, tmp_path / "other", checks=checks)
     assert not (tmp_path / "other").exists()
 
 
@@ -162,11 +163,11 @@ def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
     nbytes = source.stat().st_size
     slot = Slot("file", "uint8", (nbytes,), (Span(Extent.whole((nbytes,)), str(source), 0, "uint8"),))
     made = plan([TargetFile("x.pt", nbytes, [], [Hole(0, "x.pt", slot, Extent.whole((nbytes,)), "uint8")])])
-    execute(made, [tmp_path / "copy.pt"], checks=source_checks([], made))
+    write_target(made, tmp_path / "copy.pt", checks=source_checks([], made))
     assert (tmp_path / "copy.pt").read_bytes() == source.read_bytes()
     flip(source, in_record(source, "1"))
     with pytest.raises(DamagedFileError, match="data/1"):
-        execute(made, [tmp_path / "other.pt"], checks=source_checks([], made))
+        write_target(made, tmp_path / "other.pt", checks=source_checks([], made))
 
 
 def test_sources_that_are_not_watched_keep_nothing(tmp_path: Path) -> None:

@@ -24,13 +24,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import write_directory
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.execute import BATCH_NBYTES, BUFFER_NBYTES, MINIMUM_PIECE_NBYTES, execute, execute_directory
-from zckpt.engine.pieces import elements, pieces
+from zckpt.engine.copy import elements, pieces
 from zckpt.engine.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, fill, plan
+from zckpt.engine.workers import BATCH_NBYTES, LEAST_BUFFER_NBYTES, running_on
+from zckpt.engine.write import BUFFER_NBYTES
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats import torch_archive
+from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
@@ -64,7 +67,7 @@ def file_of(*holes: Hole, name: str = "target") -> TargetFile:
 
 def written(slot: Slot, target: Path, *, dtype: str | None = None, **options: object) -> np.ndarray:
     """Execute a plan that writes one slot; return the target's elements in the slot's shape."""
-    execute(plan([file_of(hole_of(slot, dtype=dtype))]), [target], **options)
+    write_target(plan([file_of(hole_of(slot, dtype=dtype))]), target, **options)
     return np.fromfile(target, numpy_dtype(dtype or slot.dtype)).reshape(slot.shape)
 
 
@@ -135,20 +138,21 @@ def test_holes_and_literals_fill_the_file_as_laid_out(tmp_path):
     slots = [slot_of(stored(tmp_path / "a", a, before=1)), slot_of(stored(tmp_path / "b", b, before=9))]
     file = TargetFile("t", 80, [Literal(0, b"head"), Literal(58, b"middle"), Literal(78, b"ok")])
     file.holes = [hole_of(slots[0], 8), hole_of(slots[1], 64)]
-    execute(plan([file]), [tmp_path / "t"])
+    write_target(plan([file]), tmp_path / "t")
     found = (tmp_path / "t").read_bytes()
     assert found == b"head" + bytes(4) + a.tobytes() + bytes(10) + b"middle" + b.tobytes() + b"ok"
 
 
 def test_file_without_tensors_is_its_literals(tmp_path):
-    execute(plan([TargetFile("t", 5, [Literal(0, b"index")])]), [tmp_path / "t"])
+    write_target(plan([TargetFile("t", 5, [Literal(0, b"index")])]), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == b"index"
 
 
 def test_one_source_is_read_for_several_files(tmp_path):
     data = noise(100)
     slot = slot_of(stored(tmp_path / "s", data))
-    execute(plan([file_of(hole_of(slot)), file_of(hole_of(slot, dtype="float16"))]), [tmp_path / "a", tmp_path / "b"])
+    files = [file_of(hole_of(slot), name="a"), file_of(hole_of(slot, dtype="float16"), name="b")]
+    write_target(plan(files), tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == data.tobytes()
     assert (tmp_path / "b").read_bytes() == data.astype(np.float16).tobytes()
 
@@ -156,7 +160,7 @@ def test_one_source_is_read_for_several_files(tmp_path):
 def test_directory_holds_each_file_under_its_name(tmp_path):
     data = noise(10)
     slot = slot_of(stored(tmp_path / "s", data))
-    execute_directory(
+    write_directory(
         plan([file_of(hole_of(slot), name="zero/w/fp32.pt"), file_of(hole_of(slot), name="x")]), tmp_path / "t"
     )
     assert (tmp_path / "t/zero/w/fp32.pt").read_bytes() == (tmp_path / "t/x").read_bytes() == data.tobytes()
@@ -325,7 +329,7 @@ def checked(slot: Slot, target: Path, **options: object) -> None:
     nbytes = slot.nbytes
     file = TargetFile("t", nbytes + 20, [Literal(0, b"head"), Literal(nbytes + 4, b"tail")], [hole_of(slot, 4)])
     file.checksums = [Checksum(4, 4 + nbytes, (nbytes + 8, nbytes + 12)), Checksum(0, nbytes + 8, (nbytes + 16,))]
-    execute(plan([file]), [target], **options)
+    write_target(plan([file]), target, **options)
     found = target.read_bytes()
     data, places = found[4 : 4 + nbytes], found[nbytes + 8 :]
     assert places[:8] == zlib.crc32(data).to_bytes(4, "little") * 2
@@ -350,7 +354,7 @@ def test_checksum_of_interleaved_slices(memory, tmp_path):
 def test_checksum_of_nothing(tmp_path):
     slot = Slot("weight", "float32", (0,), ())
     file = TargetFile("t", 8, [Literal(0, b"abcd")], [hole_of(slot, 4)], [Checksum(4, 4, (4,))])
-    execute(plan([file]), [tmp_path / "t"])
+    write_target(plan([file]), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == b"abcd" + bytes(4)
 
 
@@ -358,7 +362,7 @@ def test_checksum_over_a_gap_that_nothing_fills(tmp_path):
     data = noise(10)
     file = TargetFile("t", 100, [Literal(0, b"head")], [hole_of(slot_of(stored(tmp_path / "s", data)), 20)])
     file.checksums = [Checksum(0, 90, (96,))]
-    execute(plan([file]), [tmp_path / "t"])
+    write_target(plan([file]), tmp_path / "t")
     found = (tmp_path / "t").read_bytes()
     assert found[96:] == zlib.crc32(b"head" + bytes(16) + data.tobytes() + bytes(30)).to_bytes(4, "little")
 
@@ -370,7 +374,7 @@ def test_archive_passes_every_reader_of_zip_files(memory, tmp_path):
     tree["plain"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "plain", noise(50_000))), "float32", "plain")
     tree["cast"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "cast", noise(50_000))), "bfloat16", "cast")
     tree["sliced"] = torch_archive.SlotTensor(sliced(tmp_path, whole, 1, 3), "float32", "sliced")
-    execute(plan([torch_archive.lay_out("m.pt", tree)]), [tmp_path / "m.pt"], memory=memory)
+    write_target(plan([torch_archive.lay_out("m.pt", tree)]), tmp_path / "m.pt", memory=memory)
     assert zipfile.ZipFile(tmp_path / "m.pt").testzip() is None
     if shutil.which("unzip"):
         subprocess.run(["unzip", "-tq", tmp_path / "m.pt"], check=True, capture_output=True)
@@ -402,8 +406,9 @@ def everything(tmp_path: Path) -> tuple[Plan, bytes]:
 
 def test_processes_write_the_same_bytes_as_threads(processes, tmp_path):
     made, expected = everything(tmp_path)
-    execute(made, [tmp_path / "threads"])
-    execute(made, [tmp_path / "processes"], executor=processes)
+    write_target(made, tmp_path / "threads")
+    with running_on(processes):
+        write_target(made, tmp_path / "processes")
     assert (tmp_path / "threads").read_bytes() == (tmp_path / "processes").read_bytes() == expected
 
 
@@ -411,7 +416,8 @@ def test_processes_write_the_same_bytes_as_threads(processes, tmp_path):
 def test_threads_of_the_callers_are_used_and_left_running(workers, tmp_path):
     made, expected = everything(tmp_path)
     with ThreadPoolExecutor(workers) as pool:
-        execute(made, [tmp_path / "t"], executor=pool)
+        with running_on(pool):
+            write_target(made, tmp_path / "t")
         assert pool.submit(sum, [1, 2]).result() == 3
     assert (tmp_path / "t").read_bytes() == expected
 
@@ -419,8 +425,9 @@ def test_threads_of_the_callers_are_used_and_left_running(workers, tmp_path):
 def test_error_in_another_process_arrives_as_it_is(processes, tmp_path):
     slot = slot_of(stored(tmp_path / "s", noise(100)))
     os.truncate(tmp_path / "s", 200)
-    with pytest.raises(DamagedFileError, match=r"s: the file ends too early: expected at least 400 bytes, found 200"):
-        written(slot, tmp_path / "t", executor=processes)
+    match = r"s: the file ends too early: expected at least 400 bytes, found 200"
+    with running_on(processes), pytest.raises(DamagedFileError, match=match):
+        written(slot, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 
 
@@ -446,8 +453,8 @@ def test_no_copy_runs_on_after_a_failure(tmp_path):
 
     slot = slot_of(stored(tmp_path / "s", np.zeros(4 * BATCH_NBYTES, np.uint8)))
     with Slow() as pool:
-        with pytest.raises(RuntimeError, match="stop"):
-            written(slot, tmp_path / "t", executor=pool, reporter=Fails())
+        with running_on(pool), pytest.raises(RuntimeError, match="stop"):
+            written(slot, tmp_path / "t", reporter=Fails())
         assert len(pool.futures) > 1
         assert all(future.done() for future in pool.futures)
 
@@ -459,7 +466,7 @@ def test_no_copy_runs_on_after_a_failure(tmp_path):
 def test_progress_adds_up_to_what_was_announced(memory, tmp_path):
     made, _ = everything(tmp_path)
     counter = Counter()
-    execute(made, [tmp_path / "t"], reporter=counter, memory=memory)
+    write_target(made, tmp_path / "t", reporter=counter, memory=memory)
     assert counter.told[0] == ("begin", made.copy_nbytes)
     assert counter.told[-1] == ("end", 0)
     steps = counter.told[1:-1]
@@ -492,7 +499,7 @@ def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype, tmp_
     made = plan([file_of(hole_of(slot, dtype=dtype))])
     os.truncate(tmp_path / "s", kept)
     with pytest.raises(DamagedFileError, match="ends too early"):
-        execute(made, [tmp_path / "t"])
+        write_target(made, tmp_path / "t")
     assert names(tmp_path) == ["s"]
 
 
@@ -526,7 +533,7 @@ def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
     good, bad = slot_of(stored(tmp_path / "good", noise(100))), slot_of(stored(tmp_path / "bad", noise(100)))
     os.truncate(tmp_path / "bad", 10)
     with pytest.raises(DamagedFileError):
-        execute_directory(plan([file_of(hole_of(good), name="a"), file_of(hole_of(bad), name="b")]), tmp_path / "t")
+        write_directory(plan([file_of(hole_of(good), name="a"), file_of(hole_of(bad), name="b")]), tmp_path / "t")
     assert names(tmp_path) == ["bad", "good"]
 
 
@@ -576,11 +583,11 @@ def large_slices(directory: Path) -> Plan:
 )
 def test_memory_stays_within_its_budget_whatever_the_size(made, tmp_path):
     small = plan([file_of(hole_of(slot_of(stored(tmp_path / "small", noise(10))), dtype="bfloat16"))])
-    execute(small, [tmp_path / "warm"])  # loads what is loaded once
+    write_target(small, tmp_path / "warm")  # loads what is loaded once
     large = made(tmp_path)
     tracemalloc.start()
     try:
-        execute(large, [tmp_path / "t"], memory=8 * MEBIBYTE)
+        write_target(large, tmp_path / "t", memory=8 * MEBIBYTE)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -591,7 +598,7 @@ def test_smallest_budget_still_reads_more_than_a_page_at_once(tmp_path):
     """A budget of one byte is met as closely as makes sense, not with a read for every element."""
     slot = slot_of(stored(tmp_path / "s", noise(1 << 20)))
     found = pieces(
-        Fill(hole_of(slot, dtype="float16"), tuple(fill(hole_of(slot, dtype="float16")))), MINIMUM_PIECE_NBYTES, 1
+        Fill(hole_of(slot, dtype="float16"), tuple(fill(hole_of(slot, dtype="float16")))), LEAST_BUFFER_NBYTES, 1
     )
-    assert len(list(found)) == (1 << 22) // MINIMUM_PIECE_NBYTES
+    assert len(list(found)) == (1 << 22) // LEAST_BUFFER_NBYTES
     assert itemsize("float32") * len(written(slot, tmp_path / "t", memory=1)) == 1 << 22

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tests import gloo
 from tests.deepspeed_engine import models, training
 from tests.deepspeed_engine.spec import Spec
+from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.formats import open_checkpoint, torch_file
 from zckpt.formats.dcp import writer
@@ -115,7 +115,7 @@ def shard(model: nn.Module, *parts: nn.Module) -> None:
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int) -> Path:
-    execute_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
     return directory
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from tests import gloo
 from tests.deepspeed_engine.catalogue import SPECS
 from tests.deepspeed_engine.models import build_model, param_groups
+from tests.plans import write_directory
 from tests.truth import Truth, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.formats import zero_redundancy
 from zckpt.formats.deepspeed import find as find_deepspeed
@@ -225,7 +225,7 @@ def names(kind: str, *, doubtful: bool = True) -> list[str]:
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:
     files = zero_redundancy.lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
-    execute_directory(plan(files), directory)
+    write_directory(plan(files), directory)
     return directory
 
 

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from zckpt.engine.execute import BATCH_NBYTES, execute, execute_directory
+from tests.plans import write_directory
 from zckpt.engine.plan import Hole, Literal, Plan, TargetFile, plan
+from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
+from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.durable import check_space, written_directory, written_files
-from zckpt.storage.ownership import Owned
-from zckpt.storage.partial import partial_name
+from zckpt.storage.ownership import Owned, partial_name
 
 NBYTES = 3 * BATCH_NBYTES
 """Enough for several batches, so that something can go wrong between them."""
@@ -82,7 +83,7 @@ class Raises(Reporter):
 def test_existing_file_is_refused_and_untouched(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
     with pytest.raises(TargetExistsError, match=r"t: exists already; .*--overwrite"):
-        execute(copying(tmp_path, "t"), [tmp_path / "t"])
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == OLD
     assert listing(tmp_path) == ["t"]
 
@@ -90,7 +91,7 @@ def test_existing_file_is_refused_and_untouched(tmp_path):
 def test_existing_directory_is_refused_and_untouched(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t/old").write_bytes(OLD)
-    for run in (lambda p: execute_directory(p, tmp_path / "t"), lambda p: execute(p, [tmp_path / "t"])):
+    for run in (lambda p: write_directory(p, tmp_path / "t"), lambda p: write_target(p, tmp_path / "t")):
         with pytest.raises(TargetExistsError):
             run(copying(tmp_path, "new"))
     assert listing(tmp_path) == ["t"]
@@ -100,20 +101,20 @@ def test_existing_directory_is_refused_and_untouched(tmp_path):
 def test_one_existing_target_of_several_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "b").write_bytes(OLD)
     with pytest.raises(TargetExistsError):
-        execute(copying(tmp_path, "a", "b"), [tmp_path / "a", tmp_path / "b"])
+        write_target(copying(tmp_path, "a", "b"), tmp_path / "b")
     assert listing(tmp_path) == ["b"]
 
 
 def test_link_to_nothing_counts_as_there(tmp_path):
     (tmp_path / "t").symlink_to(tmp_path / "nowhere")
     with pytest.raises(TargetExistsError):
-        execute(copying(tmp_path, "t"), [tmp_path / "t"])
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert listing(tmp_path) == ["t"]
 
 
 def test_overwriting_replaces_a_file(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
-    execute(copying(tmp_path, "t"), [tmp_path / "t"], overwrite=True)
+    write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
     assert is_whole(tmp_path / "t")
     assert listing(tmp_path) == ["t"]
 
@@ -121,7 +122,7 @@ def test_overwriting_replaces_a_file(tmp_path):
 def test_overwriting_replaces_a_directory_as_a_whole(tmp_path):
     (tmp_path / "t/below").mkdir(parents=True)
     (tmp_path / "t/below/old").write_bytes(OLD)
-    execute_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
     assert listing(tmp_path) == ["t"]
     assert listing(tmp_path / "t") == ["new"]
     assert is_whole(tmp_path / "t/new")
@@ -130,7 +131,7 @@ def test_overwriting_replaces_a_directory_as_a_whole(tmp_path):
 def test_overwriting_does_not_replace_a_file_by_a_directory(tmp_path):
     (tmp_path / "t").write_bytes(OLD)
     with pytest.raises(TargetExistsError, match="cannot be replaced: expected a directory, found a file"):
-        execute_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+        write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
     assert listing(tmp_path) == ["t"]
     assert (tmp_path / "t").read_bytes() == OLD
 
@@ -139,7 +140,7 @@ def test_overwriting_does_not_replace_a_directory_by_a_file(tmp_path):
     (tmp_path / "t").mkdir()
     (tmp_path / "t/old").write_bytes(OLD)
     with pytest.raises(TargetError):
-        execute(copying(tmp_path, "t"), [tmp_path / "t"], overwrite=True)
+        write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
     assert (tmp_path / "t/old").read_bytes() == OLD
     assert listing(tmp_path) == ["t"]
 
@@ -160,9 +161,9 @@ def test_overwriting_that_fails_keeps_the_old_target(directory, tmp_path):
 
 def write(made: Plan, target: Path, *, directory: bool = False, **options: object) -> None:
     if directory:
-        execute_directory(made, target, owned=ANYTHING, **options)
+        write_directory(made, target, owned=ANYTHING, **options)
     else:
-        execute(made, [target], **options)
+        write_target(made, target, **options)
 
 
 @pytest.mark.parametrize("directory", [False, True])
@@ -214,13 +215,13 @@ def test_target_without_a_name_of_its_own_is_refused(target, tmp_path, monkeypat
 
 def test_device_that_takes_no_files_is_refused(tmp_path):
     with pytest.raises(TargetError):
-        execute(copying(tmp_path, "t", nbytes=10), ["/proc/self/t"])
+        write_target(copying(tmp_path, "t", nbytes=10), "/proc/self/t")
 
 
 def test_file_system_without_room_is_refused_before_anything_is_written(tmp_path):
     huge = plan([TargetFile("t", 1 << 60)])
     with pytest.raises(TargetError, match="not enough space: expected 1152921504606846976 bytes free"):
-        execute(huge, [tmp_path / "t"])
+        write_target(huge, tmp_path / "t")
     with pytest.raises(TargetError, match="not enough space"):
         check_space(tmp_path, 1 << 62)
     assert listing(tmp_path) == []
@@ -336,7 +337,7 @@ def test_killed_run_leaves_the_old_target(directory, tmp_path):
 
 def test_longer_file_of_a_killed_run_does_not_show_through(tmp_path):
     partial_name(tmp_path / "t").write_bytes(b"x" * 1000)
-    execute(plan([TargetFile("t", 5, [Literal(3, b"ab")])]), [tmp_path / "t"])
+    write_target(plan([TargetFile("t", 5, [Literal(3, b"ab")])]), tmp_path / "t")
     assert (tmp_path / "t").read_bytes() == b"\0\0\0ab"
 
 
@@ -353,7 +354,7 @@ def test_everything_in_the_directory_of_a_killed_run_is_removed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/keep").write_bytes(OLD)
     (partial / "link").symlink_to(tmp_path / "elsewhere")
-    execute_directory(copying(tmp_path, "new"), tmp_path / "t")
+    write_directory(copying(tmp_path, "new"), tmp_path / "t")
     assert listing(tmp_path / "t") == ["new"]
     assert listing(tmp_path / "elsewhere") == ["keep"]
 
@@ -362,7 +363,7 @@ def test_old_directory_of_a_run_that_was_killed_after_the_rename_is_removed(tmp_
     for name in (".t.zckpt-old", "t"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_bytes(OLD)
-    execute_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
     assert listing(tmp_path) == ["t"]
     assert listing(tmp_path / "t") == ["new"]
 
@@ -374,10 +375,10 @@ def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_
     (tmp_path / ".t.zckpt-old/file").write_bytes(OLD)
     made = copying(tmp_path, "new")
     if overwrite:
-        execute_directory(made, tmp_path / "t", overwrite=True, owned=ANYTHING)
+        write_directory(made, tmp_path / "t", overwrite=True, owned=ANYTHING)
     else:
         with pytest.raises(TargetExistsError):
-            execute_directory(made, tmp_path / "t")
+            write_directory(made, tmp_path / "t")
     assert listing(tmp_path) == ["t"]
     assert listing(tmp_path / "t") == (["new"] if overwrite else ["file"])
 
@@ -385,10 +386,10 @@ def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_
 def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
     partial_name(tmp_path / "t").mkdir()
     with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created"):
-        execute(copying(tmp_path, "t"), [tmp_path / "t"])
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
     partial_name(tmp_path / "u").write_bytes(b"")
     with pytest.raises(TargetError, match=r"\.u\.zckpt-partial: cannot be created"):
-        execute_directory(copying(tmp_path, "t"), tmp_path / "u")
+        write_directory(copying(tmp_path, "t"), tmp_path / "u")
 
 
 # --- several runs at once ---------------------------------------------------------------------------------------
@@ -400,9 +401,10 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     script = """
         import sys
         from pathlib import Path
-        from tests.storage.test_durable import Reporter, copying, execute, execute_directory
+        from tests.storage.test_durable import copying, write_directory, write_target
+        from zckpt.engine import SilentReporter
 
-        class Waits(Reporter):
+        class Waits(SilentReporter):
             def __init__(self, then):
                 self.then = then
 
@@ -415,8 +417,8 @@ def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
         here = Path(sys.argv[1])
         made = copying(here, "t")
-        both = Waits(lambda: execute_directory(made, here / "d", reporter=Waits(until_told)))
-        execute(made, [here / "t"], reporter=both)
+        both = Waits(lambda: write_directory(made, here / "d", reporter=Waits(until_told)))
+        write_target(made, here / "t", reporter=both)
     """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
@@ -444,26 +446,26 @@ def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(targ
 
 
 def test_run_to_another_target_is_not_refused(other_run, tmp_path):
-    execute(copying(tmp_path, "u"), [tmp_path / "u"])
+    write_target(copying(tmp_path, "u"), tmp_path / "u")
     assert is_whole(tmp_path / "u")
 
 
 def test_second_of_two_targets_that_is_being_written_leaves_nothing_of_the_first(other_run, tmp_path):
     with pytest.raises(TargetError, match="another run"):
-        execute(copying(tmp_path, "a", "t"), [tmp_path / "a", tmp_path / "t"])
+        write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
     assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
 
 
 def test_lock_of_a_killed_run_does_not_outlive_it(other_run, tmp_path):
     other_run.kill()
     other_run.wait()
-    execute(copying(tmp_path, "t"), [tmp_path / "t"])
+    write_target(copying(tmp_path, "t"), tmp_path / "t")
     assert is_whole(tmp_path / "t")
 
 
 def test_one_target_given_twice_is_refused(tmp_path):
     with pytest.raises(TargetError, match="another run"):
-        execute(copying(tmp_path, "a", "b"), [tmp_path / "t", tmp_path / "t"])
+        write_target(copying(tmp_path, "t", "t"), tmp_path / "t")
     assert listing(tmp_path) == []
 
 

@@ -63,8 +63,7 @@ def diff_command(
     told = reporter("diff", quiet=quiet)
     if series:
         from zckpt.operations.series import series as measure_series
-        from zckpt.report.series import document as series_document
-        from zckpt.report.series import render as render_series
+        from zckpt.report.difference import render_series, series_document
 
         if rtol or atol or rename or ignore or any(where[key] for key in ("tag", "roots")) or any(where_b.values()):
             raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")

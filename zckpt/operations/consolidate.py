@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.errors import UsageError
 from zckpt.formats import safetensors_file
@@ -20,6 +19,7 @@ from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -136,7 +136,10 @@ def consolidate(
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
-        checked = _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
+        owned = OWNED if kind_of_model(path) == DIRECTORY else None
+        checked = write_target(
+            made, path, owned=owned, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks
+        )
     return Consolidated(
         dry_run=dry_run,
         files=tuple(paths),
@@ -222,20 +225,3 @@ def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, o
         check_sources(checkpoint, paths)
         if overwrite:
             check_companions(path, paths)
-
-
-def _run(
-    made: Plan,
-    path: Path,
-    paths: list[Path],
-    *,
-    overwrite: bool,
-    memory: int,
-    reporter: Reporter | None,
-    checks: Checks | None,
-) -> Checked:
-    """Write the files; the target itself is the last of them."""
-    common: dict[str, Any] = {"overwrite": overwrite, "memory": memory, "reporter": reporter, "checks": checks}
-    if kind_of_model(path) == DIRECTORY:
-        return execute_directory(made, path, owned=OWNED, **common)
-    return execute(Plan(tuple(reversed(made.files))), paths[::-1], **common)

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UsageError
 from zckpt.formats.checksums import source_checks
@@ -18,6 +17,7 @@ from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.ownership import check_replaceable
 
@@ -143,13 +143,17 @@ def _compared(checkpoint: Checkpoint) -> int:
 def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path = proof.target
-    common: dict[str, Any] = {
-        "overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter, "checks": checks,
-    }  # fmt: skip
-    if made.is_file:
-        checked = execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
-    else:
-        checked = execute_directory(planned, path, owned=made.owned, check=proof.of, **common)
-    if made.beside:
-        execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
+    checked = write_target(
+        planned,
+        path,
+        owned=None if made.is_file else made.owned,
+        more=proof.beside if made.is_file else (),
+        overwrite=overwrite,
+        memory=proof.memory,
+        reporter=proof.reporter,
+        checks=checks,
+        prove=proof.of,
+    )
+    for one in made.beside:
+        write_target(plan([one]), path.parent / one.name, overwrite=True)
     return checked

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zckpt.compare.digests import Fingerprint
 from zckpt.compare.leaves import digest_part, put_together
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.operations.open import Source, opened
 
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
 from zckpt.formats.checksums import source_checks
@@ -21,7 +21,8 @@ from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.result import Written
-from zckpt.state.renaming import as_filed
+from zckpt.operations.target import write_target
+from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned
 
 
@@ -117,15 +118,15 @@ def reshard(
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
-        checked = execute_directory(
+        checked = write_target(
             made,
             path,
-            overwrite=overwrite,
             owned=owned,
+            overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=proof.of,
             checks=checks,
+            prove=proof.of,
         )
     files = tuple(path / one.file.name for one in made.files)
     return Written(

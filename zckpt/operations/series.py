@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.figures import Figures, Tolerance
 from zckpt.compare.slots import measure
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.scan import Row
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter

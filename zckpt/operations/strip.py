@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Hole, fill, plan
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint, strippers
@@ -18,6 +18,7 @@ from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import check_apart, check_companions
 from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
 from zckpt.storage.ownership import Owned
 
@@ -116,31 +117,21 @@ def strip(
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
 
-    def check(written: Path) -> None:
+    def prove(written: Path, _: Sequence[Path]) -> None:
         _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
     checked = Checked()
     checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
-    if not dry_run and origin.is_dir():
-        checked = execute_directory(
+    if not dry_run:
+        checked = write_target(
             planned,
             path,
-            overwrite=overwrite,
-            owned=owned,
-            memory=memory,
-            reporter=reporter,
-            check=check,
-            checks=checks,
-        )
-    elif not dry_run:
-        checked = execute(
-            planned,
-            [path],
+            owned=owned if origin.is_dir() else None,
             overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=lambda written: check(written[0]),
             checks=checks,
+            prove=prove,
         )
     return Stripped(
         dry_run=dry_run,

@@ -22,7 +22,7 @@ def render(document: dict[str, Any]) -> str:
         f"at most {size(document['memory_nbytes'])} of buffers"
     )
     if document["checked_elements"]:
-        lines.append(f"{count(document['checked_elements'], 'element')} of masters agree with the weights beside them")
+        lines.append(f"{count(document['checked_elements'], 'element')} of masters agree with their weights")
     if document["checksummed_nbytes"]:
         lines.append(f"{size(document['checksummed_nbytes'])} of the source agree with the checksums in its files")
     if document["verified_nbytes"]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import zckpt
 from tests.formats.deepspeed.shards import FIXTURES
-from zckpt.torchfile import FromFile, Object, Tensor, read_torchfile
-from zckpt.torchfile.walk import children
+from zckpt.torchfile import FromFile, Object, Tensor, children, read_torchfile
 
 
 def run_of(name: str) -> Path:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.plans import read_slot
 from tests.strategies import cuts
-from zckpt.engine.read import read_extent, read_slot
+from zckpt.engine.read import read_extent
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge

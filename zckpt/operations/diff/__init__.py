@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.figures import Tolerance
 from zckpt.compare.slots import Difference, differences
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter, match
 from zckpt.operations.diff.settings import Setting, compare_settings

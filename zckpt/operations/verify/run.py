@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import ADDED, CHANGED, GONE
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.open import Source, opened

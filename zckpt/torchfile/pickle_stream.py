@@ -1,8 +1,8 @@
 """Writes a pickle opcode by opcode, in protocol 2, as torch writes its own.
 
-What is written for each type of node is in `pickle_plain_writer`, `pickle_object_writer`, `pickle_numpy_writer` and
-`pickle_tensor_writer`: a function for a leaf, a generator for a node with others below it. The generator writes the
-opcodes around its parts and yields the parts themselves, so that nothing here recurses, however deep a tree is.
+What is written for each type of node is a function for a leaf, a generator for a node with others below it: plain data
+here, all others in `pickle_writer`. The generator writes the opcodes around its parts and yields the parts themselves,
+so that nothing here recurses, however deep a tree is.
 
     list    ] PUT ( <yield item> ... e        a cycle may lead back into it: it is in the memo before its items are
     tuple   ( <yield item> ... t PUT          where a cycle has made it meanwhile: POP GET instead of PUT
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from zckpt.errors import UnsupportedError
 from zckpt.state.dtypes import itemsize
-from zckpt.torchfile.objects import Global
-from zckpt.torchfile.pickle_storage_writer import FromFile, Mentioned, class_of
-from zckpt.torchfile.tensors import Storage
+from zckpt.torchfile.nodes import Storage
+from zckpt.torchfile.torch_file import FromFile, Mentioned, class_of
 
 PROTOCOL = b"\x80\x02"
 STOP = b"."
@@ -29,28 +28,25 @@ Parts = Iterator[object]
 StandFor = Callable[[object], object]
 """From a node that the writer does not know to one that it does; None where there is none."""
 
-Leaf = Callable[["Writer", Any], None]
-Nested = Callable[["Writer", Any], Parts]
+Call = tuple[str, str, tuple[object, ...]]
+"""Module, function and arguments of what an unpickler calls for a node."""
 
-LEAVES: dict[type, Leaf] = {}
-NESTED: dict[type, Nested] = {}
-"""What writes each type; filled by the modules named above."""
+LEAVES: dict[type, Callable[[Writer, Any], None]] = {}
+"""What writes each type with nothing below it; these three tables are filled below and by `pickle_writer`."""
 
+CALLS: dict[type, Callable[[Any], Call]] = {}
+"""The call that each type is written as, where that says all."""
 
-def leaf(*kinds: type) -> Callable[[Leaf], Leaf]:
-    """Register a function that writes nodes with nothing below them."""
+NESTED: dict[type, Callable[[Writer, Any], Parts]] = {}
+"""What writes each other type and yields the nodes below it."""
 
-    def register(function: Leaf) -> Leaf:
-        LEAVES.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
+N = TypeVar("N", bound=Callable[..., Parts])
 
 
-def nested(*kinds: type) -> Callable[[Nested], Nested]:
+def nested(*kinds: type) -> Callable[[N], N]:
     """Register a generator that writes nodes and yields those below them."""
 
-    def register(function: Nested) -> Nested:
+    def register(function: N) -> N:
         NESTED.update(dict.fromkeys(kinds, function))
         return function
 
@@ -116,11 +112,12 @@ class Writer:
         if known is not None:
             self.get(known[0])
             return None
+        call = CALLS.get(type(node))
+        if call is not None:
+            return self.reduce(node, *call(node))
         write_nested = NESTED.get(type(node))
         if write_nested is not None:
             return write_nested(self, node)
-        if isinstance(node, FromFile):
-            return self.from_file(node)
         if isinstance(node, Storage):
             self.mention(node, self.source.byteorder if self.source else "little", None)
             return None
@@ -206,9 +203,9 @@ class Writer:
             self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
         self.globals[module, name] = self.put()
 
-    def reduce(self, node: object, function: Global, args: Iterable[object]) -> Parts:
-        """Write a call, which makes `node`; `made` is left to the caller where there is more to it."""
-        self.function(function.module, function.name)
+    def reduce(self, node: object, module: str, name: str, args: Iterable[object]) -> Parts:
+        """Write a call that returns `node`."""
+        self.function(module, name)
         yield from self.call(args)
         self.made(node)
 
@@ -246,3 +243,109 @@ class Writer:
         self.text(storage.location)
         self.integer(storage.nbytes // itemsize(storage.dtype) if typed else storage.nbytes)
         self.out += b"tQ"
+
+
+BUILTINS = "__builtin__"
+"""The name of `builtins` in protocol 2."""
+
+_ORDERED = frozenset({str, int, float, bool, type(None), bytes})
+"""Members of a set that are written in the order of their text: what a set gives differs from run to run."""
+
+
+LEAVES |= {
+    type(None): lambda writer, _: writer.out.extend(b"N"),
+    bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
+    int: Writer.integer,
+    float: lambda writer, value: writer.out.extend(b"G" + struct.pack(">d", value)),
+    str: Writer.text,
+}
+
+
+def bytes_call(value: bytes) -> Call:
+    """Return the call for bytes: protocol 2 has none, so text that is to be encoded."""
+    return ("_codecs", "encode", (value.decode("latin-1"), "latin1")) if value else (BUILTINS, "bytes", ())
+
+
+def set_call(value: set[object] | frozenset[object]) -> Call:
+    """Return the call for a set: protocol 2 makes it of a list."""
+    return BUILTINS, type(value).__name__, (in_order(value),)
+
+
+NESTED[FromFile] = Writer.from_file
+
+CALLS |= {
+    bytes: bytes_call,
+    bytearray: lambda value: (BUILTINS, "bytearray", (value.decode("latin-1"), "latin-1") if value else ()),
+    complex: lambda value: (BUILTINS, "complex", (value.real, value.imag)),
+    slice: lambda value: (BUILTINS, "slice", (value.start, value.stop, value.step)),
+    range: lambda value: (BUILTINS, "xrange", (value.start, value.stop, value.step)),
+    set: set_call,
+    frozenset: set_call,
+}
+
+
+@nested(tuple)
+def tuple_of(writer: Writer, value: tuple[object, ...]) -> Parts:
+    """Write a tuple."""
+    if not value:
+        writer.out += b")"
+    elif len(value) <= 3:
+        yield from value
+        writer.out += (b"\x85", b"\x86", b"\x87")[len(value) - 1]
+        writer.made(value)
+    else:
+        writer.out += b"("
+        yield from value
+        writer.out += b"t"
+        writer.made(value)
+
+
+@nested(list)
+def list_of(writer: Writer, value: list[object]) -> Parts:
+    """Write a list."""
+    writer.out += b"]"
+    writer.made(value)
+    yield from appended(writer, value)
+
+
+@nested(dict)
+def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
+    """Write a dict."""
+    writer.out += b"}"
+    writer.made(value)
+    yield from entered(writer, value.items())
+
+
+def in_order(members: Iterable[object]) -> list[object]:
+    """Return the members of a set in an order that is the same in every run, where their types allow it."""
+    found = list(members)
+    return sorted(found, key=_sort_key) if all(_has_order(member) for member in found) else found
+
+
+def _has_order(member: object, depth: int = 4) -> bool:
+    if type(member) is tuple and depth:
+        return all(_has_order(one, depth - 1) for one in member)
+    return type(member) in _ORDERED
+
+
+def _sort_key(member: object) -> tuple[str, str]:
+    if isinstance(member, tuple):
+        return "tuple", repr([_sort_key(one) for one in member])
+    return type(member).__name__, hex(member) if isinstance(member, int) else repr(member)
+
+
+def appended(writer: Writer, items: list[object]) -> Parts:
+    """Write what is appended to the list on top of the stack."""
+    if items:
+        writer.out += b"("
+        yield from items
+        writer.out += b"e"
+
+
+def entered(writer: Writer, entries: Iterable[tuple[object, object]]) -> Parts:
+    """Write what is set in the dict on top of the stack."""
+    writer.out += b"("
+    for key, value in entries:
+        yield key
+        yield value
+    writer.out += b"u"
