@@ -6,6 +6,7 @@ Only ranks import this; it sets the environment of its process.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -20,6 +21,9 @@ os.environ |= {
 }
 
 _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be in every rank
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.moe.fused_expert_layout",
     "deepspeed.moe.layer",
     "deepspeed.runtime.lr_schedules",
     "deepspeed.runtime.pipe.engine",
@@ -27,11 +31,14 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "safetensors.torch",
     "tests.deepspeed_engine.training",
     "tests.deepspeed_engine.truth",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
     "torch._dynamo",  # torch's optimizers import it when they are built
 )
 for _name in _SLOW_IMPORTS:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
 
 
 def patch() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
-from zckpt.state.renaming import bare
-from zckpt.storage.naming import interrupted
+from zckpt.state.names import bare
+from zckpt.storage.durable import interrupted
 
 OWN_DOCUMENT = "checkpoint.json"
 """What tells zckpt's own format, whose modules are not loaded to look for it."""
