@@ -149,7 +149,7 @@ def consolidate(
     _check_apart(checkpoint, path, paths, overwrite=overwrite)
     checked = Checked()
     if not dry_run:
-        checks = source_checks(checkpoint.files, made) if checksums else None
+        checks = source_checks(checkpoint, made) if checksums else None
         checked = _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
     return Consolidated(
         tuple(paths),

@@ -11,14 +11,17 @@ from typing import Any
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Plan, plan
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
-from zckpt.formats.writers import Made, Wanted, lay_out
+from zckpt.formats.format import Format, Job, TargetFiles, choose
+from zckpt.formats.registry import find_format, formats, get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.storage.ownership import check_replaceable
+from zckpt.state.rank_values import listed
+from zckpt.state.renaming import as_filed
+from zckpt.storage.ownership import Owned, check_replaceable
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,6 @@ def convert(
     target: str | os.PathLike[str],
     *,
     to: str,
-    world_size: int | None = None,
-    stage: int | None = None,
-    elastic: bool | None = None,
-    round_robin: bool | None = None,
-    parameter_alignment: bool | None = None,
-    dtype: str | None = None,
     weight_check: bool = True,
     checksums: bool = True,
     verify: bool = False,
@@ -77,6 +74,7 @@ def convert(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    **options: object,
 ) -> Converted:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
@@ -87,22 +85,21 @@ def convert(
     target : path-like
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
-    to : {"deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy"}
-    world_size : int, optional
-        Ranks of the target. `deepspeed`: by default the source's. `zckpt`, `dcp`: files to spread it over, by
-        default one; any number of ranks loads it. `zero-redundancy`: also write each rank's own file.
-    stage : {1, 2, 3}, optional
-        ZeRO stage, for `deepspeed`; by default the source's.
-    elastic, round_robin, parameter_alignment : bool, optional
-        For `deepspeed`, as for `reshard`.
-    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Of trained parameters in the model of `consolidated`, `dcp` and `zero-redundancy`; by default "keep".
+    to : str
+        A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy", or one of
+        another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
     weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
         As for `consolidate`.
+    **options
+        What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
+        and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
+        default one; any number of ranks loads it. `zero-redundancy`: world_size, to write each rank's own file as well.
+        `consolidated`, `dcp`, `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None is
+        as if it were not given.
 
     Raises
     ------
@@ -115,42 +112,72 @@ def convert(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
+    written = get(to)
+    if not written.writes:
+        raise UsageError(
+            f"{to} is read and not written", expected=", ".join(one.name for one in formats() if one.writes)
+        )
+    chosen = choose(written.options, options, to)
     checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
     dropped = check_nothing_lost(checkpoint, drop)
-    if to != "deepspeed":  # whose own writer keeps what each rank has
+    if not written.keeps_ranks:
         _round_means(checkpoint)
+    checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
-    wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
-    made = lay_out(checkpoint, Path(source), path, to, wanted)
-    planned = plan(made.files)
-    recorded = to == "zckpt" if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, made.restated)
-    if made.is_file:
-        check_sources(checkpoint, [path, *proof.beside])
-        if overwrite:
-            check_companions(path, [path, *proof.beside])
-    else:
-        check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
-    for one in made.beside:
-        check_replaceable(path.parent / one.name)
+    laid = written.lay_out(Job(checkpoint, Path(source), path, chosen))
+    planned = plan(laid.files)
+    recorded = written.fingerprinted if fingerprint is None else fingerprint
+    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
+    owned = _check_target(proof, written, laid, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
     checked = Checked()
     if not dry_run:
-        checks = source_checks(checkpoint.files, planned) if checksums else None
-        checked = _write(proof, made, planned, overwrite, checks)
-    inside = [path if made.is_file else path / one.name for one in made.files]
+        checks = source_checks(checkpoint, planned) if checksums else None
+        checked = _write(proof, laid, owned, planned, overwrite, checks)
+    inside = [path if laid.is_file else path / one.name for one in laid.files]
     return Converted(
-        tuple(inside + [path.parent / one.name for one in made.beside]),
+        tuple(inside + [path.parent / one.name for one in laid.outside]),
         planned.read_nbytes,
         planned.write_nbytes,
         memory,
         compared,
         proof.verified,
         checked.nbytes,
-        made.notes,
+        tuple(laid.notes),
         tuple(checkpoint.warnings),
         dropped,
     )
+
+
+def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
+    """Return a checkpoint under the names that the target's programs look for; refuse what no other format can hold."""
+    own = find_format(checkpoint.format)
+    if own is not None and own.family and own.family == written.family:
+        checkpoint = as_filed(checkpoint)
+    if checkpoint.per_rank and written is not own:  # its own format knows when it can go along
+        raise UnsupportedError(
+            f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other format "
+            f"has a place for that",
+            path=checkpoint.source,
+            expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
+            advice="`zckpt consolidate` writes the model by itself",
+        )
+    return checkpoint
+
+
+def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite: bool) -> Owned:
+    """Raise unless the target can be made or replaced without losing anything; return what tells its own files."""
+    path, checkpoint = proof.target, proof.checkpoint
+    owned = written.owned_with(laid)
+    if laid.is_file:
+        check_sources(checkpoint, [path, *proof.beside])
+        if overwrite:
+            check_companions(path, [path, *proof.beside])
+    else:
+        check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
+    for one in laid.outside:
+        check_replaceable(path.parent / one.name)
+    return owned
 
 
 def _round_means(checkpoint: Checkpoint) -> None:
@@ -169,16 +196,18 @@ def _compared(checkpoint: Checkpoint) -> int:
     return check_weights(checkpoint)
 
 
-def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
+def _write(
+    proof: Proof, laid: TargetFiles, owned: Owned, planned: Plan, overwrite: bool, checks: Checks | None
+) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path = proof.target
     common: dict[str, Any] = {
         "overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter, "checks": checks,
     }  # fmt: skip
-    if made.is_file:
+    if laid.is_file:
         checked = execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
     else:
-        checked = execute_directory(planned, path, owned=made.owned, check=proof.of, **common)
-    if made.beside:
-        execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
+        checked = execute_directory(planned, path, owned=owned, check=proof.of, **common)
+    if laid.outside:
+        execute(plan(laid.outside), [path.parent / one.name for one in laid.outside], overwrite=True)
     return checked

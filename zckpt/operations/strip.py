@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zckpt.engine.checking import Checked
 from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
-from zckpt.engine.plan import Hole, fill, plan
+from zckpt.engine.plan import Hole, Plan, fill, plan
 from zckpt.errors import LayoutError, UsageError
-from zckpt.formats import open_checkpoint, strippers
+from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
+from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.proof import check_apart, check_companions
@@ -124,39 +126,18 @@ def strip(
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = Path(source), Path(target)
     _check_request(checkpoint, origin, request)
-    made = strippers.strip(checkpoint, origin, request)
+    made = get(checkpoint.format).strip(checkpoint, origin, request)
     dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
     planned = plan(one.file for one in made.files if one.file is not None)
     owned = Owned(frozenset(one.name for one in made.files).__contains__)
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
-
-    def check(written: Path) -> None:
-        _prove(checkpoint, open_checkpoint(written), request, path)
-
     checked = Checked()
-    checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
-    if not dry_run and origin.is_dir():
-        checked = execute_directory(
-            planned,
-            path,
-            overwrite=overwrite,
-            owned=owned,
-            memory=memory,
-            reporter=reporter,
-            check=check,
-            checks=checks,
-        )
-    elif not dry_run:
-        checked = execute(
-            planned,
-            [path],
-            overwrite=overwrite,
-            memory=memory,
-            reporter=reporter,
-            check=lambda written: check(written[0]),
-            checks=checks,
-        )
+    if not dry_run:
+        checks = source_checks(checkpoint, planned) if checksums else None
+        common: dict[str, Any] = {"overwrite": overwrite, "memory": memory, "reporter": reporter, "checks": checks}
+        checked = _write(planned, path, lambda at: _prove(checkpoint, open_checkpoint(at), request, path),
+                         owned if origin.is_dir() else None, common)  # fmt: skip
     return Stripped(
         tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
         planned.read_nbytes,
@@ -171,6 +152,15 @@ def strip(
     )
 
 
+def _write(
+    planned: Plan, target: Path, check: Callable[[Path], None], owned: Owned | None, common: dict[str, Any]
+) -> Checked:
+    """Write a directory, or one file where none is owned, and check it before it gets its name."""
+    if owned is None:
+        return execute(planned, [target], check=lambda written: check(written[0]), **common)
+    return execute_directory(planned, target, owned=owned, check=check, **common)
+
+
 def _compared(checkpoint: Checkpoint) -> int:
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return 0
@@ -181,7 +171,7 @@ def _compared(checkpoint: Checkpoint) -> int:
 
 def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
     """Raise unless something is to go that can; where nothing is named, say what could be."""
-    slots = [name for name in strippers.slot_names(checkpoint, source) if name != WEIGHT]
+    slots = [name for name in get(checkpoint.format).slot_names(checkpoint, source) if name != WEIGHT]
     unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
     if unknown:
         raise UsageError(
@@ -197,7 +187,7 @@ def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> No
 
 def _gain(checkpoint: Checkpoint, source: Path, request: Request) -> int:
     """Return the bytes that would be saved."""
-    return sum(_saved(strippers.strip(checkpoint, source, request)).values())
+    return sum(_saved(get(checkpoint.format).strip(checkpoint, source, request)).values())
 
 
 def _saved(made: Stripping) -> dict[str, int]:
