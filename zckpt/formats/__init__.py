@@ -70,7 +70,8 @@ def open_checkpoint(
         from zckpt.formats.near import explained
 
         raise explained(error, search, misses) from error.__cause__
-    checkpoint.opened = str(path)
+    checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
+    checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and not found_by.lists_files:
         from zckpt.formats.beside import read_beside
 

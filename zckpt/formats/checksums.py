@@ -13,8 +13,7 @@ from zckpt.formats.format import Format
 from zckpt.formats.registry import find_format
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile.archive import has_checksums, read_archive
-from zckpt.torchfile.source import open_range
+from zckpt.torchfile import has_checksums, open_range, read_archive
 
 ZIP = b"PK\3\4"
 

@@ -19,8 +19,7 @@ from zckpt.formats.optimizer_file import is_optimizers
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
 from zckpt.formats.torch_optimizer import looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.torchfile import Tensor, TorchFile, read_torchfile, walk_tensors
-from zckpt.torchfile.walk import children, is_leaf
+from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
 NO_PADDING = "this format has no padding"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")

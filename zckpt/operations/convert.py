@@ -4,61 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.format import Format, Job, TargetFiles, choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.rank_values import listed
 from zckpt.state.renaming import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What was written, or under `dry_run` would be.
-
-    Parameters
-    ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights.
-    verified : int, bytes
-        What was compared with the source after writing.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes, warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
-    """
-
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
-    memory: int
-    compared: int
-    verified: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-
-
 def convert(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     to: str,
@@ -74,14 +42,15 @@ def convert(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
     **options: object,
-) -> Converted:
+) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
     Parameters
     ----------
-    source : path-like
-        Anything that `open` reads.
+    source : path-like or Checkpoint
+        Anything that `open` reads, or has opened.
     target : path-like
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
@@ -92,7 +61,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
@@ -114,17 +83,16 @@ def convert(
         raise UsageError("sizes must be positive", found=memory)
     written = get(to)
     if not written.writes:
-        raise UsageError(
-            f"{to} is read and not written", expected=", ".join(one.name for one in formats() if one.writes)
-        )
+        expected = ", ".join(one.name for one in formats() if one.writes)
+        raise UsageError(f"{to} is read and not written", expected=expected)
     chosen = choose(written.options, options, to)
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     if not written.keeps_ranks:
         _round_means(checkpoint)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
-    laid = written.lay_out(Job(checkpoint, Path(source), path, chosen))
+    laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
     planned = plan(laid.files)
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
@@ -135,17 +103,18 @@ def convert(
         checks = source_checks(checkpoint, planned) if checksums else None
         checked = _write(proof, laid, owned, planned, overwrite, checks)
     inside = [path if laid.is_file else path / one.name for one in laid.files]
-    return Converted(
-        tuple(inside + [path.parent / one.name for one in laid.outside]),
-        planned.read_nbytes,
-        planned.write_nbytes,
-        memory,
-        compared,
-        proof.verified,
-        checked.nbytes,
-        tuple(laid.notes),
-        tuple(checkpoint.warnings),
-        dropped,
+    return Written(
+        dry_run=dry_run,
+        files=tuple(inside + [path.parent / one.name for one in laid.outside]),
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        verified=proof.verified,
+        notes=tuple(laid.notes),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
     )
 
 
@@ -165,16 +134,16 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
     return checkpoint
 
 
-def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite: bool) -> Owned:
-    """Raise unless the target can be made or replaced without losing anything; return what tells its own files."""
+def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite: bool) -> Owned | None:
+    """Raise unless the target can be written without loss; return which directories it may replace, None of a file."""
     path, checkpoint = proof.target, proof.checkpoint
-    owned = written.owned_with(laid)
-    if laid.is_file:
+    owned = None if laid.is_file else written.owned_with(laid)
+    if owned is not None:
+        check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
+    else:
         check_sources(checkpoint, [path, *proof.beside])
         if overwrite:
             check_companions(path, [path, *proof.beside])
-    else:
-        check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     for one in laid.outside:
         check_replaceable(path.parent / one.name)
     return owned
@@ -182,10 +151,11 @@ def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite
 
 def _round_means(checkpoint: Checkpoint) -> None:
     """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
-    for parameter in checkpoint.parameters.values():
+    for name, parameter in checkpoint.parameters.items():
         weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
         if weight is not None and weight.replicas and master is not None:
-            parameter.slots[WEIGHT] = replace(master, name=WEIGHT, dtype=weight.dtype)
+            slots = {**parameter.slots, WEIGHT: replace(master, name=WEIGHT, dtype=weight.dtype)}
+            checkpoint.parameters[name] = replace(parameter, slots=slots)
 
 
 def _compared(checkpoint: Checkpoint) -> int:
@@ -197,17 +167,21 @@ def _compared(checkpoint: Checkpoint) -> int:
 
 
 def _write(
-    proof: Proof, laid: TargetFiles, owned: Owned, planned: Plan, overwrite: bool, checks: Checks | None
+    proof: Proof, laid: TargetFiles, owned: Owned | None, planned: Plan, overwrite: bool, checks: Checks | None
 ) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path = proof.target
-    common: dict[str, Any] = {
-        "overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter, "checks": checks,
-    }  # fmt: skip
-    if laid.is_file:
-        checked = execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
-    else:
-        checked = execute_directory(planned, path, owned=owned, check=proof.of, **common)
-    if laid.outside:
-        execute(plan(laid.outside), [path.parent / one.name for one in laid.outside], overwrite=True)
+    checked = write_target(
+        planned,
+        path,
+        owned=owned,
+        more=proof.beside if laid.is_file else (),
+        overwrite=overwrite,
+        memory=proof.memory,
+        reporter=proof.reporter,
+        checks=checks,
+        prove=proof.of,
+    )
+    for one in laid.outside:
+        write_target(plan([one]), path.parent / one.name, overwrite=True)
     return checked

@@ -4,60 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.format import Job, TargetFiles, choose
 from zckpt.formats.registry import get
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
 from zckpt.state.renaming import as_filed
 
 
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """What was written, or under `dry_run` would be.
-
-    Parameters
-    ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights, and against those of other tensor-parallel ranks.
-    verified : int, bytes
-        What was compared with the source after writing.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes : tuple of str
-        What was carried over and may not mean anything at another number of ranks, and what could not be.
-    warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
-    """
-
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
-    memory: int
-    compared: int
-    verified: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-
-
 def reshard(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     world_size: int,
@@ -80,12 +46,13 @@ def reshard(
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
-) -> Resharded:
+    names: Sequence[str] | None = None,
+) -> Written:
     """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
 
     Parameters
     ----------
-    source : path-like
+    source : path-like or Checkpoint
         A run directory, which comes out as a run directory, or a tag directory, which comes out as one. Of Hugging
         Face's Trainer, `checkpoint-N`: all that it keeps there comes along.
     target : path-like
@@ -108,7 +75,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
         As for `consolidate`.
 
     Raises
@@ -120,11 +87,11 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    checkpoint = as_filed(open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules))
-    path = Path(target)
-    for place in (source, *roots):
+    checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    path, origin = Path(target), named(checkpoint)
+    for place in (str(origin), *checkpoint.roots):
         if Path(place).resolve() in path.resolve().parents:
-            raise UsageError("the target is inside the source", path=path, found=os.fspath(place))
+            raise UsageError("the target is inside the source", path=path, found=place)
     own = get(checkpoint.format)
     given = {
         "world_size": world_size, "stage": stage, "elastic": elastic, "round_robin": round_robin,
@@ -132,7 +99,7 @@ def reshard(
         "tensor_parallel_size": tensor_parallel_size, "padded_vocab_size": padded_vocab_size,
     }  # fmt: skip
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
-    laid = own.recut(Job(checkpoint, Path(source), path, chosen, tuple(Path(root) for root in roots)))
+    laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     dropped = check_nothing_lost(checkpoint, drop, copied=laid.copied)
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
@@ -141,27 +108,30 @@ def reshard(
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated)
     checked = Checked()
     if not dry_run:
-        checked = execute_directory(
+        checks = source_checks(checkpoint, planned) if checksums else None
+        checked = write_target(
             planned,
             path,
-            overwrite=overwrite,
             owned=owned,
+            overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=proof.of,
-            checks=source_checks(checkpoint, planned) if checksums else None,
+            checks=checks,
+            prove=proof.of,
         )
-    return Resharded(
-        tuple(path / one.file.name for one in planned.files),
-        planned.read_nbytes,
-        planned.write_nbytes,
-        memory,
-        compared,
-        proof.verified,
-        checked.nbytes,
-        tuple(laid.notes),
-        tuple(checkpoint.warnings),
-        dropped,
+    files = tuple(path / one.file.name for one in planned.files)
+    return Written(
+        dry_run=dry_run,
+        files=files,
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        verified=proof.verified,
+        notes=tuple(laid.notes),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
     )
 
 
