@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import zckpt
-from tests.cli.console import run
+from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
 from zckpt.operations.inspect import inspect as describe
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
 Verb = Callable[..., Any]

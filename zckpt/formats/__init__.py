@@ -14,8 +14,8 @@ from zckpt.errors import SourceError, UsageError
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BrokenPluginError, formats
 from zckpt.state import Checkpoint
-from zckpt.state.renaming import bare
-from zckpt.storage.naming import interrupted
+from zckpt.state.names import bare
+from zckpt.storage.durable import interrupted
 
 __all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
 from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option
+from zckpt.storage.durable import interrupted
 from zckpt.storage.files import read_head
-from zckpt.storage.naming import interrupted
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from zckpt.operations.proof import Proof, check_apart, check_companions, check_s
 from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.names import as_filed
 from zckpt.state.rank_values import listed
-from zckpt.state.renaming import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
 

@@ -19,7 +19,7 @@ from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
-from zckpt.state.renaming import as_filed
+from zckpt.state.names import as_filed
 
 
 def reshard(
