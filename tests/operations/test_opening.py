@@ -23,7 +23,7 @@ Verb = Callable[..., Any]
 READING: dict[str, Verb] = {
     "diff": lambda source, _, **where: zckpt.diff(source, SOURCE, **where).equal,
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
-    "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).document(),
+    "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {
     "consolidate": lambda source, target, **where: zckpt.consolidate(source, target / "m.safetensors", **where),
