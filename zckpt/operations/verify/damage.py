@@ -14,7 +14,7 @@ from zckpt.codes import (
     REPLICAS_DIFFER,
     TIED_DIFFER,
 )
-from zckpt.formats.checksums import Sum
+from zckpt.engine.checking import Sum
 from zckpt.operations.verify.deep import Outcome
 from zckpt.operations.verify.elements import Tally
 from zckpt.operations.verify.findings import Finding, listed
