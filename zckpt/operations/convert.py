@@ -102,7 +102,7 @@ def convert(
     if not dry_run:
         checks = source_checks(checkpoint, planned) if checksums else None
         checked = _write(proof, laid, owned, planned, overwrite, checks)
-    inside = [path if laid.is_file else path / one.name for one in laid.files]
+    inside = [path if laid.is_file else path / name for name in planned.names]
     return Written(
         dry_run=dry_run,
         files=tuple(inside + [path.parent / one.name for one in laid.outside]),

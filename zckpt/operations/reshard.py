@@ -119,7 +119,7 @@ def reshard(
             checks=checks,
             prove=proof.of,
         )
-    files = tuple(path / one.file.name for one in planned.files)
+    files = tuple(path / name for name in planned.names)
     return Written(
         dry_run=dry_run,
         files=files,

@@ -136,7 +136,7 @@ def strip(
         )
     return Stripped(
         dry_run=dry_run,
-        files=tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
+        files=tuple(path / name if origin.is_dir() else path for name in planned.names),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=memory,

@@ -91,7 +91,7 @@ Partial = tuple[list[Path], Path, list[Path]]
 
 @contextmanager
 def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bool) -> Iterator[Partial]:
-    names = [target] if len(plan.files) == 1 else [target.parent / one.file.name for one in plan.files]
+    names = [target] if len(plan.names) == 1 else [target.parent / name for name in plan.names]
     every = [*more, *sorted(names, key=lambda name: name == target)]
     for name in every:
         check_target(name, overwrite=overwrite)
@@ -106,7 +106,7 @@ def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) 
     check_target(target, overwrite=overwrite, owned=owned)
     check_space(target.parent, plan.write_nbytes)
     with written_directory(target, overwrite=overwrite, owned=owned) as partial:
-        names = [partial / one.file.name for one in plan.files]
+        names = [partial / name for name in plan.names]
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
         yield names, partial, []
