@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 from zckpt.errors import SHOWN_PATH, shortened, without_controls
+from zckpt.state.cuts import Ranges
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.rank_values import RankValue
 from zckpt.state.spans import Slot
@@ -107,6 +109,17 @@ class PaddingRun:
     path: str
     offset: int
     nbytes: int
+
+
+@runtime_checkable
+class PaddingRule(Protocol):
+    """Padding of many files that is worked out file by file: there may be millions of places."""
+
+    def __iter__(self) -> Iterator[PaddingRun]:
+        """Yield all of it."""
+
+    def within(self, path: str) -> Iterator[Ranges]:
+        """Yield where in one file it is, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
