@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zckpt.formats.account import take_inventory
-from zckpt.formats.jsonable import jsonable, jsonables
+from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import FromFile, plain

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.tensors import span_of
+from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.state.partition import shard_fragment, shard_numel
 from zckpt.torchfile import Tensor
