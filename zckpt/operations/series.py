@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zckpt.compare.figures import Figures, Tolerance
 from zckpt.compare.slots import measure
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.scan import Row
+from zckpt.engine.scan import SlotSet
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
@@ -131,7 +131,7 @@ def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int) -> d
     """Return the figures of slots that both have."""
     keys = [key for key in after if key in before and before[key].shape == after[key].shape]
     rows = [
-        Row(
+        SlotSet(
             f"{slot}/{name}",
             (before[name, slot], after[name, slot]),
             (before[name, slot].dtype, after[name, slot].dtype),
