@@ -5,19 +5,23 @@
     checkpoint = zckpt.open("run/global_step500")         # any format; reads structure only
     checkpoint.parameters["wte.weight"].shape
     checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
-    zckpt.inspect(checkpoint)                              # what is in it, as JSON-able data
+    zckpt.inspect(checkpoint)                              # what is in it; .as_dict() is JSON-able, as of all results
     zckpt.consolidate("run/global_step500", "model.safetensors")
     zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
+    zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
 
-The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
+    zckpt.optim, zckpt.dcp, zckpt.hf       the sharded optimizers, torch.distributed.checkpoint, Hugging Face's Trainer
+
+The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap. Without
+torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`, `Checkpointer` and these modules.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ from typing import TYPE_CHECKING
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
+    from zckpt import dcp, hf, optim
     from zckpt.compare.digests import Fingerprint
     from zckpt.errors import (
         DamagedFileError,
         LayoutError,
         LeftOutError,
+        MissingPackageError,
         PickleError,
         ShardError,
         SourceError,
@@ -48,7 +54,8 @@ if TYPE_CHECKING:
     from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.inspect import inspect
+    from zckpt.operations.inspect import Inspection, inspect
+    from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.reshard import reshard
     from zckpt.operations.result import Written
@@ -66,7 +73,8 @@ _HOMES = {
     "zckpt.operations.diff": ("Compared", "diff"),
     "zckpt.compare.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
-    "zckpt.operations.inspect": ("inspect",),
+    "zckpt.operations.inspect": ("Inspection", "inspect"),
+    "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.result": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
@@ -78,6 +86,7 @@ _HOMES = {
         "DamagedFileError",
         "LayoutError",
         "LeftOutError",
+        "MissingPackageError",
         "PickleError",
         "ShardError",
         "SourceError",
@@ -90,6 +99,9 @@ _HOMES = {
         "ZckptError",
     ),
 }
+_MODULES = ("dcp", "hf", "optim")
+"""Parts of zckpt that are modules of their own, and are there without a further import; they need torch."""
+
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -101,8 +113,11 @@ __all__ = [
     "Extent",
     "Finding",
     "Fingerprint",
+    "Inspection",
     "LayoutError",
     "LeftOutError",
+    "Map",
+    "MissingPackageError",
     "OpenedCheckpoint",
     "ParamGroup",
     "Parameter",
@@ -129,11 +144,15 @@ __all__ = [
     "__version__",
     "consolidate",
     "convert",
+    "dcp",
     "diff",
     "fingerprint",
+    "hf",
     "inspect",
     "load",
+    "map",
     "open",
+    "optim",
     "reshard",
     "save",
     "series",
@@ -143,9 +162,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"zckpt.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'zckpt' has no attribute {name!r}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,8 +21,7 @@ from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.durable import check_space, written_directory, written_files
-from zckpt.storage.ownership import Owned
-from zckpt.storage.partial import partial_name
+from zckpt.storage.ownership import Owned, partial_name
 
 NBYTES = 3 * BATCH_NBYTES
 """Enough for several batches, so that something can go wrong between them."""

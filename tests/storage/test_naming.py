@@ -15,10 +15,10 @@ import pytest
 
 from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
-from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats import open_checkpoint
+from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.operations.target import write_target
-from zckpt.storage.durable import recover, written_directory, written_files
-from zckpt.storage.naming import interrupted
+from zckpt.storage.durable import interrupted, recover, written_directory, written_files
 from zckpt.storage.ownership import Owned
 
 FILES = ("file", "below/file")
@@ -49,14 +49,14 @@ DRIVER = """
 
 
 def pretend_there_is_no_exchange() -> None:
-    from zckpt.storage import renames
+    from zckpt.storage import disk
 
-    renames._renameat2 = lambda: None  # type: ignore[assignment]
+    disk._renameat2 = lambda: None  # type: ignore[assignment]
 
 
 def kill_before(number: int) -> None:
     """Kill this process before its call of that number that changes a name or makes one last."""
-    from zckpt.storage import renames
+    from zckpt.storage import disk
 
     left = [number]
 
@@ -79,10 +79,10 @@ def kill_before(number: int) -> None:
         return call
 
     os.fsync, os.write = counting(os.fsync), counting(os.write)  # type: ignore[assignment]
-    function = renames._renameat2()
+    function = disk._renameat2()
     if function is not None:
         counted = counting(function)
-        renames._renameat2 = lambda: counted  # type: ignore[assignment, return-value]
+        disk._renameat2 = lambda: counted  # type: ignore[assignment, return-value]
     sys.addaudithook(audit)
 
 
@@ -222,18 +222,18 @@ def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zckpt.storage import naming
+    from zckpt.storage import durable
 
     old_pair(tmp_path)
-    name_one, seen = naming._name_one, []
+    name_one, seen = durable._name_one, []
 
-    def interrupts(directory: Path, one: naming._Waiting) -> None:
+    def interrupts(directory: Path, one: durable._Waiting) -> None:
         name_one(directory, one)
         if len(seen) < 1:
             seen.append(one)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(naming, "_name_one", interrupts)
+    monkeypatch.setattr(durable, "_name_one", interrupts)
     with pytest.raises(KeyboardInterrupt):
         write_pair(tmp_path)
     assert pair_of(tmp_path) == ("new", "new")
@@ -243,11 +243,11 @@ def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monke
 def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from zckpt.storage import naming
+    from zckpt.storage import durable
 
     old_pair(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(naming, "_name_one", failing)
+        patch.setattr(durable, "_name_one", failing)
         with pytest.raises(TargetError, match=r"could not be named: .*it is kept"):
             write_pair(tmp_path)
     assert pair_of(tmp_path) == (None, "old")

@@ -126,13 +126,13 @@ def test_what_appears_in_the_last_moment_is_not_replaced_unasked(
     way: str, directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last look and the rename; an empty directory would be replaced by a plain rename of another."""
-    from zckpt.storage import naming
+    from zckpt.storage import durable
 
     def check_and_make(path: Path, **options: object) -> None:
         if not path.exists():
             path.mkdir() if way == "mkdir" else path.write_bytes(b"precious")
 
-    monkeypatch.setattr(naming, "check_target", check_and_make)
+    monkeypatch.setattr(durable, "check_target", check_and_make)
     with pytest.raises(TargetError):
         write(tmp_path / "t", directory=directory, overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["t"]

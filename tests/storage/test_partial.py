@@ -13,8 +13,7 @@ import pytest
 
 from zckpt.errors import TargetError
 from zckpt.storage.durable import written_directory, written_files
-from zckpt.storage.ownership import Owned
-from zckpt.storage.partial import partial_name
+from zckpt.storage.ownership import Owned, partial_name
 
 ANYTHING = Owned(lambda _: True)
 

@@ -30,7 +30,7 @@ from zckpt.formats.suffixes import check_directory
 from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
-from zckpt.storage.partial import partial_name
+from zckpt.storage.ownership import partial_name
 from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values

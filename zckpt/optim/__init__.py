@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from zckpt.errors import require_torch
+
+require_torch("zckpt.optim")
+
 from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.zero import DynamicLossScaler, LossScaler, ZeroOptimizer
 from zckpt.optim.zero_redundancy import (

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from zckpt.errors import UnsupportedError
 from zckpt.state.dtypes import itemsize
-from zckpt.torchfile.nodes import Global, Storage
+from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.torch_file import FromFile, Mentioned, class_of
 
 PROTOCOL = b"\x80\x02"
@@ -28,28 +28,25 @@ Parts = Iterator[object]
 StandFor = Callable[[object], object]
 """From a node that the writer does not know to one that it does; None where there is none."""
 
-Leaf = Callable[["Writer", Any], None]
-Nested = Callable[["Writer", Any], Parts]
+Call = tuple[str, str, tuple[object, ...]]
+"""Module, function and arguments of what an unpickler calls for a node."""
 
-LEAVES: dict[type, Leaf] = {}
-NESTED: dict[type, Nested] = {}
-"""What writes each type; filled below and by `pickle_writer`."""
+LEAVES: dict[type, Callable[[Writer, Any], None]] = {}
+"""What writes each type with nothing below it; these three tables are filled below and by `pickle_writer`."""
 
+CALLS: dict[type, Callable[[Any], Call]] = {}
+"""The call that each type is written as, where that says all."""
 
-def leaf(*kinds: type) -> Callable[[Leaf], Leaf]:
-    """Register a function that writes nodes with nothing below them."""
+NESTED: dict[type, Callable[[Writer, Any], Parts]] = {}
+"""What writes each other type and yields the nodes below it."""
 
-    def register(function: Leaf) -> Leaf:
-        LEAVES.update(dict.fromkeys(kinds, function))
-        return function
-
-    return register
+N = TypeVar("N", bound=Callable[..., Parts])
 
 
-def nested(*kinds: type) -> Callable[[Nested], Nested]:
+def nested(*kinds: type) -> Callable[[N], N]:
     """Register a generator that writes nodes and yields those below them."""
 
-    def register(function: Nested) -> Nested:
+    def register(function: N) -> N:
         NESTED.update(dict.fromkeys(kinds, function))
         return function
 
@@ -115,11 +112,12 @@ class Writer:
         if known is not None:
             self.get(known[0])
             return None
+        call = CALLS.get(type(node))
+        if call is not None:
+            return self.reduce(node, *call(node))
         write_nested = NESTED.get(type(node))
         if write_nested is not None:
             return write_nested(self, node)
-        if isinstance(node, FromFile):
-            return self.from_file(node)
         if isinstance(node, Storage):
             self.mention(node, self.source.byteorder if self.source else "little", None)
             return None
@@ -205,9 +203,9 @@ class Writer:
             self.out += b"c" + f"{module}\n{name}\n".encode("utf-8", "surrogatepass")
         self.globals[module, name] = self.put()
 
-    def reduce(self, node: object, function: Global, args: Iterable[object]) -> Parts:
-        """Write a call, which makes `node`; `made` is left to the caller where there is more to it."""
-        self.function(function.module, function.name)
+    def reduce(self, node: object, module: str, name: str, args: Iterable[object]) -> Parts:
+        """Write a call that returns `node`."""
+        self.function(module, name)
         yield from self.call(args)
         self.made(node)
 
@@ -254,68 +252,36 @@ _ORDERED = frozenset({str, int, float, bool, type(None), bytes})
 """Members of a set that are written in the order of their text: what a set gives differs from run to run."""
 
 
-@leaf(type(None))
-def none(writer: Writer, _: None) -> None:
-    """Write None."""
-    writer.out += b"N"
+LEAVES |= {
+    type(None): lambda writer, _: writer.out.extend(b"N"),
+    bool: lambda writer, value: writer.out.extend(b"\x88" if value else b"\x89"),
+    int: Writer.integer,
+    float: lambda writer, value: writer.out.extend(b"G" + struct.pack(">d", value)),
+    str: Writer.text,
+}
 
 
-@leaf(bool)
-def boolean(writer: Writer, value: bool) -> None:
-    """Write a bool."""
-    writer.out += b"\x88" if value else b"\x89"
+def bytes_call(value: bytes) -> Call:
+    """Return the call for bytes: protocol 2 has none, so text that is to be encoded."""
+    return ("_codecs", "encode", (value.decode("latin-1"), "latin1")) if value else (BUILTINS, "bytes", ())
 
 
-@leaf(int)
-def integer(writer: Writer, value: int) -> None:
-    """Write an integer."""
-    writer.integer(value)
+def set_call(value: set[object] | frozenset[object]) -> Call:
+    """Return the call for a set: protocol 2 makes it of a list."""
+    return BUILTINS, type(value).__name__, (in_order(value),)
 
 
-@leaf(float)
-def number(writer: Writer, value: float) -> None:
-    """Write a float."""
-    writer.out += b"G" + struct.pack(">d", value)
+NESTED[FromFile] = Writer.from_file
 
-
-@leaf(str)
-def text(writer: Writer, value: str) -> None:
-    """Write a string."""
-    writer.text(value)
-
-
-@nested(bytes)
-def data(writer: Writer, value: bytes) -> Parts:
-    """Write bytes: protocol 2 has none, so text that is to be encoded."""
-    if value:
-        yield from writer.reduce(value, Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
-    else:
-        yield from writer.reduce(value, Global(BUILTINS, "bytes"), ())
-
-
-@nested(bytearray)
-def buffer(writer: Writer, value: bytearray) -> Parts:
-    """Write a bytearray."""
-    args = (value.decode("latin-1"), "latin-1") if value else ()
-    yield from writer.reduce(value, Global(BUILTINS, "bytearray"), args)
-
-
-@nested(complex)
-def complex_number(writer: Writer, value: complex) -> Parts:
-    """Write a complex number."""
-    yield from writer.reduce(value, Global(BUILTINS, "complex"), (value.real, value.imag))
-
-
-@nested(slice)
-def slice_of(writer: Writer, value: slice) -> Parts:
-    """Write a slice."""
-    yield from writer.reduce(value, Global(BUILTINS, "slice"), (value.start, value.stop, value.step))
-
-
-@nested(range)
-def range_of(writer: Writer, value: range) -> Parts:
-    """Write a range."""
-    yield from writer.reduce(value, Global(BUILTINS, "xrange"), (value.start, value.stop, value.step))
+CALLS |= {
+    bytes: bytes_call,
+    bytearray: lambda value: (BUILTINS, "bytearray", (value.decode("latin-1"), "latin-1") if value else ()),
+    complex: lambda value: (BUILTINS, "complex", (value.real, value.imag)),
+    slice: lambda value: (BUILTINS, "slice", (value.start, value.stop, value.step)),
+    range: lambda value: (BUILTINS, "xrange", (value.start, value.stop, value.step)),
+    set: set_call,
+    frozenset: set_call,
+}
 
 
 @nested(tuple)
@@ -348,12 +314,6 @@ def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
     writer.out += b"}"
     writer.made(value)
     yield from entered(writer, value.items())
-
-
-@nested(set, frozenset)
-def set_of(writer: Writer, value: set[object] | frozenset[object]) -> Parts:
-    """Write a set: protocol 2 makes it of a list."""
-    yield from writer.reduce(value, Global(BUILTINS, type(value).__name__), (in_order(value),))
 
 
 def in_order(members: Iterable[object]) -> list[object]:

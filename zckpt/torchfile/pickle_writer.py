@@ -34,7 +34,7 @@ from zckpt.torchfile.nodes import (
     SparseTensor,
     Tensor,
 )
-from zckpt.torchfile.pickle_stream import Parts, StandFor, Writer, appended, entered, leaf, nested
+from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Call, Parts, StandFor, Writer, appended, entered, nested
 from zckpt.torchfile.rebuild import NAMESPACE
 from zckpt.torchfile.rebuild_torch import TENSOR
 from zckpt.torchfile.torch_file import NUMPY, Mentioned, class_of
@@ -43,7 +43,6 @@ COPYREG = "copy_reg"
 """The name of `copyreg` in protocol 2."""
 
 
-@leaf(Global)
 def global_of(writer: Writer, node: Global) -> None:
     """Write a class or function that is named: numpy's own under the name that the file it is from has for them."""
     module = node.module
@@ -52,49 +51,14 @@ def global_of(writer: Writer, node: Global) -> None:
     writer.function(module, node.name)
 
 
-@leaf(DType, MemoryFormat)
-def torch_name(writer: Writer, node: DType | MemoryFormat) -> None:
-    """Write a dtype or memory format, which torch names."""
-    writer.function("torch", node.name)
-
-
-@nested(Layout)
-def layout(writer: Writer, node: Layout) -> Parts:
-    """Write a layout."""
-    yield from writer.reduce(node, Global("torch.serialization", "_get_layout"), (node.name,))
-
-
-@nested(Device)
-def device(writer: Writer, node: Device) -> Parts:
-    """Write a device."""
-    args = (node.type,) if node.index is None else (node.type, node.index)
-    yield from writer.reduce(node, Global("torch", "device"), args)
-
-
-@nested(Size)
-def size(writer: Writer, node: Size) -> Parts:
-    """Write a `torch.Size`."""
-    yield from writer.reduce(node, Global("torch", "Size"), (tuple(node),))
-
-
-@nested(OrderedMapping)
-def ordered_mapping(writer: Writer, node: OrderedMapping) -> Parts:
-    """Write an `OrderedDict` and what is set on it."""
-    yield from writer.reduce(node, Global("collections", "OrderedDict"), ())
-    yield from filled(writer, node)
-
-
-@nested(DefaultMapping)
-def default_mapping(writer: Writer, node: DefaultMapping) -> Parts:
-    """Write a `defaultdict` and what is set on it."""
-    writer.function("collections", "defaultdict")
-    yield from writer.call(() if node.factory is None else (node.factory,))
-    if writer.made(node):
-        yield from filled(writer, node)
-
-
-def filled(writer: Writer, node: OrderedMapping | DefaultMapping) -> Parts:
-    """Write the entries and the state of the mapping on top of the stack."""
+@nested(OrderedMapping, DefaultMapping)
+def mapping(writer: Writer, node: OrderedMapping | DefaultMapping) -> Parts:
+    """Write an `OrderedDict` or a `defaultdict` and what is set on it."""
+    factory = node.factory if isinstance(node, DefaultMapping) else None
+    writer.function("collections", "OrderedDict" if isinstance(node, OrderedMapping) else "defaultdict")
+    yield from writer.call(() if factory is None else (factory,))
+    if not writer.made(node):
+        return
     if node:
         yield from entered(writer, node.items())
     if node.state is not None:
@@ -310,14 +274,6 @@ def hooks(writer: Writer, node: object) -> Parts:
         yield node
 
 
-@nested(SparseTensor)
-def sparse(writer: Writer, node: SparseTensor) -> Parts:
-    """Write a sparse tensor."""
-    known = () if node.is_coalesced is None else (node.is_coalesced,)
-    args = (node.layout, (*node.parts, Size(node.shape), *known))
-    yield from writer.reduce(node, Global(UTILS, node.rebuild), args)
-
-
 @nested(QuantizedTensor)
 def quantized(writer: Writer, node: QuantizedTensor) -> Parts:
     """Write a quantized tensor."""
@@ -329,13 +285,6 @@ def quantized(writer: Writer, node: QuantizedTensor) -> Parts:
     yield from hooks(writer, node.tensor.hooks)
     writer.out += b"tR"
     writer.made(node)
-
-
-@nested(NestedTensor)
-def ragged(writer: Writer, node: NestedTensor) -> Parts:
-    """Write a nested tensor."""
-    args = (node.buffer, node.sizes, node.strides, node.offsets)
-    yield from writer.reduce(node, Global(UTILS, "_rebuild_nested_tensor"), args)
 
 
 @nested(MetaTensor)
@@ -362,11 +311,31 @@ def meta(writer: Writer, node: MetaTensor) -> Parts:
         writer.out += b"b"
 
 
-@nested(DeviceTensor)
-def on_device(writer: Writer, node: DeviceTensor) -> Parts:
-    """Write a tensor of a device without storages."""
-    args = (node.data, node.dtype, node.device, node.requires_grad)
-    yield from writer.reduce(node, Global(UTILS, node.rebuild), args)
+def sparse_call(node: SparseTensor) -> Call:
+    """Return the call for a sparse tensor."""
+    known = () if node.is_coalesced is None else (node.is_coalesced,)
+    return UTILS, node.rebuild, (node.layout, (*node.parts, Size(node.shape), *known))
+
+
+LEAVES |= {
+    Global: global_of,
+    DType: lambda writer, node: writer.function("torch", node.name),
+    MemoryFormat: lambda writer, node: writer.function("torch", node.name),
+}
+
+CALLS |= {
+    Layout: lambda node: ("torch.serialization", "_get_layout", (node.name,)),
+    Device: lambda node: ("torch", "device", (node.type,) if node.index is None else (node.type, node.index)),
+    Size: lambda node: ("torch", "Size", (tuple(node),)),
+    NestedTensor: lambda node: (
+        UTILS,
+        "_rebuild_nested_tensor",
+        (node.buffer, node.sizes, node.strides, node.offsets),
+    ),
+    DeviceTensor: lambda node: (UTILS, node.rebuild, (node.data, node.dtype, node.device, node.requires_grad)),
+}
+
+CALLS[SparseTensor] = sparse_call
 
 
 @dataclass(frozen=True, slots=True)

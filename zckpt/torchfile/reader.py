@@ -19,7 +19,10 @@ No byte of tensor data is read, and no class of the file is imported.
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
@@ -122,18 +125,32 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
     with open_range(path, 0, None) as source:
         if source.nbytes == 0:
             raise DamagedFileError("is empty", path=source.path, expected="a pickle")
-        machine, root = run_pickle(source, 0, source.nbytes, "pickle")
+        with collector_paused():
+            machine, root = run_pickle(source, 0, source.nbytes, "pickle")
         return PickleFile(source.path, root, machine.names, machine.protocol)
 
 
 def read_source(source: ByteSource) -> TorchFile:
     """Read a torch file from any range of bytes, by what it begins with."""
     head = source.read(0, min(source.nbytes, 512))
-    if head[:4] in (b"PK\3\4", b"PK\5\6"):
-        return read_zip(source)
-    if is_legacy(source):
-        return read_legacy(source)
+    with collector_paused():
+        if head[:4] in (b"PK\3\4", b"PK\5\6"):
+            return read_zip(source)
+        if is_legacy(source):
+            return read_legacy(source)
     raise what_else(source, head)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python from looking for garbage: it would go through the tree again and again while that grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:

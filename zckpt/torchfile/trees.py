@@ -40,6 +40,8 @@ LEAVES = frozenset(
     | {Global, DType, Layout, MemoryFormat, Device, Size, Storage, NumpyScalar}
 )
 
+_TEXT = frozenset({str})
+
 PARTS: dict[type, tuple[str, ...]] = {
     Tensor: ("attributes", "state", "metadata", "hooks"),
     MetaTensor: ("attributes", "state"),
@@ -141,27 +143,45 @@ def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
     if is_leaf(root) or id(root) in heights:
         return
     heights[id(root)] = 0
-    nodes, levels, highest = [root], [children(root)], [0]
+    nodes, levels, highest = [root], [iter(inner(root))], [0]
     while nodes:
-        for _, child in levels[-1]:
-            if is_leaf(child):
-                continue
-            known = heights.setdefault(id(child), -1)
-            if known < 0:
+        for child in levels[-1]:
+            known = heights.get(id(child))
+            if known is None:
                 heights[id(child)] = 0  # being visited: a way back to it is a cycle
-                nodes.append(child)
-                levels.append(children(child))
-                highest.append(0)
-                break
+                below = inner(child)
+                if below:
+                    nodes.append(child)
+                    levels.append(iter(below))
+                    highest.append(0)
+                    break
+                heights[id(child)] = known = 1
             highest[-1] = max(highest[-1], known)
         else:
             height = highest.pop() + 1
             heights[id(nodes.pop())] = height
             levels.pop()
-            if highest:
-                highest[-1] = max(highest[-1], height)
+            if highest and height > highest[-1]:
+                highest[-1] = height
         if len(nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
             raise PickleError("it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
+
+
+def inner(node: object) -> list[object]:
+    """Return the objects directly below one that may have others below them."""
+    if isinstance(node, dict):
+        below = [value for value in node.values() if type(value) not in LEAVES]
+        if not _TEXT.issuperset(map(type, node)):
+            below += [key for key in node if type(key) not in LEAVES]
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        below = [value for value in node if type(value) not in LEAVES]
+    else:
+        below = []
+    for name in PARTS.get(type(node), ()):
+        part = getattr(node, name)
+        if type(part) not in LEAVES:
+            below.append(part)
+    return [child for child in below if type(child) is not Tensor or not is_leaf(child)] if below else below
 
 
 def check_tree(root: object, path: str, record: str) -> None:

@@ -15,6 +15,10 @@ checkpointer     a run's directory: when to save, what to keep, where to resume
 
 from __future__ import annotations
 
+from zckpt.errors import require_torch
+
+require_torch("training")
+
 from zckpt.training.checkpointer import Checkpointer
 from zckpt.training.loading import Restored, load
 from zckpt.training.saving import Saving, save
