@@ -50,7 +50,7 @@ class RawTensors(Format):
         listed = search.path / LIST_NAME
         return Found(search.path) if is_file(listed) and read_head(str(listed), len(MARK)) == MARK else None
 
-    def read(self, found: Found, search: Search) -> Checkpoint:
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read the list; every tensor is one span of the other file."""
         directory = found.place
         raw, listed = directory / RAW_NAME, directory / LIST_NAME
