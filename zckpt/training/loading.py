@@ -23,10 +23,10 @@ from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.beside import Beside, read_beside
 from zckpt.training.broadcasting import read_and_broadcast
 from zckpt.training.model_state import ModelState, Stateful, model_state
 from zckpt.training.optimizer_state import parameter_names
+from zckpt.training.other_state import OtherState, read_other_state
 
 SHOWN = 4
 
@@ -178,7 +178,7 @@ class _Loading:
             self._be_strict()
         self.replicated: list[Wanted] = []
         self.sharded: list[Wanted] = []
-        self.beside = Beside()
+        self.other = OtherState()
         self.restoring = None
         if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
             self.restoring = restoring_of(self.checkpoint, optimizer, known, self.path, strict=strict)
@@ -219,10 +219,10 @@ class _Loading:
 
     def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
         """Find out what is to be read, and check all that can be known of it before."""
-        self.beside = read_beside(self.checkpoint, scheduler, grad_scaler, rank)
-        self.report.extra = self.beside.extra
-        self.report.notes += [*self.beside.missing, *self.beside.notes]
-        for note in self.beside.missing:
+        self.other = read_other_state(self.checkpoint, scheduler, grad_scaler, rank)
+        self.report.extra = self.other.extra
+        self.report.notes += [*self.other.missing, *self.other.notes]
+        for note in self.other.missing:
             warnings.warn(f"{self.path}: {note}", stacklevel=3)
         made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
         self.replicated, self.sharded = self._weights(made_of_masters)
@@ -269,8 +269,8 @@ class _Loading:
             self.restoring.share()
 
     def restore_rest(self) -> None:
-        """Restore what is beside the model and the optimizer."""
-        self.beside.restore(self.model)
+        """Restore what goes with the model and the optimizer."""
+        self.other.restore(self.model)
 
 
 def _tensor_called(checkpoint: OpenedCheckpoint, name: str) -> Parameter | None:

@@ -29,8 +29,9 @@ from zckpt.state import WEIGHT
 from zckpt.training import whole
 from zckpt.training.model_state import Stateful, model_state
 from zckpt.training.optimizer_state import optimizer_state, parameters_of
+from zckpt.training.other_state import random_states
 from zckpt.training.parts import Part, Staging, deal, entries
-from zckpt.training.values import Values, random_states
+from zckpt.training.values import Values
 from zckpt.training.workers import save_workers
 from zckpt.training.writing import Prepared, write
 
