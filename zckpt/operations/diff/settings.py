@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -86,7 +86,8 @@ def _shown_members(a: list[str], b: list[str]) -> tuple[str, str]:
     if sorted(a) == sorted(b):
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         return f"{a[at]} at {at}", f"{b[at]} at {at}"
-    return _listed([name for name in a if name not in set(b)]), _listed([name for name in b if name not in set(a)])
+    ours, theirs = set(a), set(b)
+    return _listed([name for name in a if name not in theirs]), _listed([name for name in b if name not in ours])
 
 
 def _listed(names: list[str]) -> str:
@@ -111,9 +112,9 @@ def _state(matches: Matches) -> list[Setting]:
         group = ours[name].group if name in ours else None
         groups[group, key].append((name, x, y))
     found = []
+    sizes = Counter(parameter.group for parameter in ours.values() if parameter.tied_to is None)
     for (group, key), values in groups.items():
-        size = sum(parameter.group == group and parameter.tied_to is None for parameter in ours.values())
-        if group is not None and len(values) == size and len({repr(value[1:]) for value in values}) == 1:
+        if group is not None and len(values) == sizes[group] and len({repr(value[1:]) for value in values}) == 1:
             found.append(Setting(f"param_groups[{group}].state.{key}", *values[0][1:]))
         else:
             found += [Setting(f"state[{name}].{key}", x, y) for name, x, y in values]

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.parameter_names import deduce_names
-from zckpt.formats.scalars import read_scalars, with_scalars
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.optimizer_names import deduce_names
+from zckpt.formats.torch_files.tensors import read_scalars, slot_of, with_scalars
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import aligned
@@ -256,9 +255,11 @@ def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int,
 def _are_those(checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequence[str]) -> bool:
     """Tell whether the names that a file gives its optimizer's parameters are names of its model."""
     numbers = [n for group in optimizer.numbers for n in group]
+    if len(set(names)) != len(names):
+        return False
     for number, name in zip(numbers, names, strict=True):
         shape = _shape(optimizer, number)
-        if name not in checkpoint.parameters or len(set(names)) != len(names):
+        if name not in checkpoint.parameters:
             return False
         if shape is not None and not _agree(shape, checkpoint.parameters[name].shape):
             return False
