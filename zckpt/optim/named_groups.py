@@ -10,8 +10,8 @@ import torch
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.wrapped import bare, own_names
-from zckpt.state import Scalar
+from zckpt.optim.wrapped import own_names
+from zckpt.state import ParamGroup, Scalar
 
 SHOWN = 4
 
@@ -19,24 +19,36 @@ Names = list[list[str]]
 """The names of each param group's parameters, in the optimizer's order."""
 
 
-def group_names(groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None) -> Names:
+def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor, str]) -> Names:
     """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
+
+    Parameters
+    ----------
+    groups : sequence of mapping
+    known : mapping
+        The names of the model's parameters.
 
     Raises
     ------
     UsageError
         Some have neither.
     """
-    known = own_names(groups) | ({} if model is None else bare(model).names())
-    strange = sum(parameter not in known for group in groups for parameter in group["params"])
-    if strange and model is None:
-        raise UsageError(
-            "the optimizer's parameters have no names",
-            advice="give the model, or make the optimizer of (name, parameter) pairs",
-        )
-    if strange:
-        raise UsageError(f"{strange} parameters of the optimizer are not the model's")
-    return [[known[parameter] for parameter in group["params"]] for group in groups]
+    own = own_names(groups)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in known and parameter not in own:
+                raise UsageError(
+                    "a parameter of the optimizer has no name",
+                    found=f"shape {tuple(parameter.shape)}",
+                    advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
+                )
+    return [[known[p] if p in known else own[p] for p in group["params"]] for group in groups]
+
+
+def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter of param groups."""
+    pairs = zip(groups, names, strict=True)
+    return {parameter: name for group, its in pairs for parameter, name in zip(group["params"], its, strict=True)}
 
 
 def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
@@ -53,13 +65,20 @@ def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
 
 
 def group_hyperparameters(
-    checkpoint: OpenedCheckpoint, names: Names, path: str | os.PathLike[str], *, optional: Collection[str] = ()
+    checkpoint: OpenedCheckpoint,
+    groups: Sequence[ParamGroup],
+    names: Names,
+    path: str | os.PathLike[str],
+    *,
+    optional: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return the checkpoint's hyperparameters of each group.
 
     Parameters
     ----------
     checkpoint : OpenedCheckpoint
+    groups : sequence of ParamGroup
+        Its groups of this optimizer.
     names : list of list of str
         Of the optimizer's parameters that are trained.
     path : path-like
@@ -72,7 +91,7 @@ def group_hyperparameters(
     UsageError
         The checkpoint has other param groups.
     """
-    theirs = [group.parameters for group in checkpoint.param_groups]
+    theirs = [group.parameters for group in groups]
     if len(theirs) != len(names):
         raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
     for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
@@ -86,7 +105,7 @@ def group_hyperparameters(
             )
     return [
         {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
-        for group in checkpoint.param_groups
+        for group in groups
     ]
 
 

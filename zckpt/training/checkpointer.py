@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.formats import native
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import Ranks
+from zckpt.optim.states.several import Given
 from zckpt.storage.durable import recover
 from zckpt.storage.naming import target_of_old
 from zckpt.storage.ownership import check_replaceable
@@ -125,7 +125,7 @@ class Checkpointer:
         step: int,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -149,7 +149,7 @@ class Checkpointer:
         step: int,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -266,7 +266,7 @@ class Checkpointer:
         self,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         strict: bool = True,

@@ -11,21 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
-from zckpt.optim import DistributedOptimizer, files
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
-from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
+from zckpt.optim.states import Restoring
+from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.training.beside import Beside, read_beside
 from zckpt.training.broadcasting import read_and_broadcast
 from zckpt.training.model_state import ModelState, Stateful, model_state
-from zckpt.training.optimizer_state import parameter_names
 
 SHOWN = 4
 
@@ -75,7 +73,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Given = None,
     scheduler: Stateful | None = None,
     grad_scaler: Stateful | None = None,
     strict: bool = True,
@@ -95,8 +93,9 @@ def load(
     path : path-like
     model : Module, optional
         As for `save`.
-    optimizer : Optimizer, optional
-        Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's.
+    optimizer : Optimizer, or list or mapping of them, optional
+        Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's. Several as they
+        were saved: as many, under the same names.
     scheduler, grad_scaler : optional
         Get what `load_state_dict` was saved of them, if it was.
     strict : bool
@@ -126,8 +125,8 @@ def load(
         It cannot be read: on all ranks, if on one. Nothing has been changed, unless the message says that weights must
         not be used: then a file failed that was there, and long enough, when all ranks had checked it.
     """
-    purpose = ALONE if isinstance(optimizer, DistributedOptimizer) else ""
-    ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
+    purpose = "" if workers_of(optimizer) is None else ALONE
+    ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
 
     def prepared() -> _Loading:
         loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
@@ -150,7 +149,7 @@ class _Loading:
         self,
         path: str | os.PathLike[str],
         model: torch.nn.Module | None,
-        optimizer: Optimizer | None,
+        optimizer: Given,
         *,
         strict: bool,
         tag: str | None,
@@ -158,16 +157,10 @@ class _Loading:
     ) -> None:
         self.path = os.fspath(path)
         self.model = model
-        self.optimizer = optimizer
-        self.names = names
         self.tensors: ModelState = model_state(model)
-        known: dict[torch.Tensor, str] = {}
-        order: list[list[str]] = []
-        if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-            known = parameter_names(optimizer, self.tensors.names())
-            order = [[known[one] for one in group["params"]] for group in optimizer.param_groups]
+        optimizers = Optimizers(optimizer, self.tensors.names())
         live = [*self.tensors.tensors, *self.tensors.tied]
-        self.checkpoint: OpenedCheckpoint = open_for(path, live, order, tag=tag, names=names, strict=strict)
+        self.checkpoint: OpenedCheckpoint = open_for(path, live, optimizers.order, tag=tag, names=names, strict=strict)
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )
@@ -177,10 +170,10 @@ class _Loading:
         self.replicated: list[Wanted] = []
         self.sharded: list[Wanted] = []
         self.beside = Beside()
-        self.restoring = None
-        if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-            self.restoring = restoring_of(self.checkpoint, optimizer, known, self.path, strict=strict)
-            self.report.notes += self.restoring.notes
+        self.restoring: list[Restoring] = optimizers.restore(
+            self.checkpoint, self.path, tag=tag, listed=names, strict=strict
+        )
+        self.report.notes += [note for one in self.restoring for note in one.notes]
 
     def _match(self) -> dict[str, Parameter]:
         """Return the checkpoint's tensor for each of the model's, and note what has none."""
@@ -222,19 +215,17 @@ class _Loading:
         self.report.notes += [*self.beside.missing, *self.beside.notes]
         for note in self.beside.missing:
             warnings.warn(f"{self.path}: {note}", stacklevel=3)
-        made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
+        made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
         check_tensors([*self.replicated, *self.sharded])
-        if self.restoring is not None:
-            self.restoring.check()
+        for one in self.restoring:
+            one.check()
 
     def read_state(self) -> None:
         """Read the optimizer's state into memory of its own; RPC workers take theirs when all have read it."""
-        if isinstance(self.optimizer, DistributedOptimizer):
-            files.load(self.optimizer, self.path, names=self.names)
-        if self.restoring is not None:
-            with torch.no_grad():
-                self.restoring.read()
+        with torch.no_grad():
+            for one in self.restoring:
+                one.read()
 
     def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
         """Read weights into the model."""
@@ -258,13 +249,13 @@ class _Loading:
 
     def take_state(self) -> None:
         """Give the optimizer what was read of its state."""
-        if self.restoring is not None:
-            self.restoring.take()
+        for one in self.restoring:
+            one.take()
 
     def share_state(self) -> None:
         """Bring to all ranks what follows from the optimizer's state."""
-        if self.restoring is not None:
-            self.restoring.share()
+        for one in self.restoring:
+            one.share()
 
     def restore_rest(self) -> None:
         """Restore what is beside the model and the optimizer."""

@@ -46,6 +46,11 @@ class ModelState:
     tied: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of_parameters(cls, parameters: dict[str, torch.Tensor]) -> ModelState:
+        """Return the tensors of a model of which there are only an optimizer's parameters."""
+        return cls(dict(parameters), set(parameters))
+
     def names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
         return {self.tensors[name]: name for name in self.tensors if name in self.parameters}

@@ -19,7 +19,6 @@ import torch
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.names import classify
-from zckpt.optim.named_groups import group_names
 from zckpt.optim.together import written_together
 from zckpt.optim.torch_file import write_torch_file
 from zckpt.optim.wrapped import bare
@@ -38,6 +37,7 @@ _PREFIXES = {torch.bfloat16: "bf16_"}
 
 def save(
     optimizer: ZeroOptimizer,
+    names: Mapping[torch.Tensor, str],
     path: Path,
     *,
     model: torch.nn.Module | None,
@@ -47,10 +47,10 @@ def save(
 ) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
-    Experts are written once each, and each part of a model-parallel model by its ranks. Parameters and errors are those
-    of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
+    `names` are those of all parameters. Experts are written once each, and each part of a model-parallel model by its
+    ranks. The other parameters and errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without
+    DeepSpeed's names.
     """
-    names = _names(optimizer, model)
     part, parts = model_rank(optimizer.model_parallel)
     ranks = every_rank(optimizer.process_group, parts)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
@@ -103,13 +103,6 @@ def _expert_files(
             # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
             found.setdefault(file, OrderedDict())[experts.named(name)] = tensor.detach().clone()
     return found
-
-
-def _names(optimizer: ZeroOptimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter."""
-    every = group_names(optimizer.param_groups, model)
-    pairs = zip(optimizer.param_groups, every, strict=True)
-    return {p: name for group, names in pairs for p, name in zip(group["params"], names, strict=True)}
 
 
 def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
