@@ -22,11 +22,11 @@ READ = [
 
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
-        "Checkpoint", "Checkpointer", "Compared", "Consolidated", "Converted", "DamagedFileError", "Extent", "Finding",
+        "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
         "Fingerprint", "LayoutError", "LeftOutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError",
-        "Resharded", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
+        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
         "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "Verification", "WeightMismatchError", "ZckptError", "__version__", "consolidate", "convert", "diff",
+        "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__", "consolidate", "convert", "diff",
         "fingerprint", "inspect", "load", "open", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
 

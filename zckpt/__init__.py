@@ -45,12 +45,13 @@ if TYPE_CHECKING:
         ZckptError,
     )
     from zckpt.operations.consolidate import Consolidated, consolidate
-    from zckpt.operations.convert import Converted, convert
+    from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.inspect import inspect
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
-    from zckpt.operations.reshard import Resharded, reshard
+    from zckpt.operations.reshard import reshard
+    from zckpt.operations.result import Written
     from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
     from zckpt.operations.verify import Finding, Verification, verify
@@ -61,12 +62,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "zckpt.operations.open": ("OpenedCheckpoint", "open"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
-    "zckpt.operations.convert": ("Converted", "convert"),
+    "zckpt.operations.convert": ("convert",),
     "zckpt.operations.diff": ("Compared", "diff"),
     "zckpt.compare.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
     "zckpt.operations.inspect": ("inspect",),
-    "zckpt.operations.reshard": ("Resharded", "reshard"),
+    "zckpt.operations.reshard": ("reshard",),
+    "zckpt.operations.result": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
@@ -95,7 +97,6 @@ __all__ = [
     "Checkpointer",
     "Compared",
     "Consolidated",
-    "Converted",
     "DamagedFileError",
     "Extent",
     "Finding",
@@ -106,7 +107,6 @@ __all__ = [
     "ParamGroup",
     "Parameter",
     "PickleError",
-    "Resharded",
     "Restored",
     "Saving",
     "Scalar",
@@ -124,6 +124,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "WeightMismatchError",
+    "Written",
     "ZckptError",
     "__version__",
     "consolidate",

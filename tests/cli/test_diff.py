@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
-from tests.diff.checkpoints import copied, rewrite
+from tests.operations.diff.checkpoints import copied, rewrite
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
 

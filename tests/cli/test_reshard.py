@@ -9,7 +9,7 @@ import pytest
 
 import zckpt
 from tests.cli.console import FIXTURES, copy, inspected, refused, run, succeeded
-from tests.deepspeed import sliced
+from tests.formats.deepspeed import sliced
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
 

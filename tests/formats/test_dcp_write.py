@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zckpt
 from tests.logical import assert_same_state
+from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint, torch_file
@@ -53,7 +53,7 @@ def world_size(request, monkeypatch):
 
 
 def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 1) -> Path:
-    execute_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
     return directory
 
 

@@ -23,11 +23,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.formats.some_tensors import random_tensor, stored
+from tests.plans import read_slot, write_directory
 from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
-from zckpt.engine.execute import execute, execute_directory
 from zckpt.engine.plan import plan
-from zckpt.engine.read import read_slot
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint, torch_archive
 from zckpt.formats.native import check_digests, is_native, is_own, lay_out, read
@@ -37,6 +36,7 @@ from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.pieces import Layouts
 from zckpt.formats.remainder import origin
+from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.partition import even_runs
@@ -53,9 +53,9 @@ from zckpt.torchfile import (
     OrderedMapping,
     Size,
     Tensor,
+    dump,
     read_torchfile,
 )
-from zckpt.torchfile.pickle_writer import dump
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -72,7 +72,7 @@ OTHERS = [
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int = 1) -> Path:
-    execute_directory(plan(lay_out(checkpoint, world_size=world_size)), directory)
+    write_directory(plan(lay_out(checkpoint, world_size=world_size)), directory)
     return directory
 
 
@@ -83,7 +83,7 @@ def same_bits(found: Slot, expected: Slot) -> bool:
 
 def as_torch_file(tree: object, path: Path) -> bytes:
     """The bytes of a torch file: equal only for trees of equal objects, of which the same ones are one and the same."""
-    execute(plan([torch_archive.lay_out("tree.pt", tree)]), [path], overwrite=True)
+    write_target(plan([torch_archive.lay_out("tree.pt", tree)]), path, overwrite=True)
     return path.read_bytes()
 
 
@@ -451,7 +451,7 @@ def test_boxes_and_ranges_of_any_layout_are_read(
         ranks.lay_out(name, [ranks.slot_entry("weight/x", slot, extent)], identity)
         for name, extent in zip(names, extents, strict=True)
     ]
-    execute_directory(plan(files), directory / "files")
+    write_directory(plan(files), directory / "files")
     opened = [
         ranks.open_rank_file(directory / "files" / file.name, identity=identity, nbytes=file.nbytes) for file in files
     ]

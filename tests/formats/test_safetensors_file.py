@@ -13,10 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.formats.some_tensors import assert_same, random_tensor, stored
+from tests.plans import read_slot, write_directory
 from tests.strategies import shapes
-from zckpt.engine.execute import execute, execute_directory
 from zckpt.engine.plan import plan
-from zckpt.engine.read import read_slot
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats.safetensors_file import (
     INDEX_NAME,
@@ -28,6 +27,7 @@ from zckpt.formats.safetensors_file import (
     read,
     read_header,
 )
+from zckpt.operations.target import write_target
 from zckpt.state import WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import DTYPES
 
@@ -63,14 +63,14 @@ def some_tensors() -> dict[str, torch.Tensor]:
 def test_library_reads_what_is_written(tmp_path):
     tensors = some_tensors()
     entries = [entry(tmp_path / str(i), name, tensor) for i, (name, tensor) in enumerate(tensors.items())]
-    execute(plan([lay_out("m.safetensors", entries)]), [tmp_path / "m.safetensors"])
+    write_target(plan([lay_out("m.safetensors", entries)]), tmp_path / "m.safetensors")
     assert_equal(load_file(tmp_path / "m.safetensors"), tensors)
 
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_library_reads_every_element_type(dtype, tmp_path):
     tensor = random_tensor(dtype, (6, 4))
-    execute(plan([lay_out("m", [entry(tmp_path / "s", "t", tensor)])]), [tmp_path / "m"])
+    write_target(plan([lay_out("m", [entry(tmp_path / "s", "t", tensor)])]), tmp_path / "m")
     assert_equal(load_file(tmp_path / "m"), {"t": tensor})
 
 
@@ -89,12 +89,12 @@ def test_any_shape_is_laid_out_exactly(shape):
 def test_cast_is_said_in_the_header(tmp_path):
     tensor = torch.randn(100)
     one = entry(tmp_path / "s", "t", tensor)
-    execute(plan([lay_out("m", [Entry("t", one.slot, "bfloat16", "t")])]), [tmp_path / "m"])
+    write_target(plan([lay_out("m", [Entry("t", one.slot, "bfloat16", "t")])]), tmp_path / "m")
     assert_equal(load_file(tmp_path / "m"), {"t": tensor.bfloat16()})
 
 
 def test_metadata_is_written_and_read_back(tmp_path):
-    execute(plan([lay_out("m", [], {"step": "7", "näme": "wört"})]), [tmp_path / "m"])
+    write_target(plan([lay_out("m", [], {"step": "7", "näme": "wört"})]), tmp_path / "m")
     with safe_open(tmp_path / "m", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "7", "näme": "wört"}
     assert read_header(tmp_path / "m")[1] == {"format": "pt", "step": "7", "näme": "wört"}
@@ -116,7 +116,7 @@ def test_header_beyond_the_formats_bound_is_refused():
 def test_directory_has_shards_and_an_index_as_hugging_face_lays_them_out(tmp_path):
     tensors = {f"layer.{i}": random_tensor("float32", (25,)) for i in range(7)}
     entries = [entry(tmp_path / name, name, tensor) for name, tensor in tensors.items()]
-    execute_directory(plan(lay_out_directory(entries, 250)), tmp_path / "out")
+    write_directory(plan(lay_out_directory(entries, 250)), tmp_path / "out")
     names = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [*names, INDEX_NAME]
     index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())

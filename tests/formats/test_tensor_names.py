@@ -13,12 +13,13 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import run
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import Literal, TargetFile, plan
+from zckpt.engine.write import write
 from zckpt.errors import TargetError, UnsupportedError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.safetensors_file import Entry, lay_out, lay_out_directory
 from zckpt.state import Slot
+from zckpt.storage.durable import written_files
 
 SURROGATE = "a\ud800b"
 
@@ -110,6 +111,9 @@ def test_two_names_that_the_file_system_takes_for_one_are_refused(tmp_path: Path
     made = plan([TargetFile(name, 1, [Literal(0, b"x")]) for name in ("A/x", "B/x")])
     (tmp_path / "A").mkdir()
     (tmp_path / "B").symlink_to("A")
-    with pytest.raises(TargetError):
-        execute(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
+    with pytest.raises(TargetError, match="two names for one"):
+        write(made, [tmp_path / "A" / "x", tmp_path / "B" / "x"])
+    (tmp_path / "A" / "x").unlink()
+    with pytest.raises(TargetError), written_files([tmp_path / "A" / "x", tmp_path / "B" / "x"], overwrite=False):
+        pass
     assert list((tmp_path / "A").iterdir()) == []

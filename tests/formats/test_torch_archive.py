@@ -14,14 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.formats.some_tensors import assert_same, random_tensor, stored
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor, lay_out
+from zckpt.operations.target import write_target
 from zckpt.state import WEIGHT, Slot
 from zckpt.state.dtypes import DTYPES
-from zckpt.torchfile import Device, DType, OrderedMapping, Size, read_torchfile, walk_tensors
-from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, Record, lay_out_archive
+from zckpt.torchfile import (
+    ALIGNMENT,
+    ArchiveLayout,
+    Device,
+    DType,
+    NewRecord,
+    OrderedMapping,
+    Size,
+    lay_out_archive,
+    read_torchfile,
+    walk_tensors,
+)
 
 WRITABLE = [name for name in DTYPES if not name.startswith(("q", "complex32")) and hasattr(torch, name)]
 GIBIBYTE = 1 << 30
@@ -30,7 +40,7 @@ LIMIT = (1 << 32) - 1
 
 
 def written(path: Path, root: object) -> Path:
-    execute(plan([lay_out(path.name, root)]), [path])
+    write_target(plan([lay_out(path.name, root)]), path)
     return path
 
 
@@ -194,7 +204,7 @@ def test_same_tree_gives_the_same_file(tmp_path):
 )
 def test_root_of_the_archive_is_the_stem_of_its_name(name, root, tmp_path):
     path = tmp_path / "file"
-    execute(plan([lay_out(name, {"t": tensor_of(tmp_path / "s", torch.ones(2))})]), [path])
+    write_target(plan([lay_out(name, {"t": tensor_of(tmp_path / "s", torch.ones(2))})]), path)
     assert {entry.split("/")[0] for entry in zipfile.ZipFile(path).namelist()} == {root}
     assert torch.equal(load(path)["t"], torch.ones(2))
 
@@ -239,14 +249,18 @@ def assert_sound(layout: ArchiveLayout, path: Path) -> None:
                 assert int.from_bytes(file.read(4), "little") == info.CRC
 
 
-def records(*sizes: int) -> list[Record]:
-    head = [Record("m/data.pkl", b"pickle", 6)]
-    return head + [Record(f"m/data/{i}", None, size) for i, size in enumerate(sizes)] + [Record("m/version", b"3\n", 2)]
+def records(*sizes: int) -> list[NewRecord]:
+    head = [NewRecord("m/data.pkl", b"pickle", 6)]
+    return (
+        head
+        + [NewRecord(f"m/data/{i}", None, size) for i, size in enumerate(sizes)]
+        + [NewRecord("m/version", b"3\n", 2)]
+    )
 
 
 @given(st.lists(st.integers(0, 200), max_size=8), st.lists(st.text("añ/名", min_size=1, max_size=80), max_size=4))
 def test_layout_of_any_records_is_sound(tmp_path_factory, sizes, names):
-    layout = lay_out_archive(records(*sizes) + [Record(f"{i}{name}", b"x" * i, i) for i, name in enumerate(names)])
+    layout = lay_out_archive(records(*sizes) + [NewRecord(f"{i}{name}", b"x" * i, i) for i, name in enumerate(names)])
     assert_sound(layout, sparse(tmp_path_factory.mktemp("zip") / "m", layout))
 
 

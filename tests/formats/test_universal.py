@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import FIXTURES
 from tests.logical import assert_same_state
+from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats import universal
@@ -40,7 +40,7 @@ WRITTEN = [
 
 
 def written(checkpoint: Checkpoint, directory: Path) -> Path:
-    execute_directory(plan(universal.lay_out(checkpoint)), directory)
+    write_directory(plan(universal.lay_out(checkpoint)), directory)
     return directory
 
 

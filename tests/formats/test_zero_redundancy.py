@@ -15,8 +15,8 @@ import torch
 
 from tests.formats.some_tensors import assert_same
 from tests.logical import assert_same_state
+from tests.plans import write_directory
 from tests.truth import Truth, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import (
     DamagedFileError,
@@ -48,7 +48,7 @@ def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
 
 
 def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 3, per_rank: bool = True) -> Path:
-    execute_directory(plan(lay_out(checkpoint, world_size=world_size, per_rank=per_rank)), directory)
+    write_directory(plan(lay_out(checkpoint, world_size=world_size, per_rank=per_rank)), directory)
     return directory
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.engine import Spec, produce, resume, workers
-from tests.engine.catalogue import odd_client_state
+from tests import gloo
+from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.test_reshard import TOLERANCE
 from tests.truth import Truth
 
@@ -87,7 +88,7 @@ def test_a_run_without_zero_goes_on_with_it(
 
 def loss_scaler(rank: int, world_size: int, wanted: Spec, run: Path) -> dict[str, Any]:
     """What DeepSpeed's loss scaler is after loading."""
-    from tests.engine.training import build_engine
+    from tests.deepspeed_engine.training import build_engine
 
     engine = build_engine(wanted)
     engine.load_checkpoint(str(run))
@@ -104,7 +105,7 @@ def test_loss_scale_of_a_run_without_zero_goes_on(stage: int, made: Callable[[Sp
     verdict = resume(tmp_path / "run", source.at(3, stage=stage), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     known = zckpt.open(folder).optimizer_metadata
-    for found in workers.run(loss_scaler, 3, source.at(3, stage=stage), tmp_path / "run"):
+    for found in gloo.run(loss_scaler, 3, source.at(3, stage=stage), tmp_path / "run"):
         counted = {key: found[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")}
         assert counted == {key: str(known[key]) for key in counted}
         assert (found["delayed_shift"], found["dtype"]) == ("2", "torch.float16")

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from tests.engine import models, training, workers
-from tests.engine.spec import Spec
+from tests import gloo
+from tests.deepspeed_engine import models, training
+from tests.deepspeed_engine.spec import Spec
+from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.formats import open_checkpoint, torch_file
 from zckpt.formats.dcp import writer
@@ -114,7 +115,7 @@ def shard(model: nn.Module, *parts: nn.Module) -> None:
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int) -> Path:
-    execute_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
+    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size)), directory)
     return directory
 
 
@@ -199,7 +200,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
 def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "CUT_NBYTES", 64)
     directory = written(run["checkpoint"], tmp_path / "dcp", files)
-    for losses, state in workers.run(load_and_go_on, ranks, directory, fsdp):
+    for losses, state in gloo.run(load_and_go_on, ranks, directory, fsdp):
         assert_equal(state, run["state"])
         assert losses == (run["losses"] if ranks == 1 else pytest.approx(run["losses"], rel=LAST_BITS))
 
@@ -208,7 +209,7 @@ def test_fsdp2_goes_on_as_if_never_stopped(ranks, fsdp, files, run, tmp_path, mo
 def test_tensors_are_cut_as_fsdp2_saves_them(ranks, run, tmp_path, monkeypatch):
     """Each rank then reads its own file only. FSDP2 also writes empty pieces, where there are fewer rows than ranks."""
     monkeypatch.setattr(writer, "CUT_NBYTES", 0)
-    workers.run(save_sharded, ranks, tmp_path / "torch")
+    gloo.run(save_sharded, ranks, tmp_path / "torch")
     directory = written(run["checkpoint"], tmp_path / "dcp", ranks)
     found, expected = (pickle.loads((d / ".metadata").read_bytes()) for d in (directory, tmp_path / "torch"))
     assert found.planner_data == {**expected.planner_data, "step": ("step",)}
@@ -226,7 +227,7 @@ def test_tensors_are_cut_as_fsdp2_saves_them(ranks, run, tmp_path, monkeypatch):
 def test_fsdp2_goes_on_from_a_deepspeed_training(name, stage, tmp_path):
     spec, truth = Spec(name, stage=stage, dtype="fp32"), Truth(FIXTURES / name)
     directory = written(open_checkpoint(FIXTURES / name), tmp_path / "dcp", 2)
-    results = workers.run(go_on_from_deepspeed, 2, spec, directory)
+    results = gloo.run(go_on_from_deepspeed, 2, spec, directory)
     for rank, (losses, state) in enumerate(results):
         for parameter, value in truth.masters.items():
             assert_same(state["model"][parameter], value, parameter)

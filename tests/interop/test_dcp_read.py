@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine import workers
+from tests import gloo
 from tests.truth import assert_same
 from zckpt.formats import dcp, safetensors_shards
 from zckpt.operations.open import OpenedCheckpoint
@@ -111,7 +111,7 @@ def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
 
 @pytest.mark.parametrize(("wrap", "world_size"), WRAPS, ids=str)
 def test_what_ranks_save_is_read_as_they_have_it(wrap: str, world_size: int, tmp_path: Path) -> None:
-    live = next(one for one in workers.run(save, world_size, wrap, tmp_path) if one is not None)
+    live = next(one for one in gloo.run(save, world_size, wrap, tmp_path) if one is not None)
     for flat in (False, True):
         checkpoint = opened(dcp.read(tmp_path / f"flat{flat}"))
         assert {p.name for p in checkpoint.tensors()} == set(live["model"])

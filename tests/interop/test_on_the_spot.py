@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.engine import Spec, produce
+from tests.deepspeed_engine import Spec, produce
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop

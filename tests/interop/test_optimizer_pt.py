@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import zckpt
-from tests.engine.catalogue import SPECS
-from tests.engine.models import build_model, param_groups
-from tests.engine.optimizers import Lion
+from tests.deepspeed_engine.catalogue import SPECS
+from tests.deepspeed_engine.models import build_model, param_groups
+from tests.deepspeed_engine.optimizers import Lion
 from tests.truth import Truth, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.engine import Spec, produce, resume
-from tests.engine.catalogue import odd_client_state
+from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine.catalogue import odd_client_state
 
 pytestmark = pytest.mark.interop
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from tests.engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, produce, resume
 from tests.truth import bits
 
 pytestmark = pytest.mark.interop

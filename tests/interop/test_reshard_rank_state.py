@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, produce, resume
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine import Spec, produce, resume, workers
+from tests import gloo
+from tests.deepspeed_engine import Spec, produce, resume
 from zckpt.operations.strip import strip
 
 pytestmark = pytest.mark.interop
@@ -165,15 +166,15 @@ class Loaded:
 
 
 def load(run: Path, wanted: Spec, options: dict[str, bool], *, train: bool = True) -> Loaded:
-    loaded = workers.run(_load, wanted.world_size, wanted, run, options, train)[0]
+    loaded = gloo.run(_load, wanted.world_size, wanted, run, options, train)[0]
     assert isinstance(loaded, Loaded)
     return loaded
 
 
 def _load(rank: int, world_size: int, wanted: Spec, run: Path, options: dict[str, bool], train: bool) -> Loaded:
-    from tests.engine import models
-    from tests.engine.training import build_engine, train_step
-    from tests.engine.truth import read_live
+    from tests.deepspeed_engine import models
+    from tests.deepspeed_engine.training import build_engine, train_step
+    from tests.deepspeed_engine.truth import read_live
 
     engine = build_engine(wanted, seed=models.MODEL_SEED + 1)
     path, _ = engine.load_checkpoint(str(run), **options)

@@ -21,14 +21,16 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.engine import SPECS, Spec, WorkerError, produce, resume
-from tests.engine.catalogue import odd_client_state
-from tests.engine.universal import resume_universal, steps_after_one_more
+from tests.deepspeed_engine import SPECS, Spec, produce, resume
+from tests.deepspeed_engine.catalogue import odd_client_state
+from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
+from tests.gloo import WorkerError
 from tests.logical import assert_same_state
+from tests.plans import write_directory
 from tests.truth import bits
-from zckpt.engine.execute import execute, execute_directory
 from zckpt.engine.plan import plan
 from zckpt.formats import universal
+from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop
@@ -125,9 +127,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
 def written(source: Path | Checkpoint, directory: Path) -> Path:
     """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
     checkpoint = zckpt.open(source) if isinstance(source, Path) else source
-    execute_directory(plan(universal.lay_out(checkpoint)), directory / "step_u")
+    write_directory(plan(universal.lay_out(checkpoint)), directory / "step_u")
     latest = universal.latest_universal("step_u")
-    execute(plan([latest]), [directory / latest.name], overwrite=True)
+    write_target(plan([latest]), directory / latest.name, overwrite=True)
     return directory
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine import workers
-from tests.engine.catalogue import SPECS
-from tests.engine.models import build_model, param_groups
+from tests import gloo
+from tests.deepspeed_engine.catalogue import SPECS
+from tests.deepspeed_engine.models import build_model, param_groups
+from tests.plans import write_directory
 from tests.truth import Truth, bits
-from zckpt.engine.execute import execute_directory
 from zckpt.engine.plan import plan
 from zckpt.formats import zero_redundancy
 from zckpt.formats.deepspeed import find as find_deepspeed
@@ -197,7 +197,7 @@ def some_layouts(seed: int, count: int) -> list[list[list[tuple[int, ...]]]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parameters_are_dealt_as_torch_deals_them(world_size: int) -> None:
     layouts = some_layouts(world_size, 150)
-    for dealt in workers.run(partitions, world_size, layouts):
+    for dealt in gloo.run(partitions, world_size, layouts):
         for groups, expected in zip(layouts, dealt, strict=True):
             numels = [[torch.Size(shape).numel() for shape in group] for group in groups]
             assert greedy_partition(numels, world_size) == expected
@@ -212,7 +212,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path,
         key = kind, world_size, doubtful
         if key not in made:
             folder = tmp_path_factory.mktemp("saved")
-            made[key] = folder, workers.run(save_and_go_on, world_size, kind, doubtful, folder)
+            made[key] = folder, gloo.run(save_and_go_on, world_size, kind, doubtful, folder)
         return made[key]
 
     return of
@@ -225,7 +225,7 @@ def names(kind: str, *, doubtful: bool = True) -> list[str]:
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:
     files = zero_redundancy.lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
-    execute_directory(plan(files), directory)
+    write_directory(plan(files), directory)
     return directory
 
 
@@ -255,7 +255,7 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
     folder, original = saved(kind, world_size)
     checkpoint = read_torch_file(folder / "all.pt", names=names(kind))
     directory = written(checkpoint, tmp_path / "out", world_size, per_rank=per_rank)
-    assert_goes_on(workers.run(load_and_go_on, world_size, kind, True, directory), original)
+    assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, directory), original)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
@@ -266,7 +266,7 @@ def test_ranks_files_are_dealt_anew_to_other_ranks(kind, world_size, saved, tmp_
     checkpoint = zero_redundancy.read(directory, names=names(kind))
     assert checkpoint.world_size == 2
     out = written(checkpoint, tmp_path / "out", world_size, per_rank=True)
-    assert_goes_on(workers.run(load_and_go_on, world_size, kind, True, out), original)
+    assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, out), original)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgdm"])
@@ -276,7 +276,7 @@ def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp
     checkpoint = zero_redundancy.read(directory)
     assert [name for group in checkpoint.param_groups for name in group.parameters] == names(kind, doubtful=False)
     out = written(checkpoint, tmp_path / "out", 2, per_rank=False)
-    assert_goes_on(workers.run(load_and_go_on, 2, kind, False, out), original)
+    assert_goes_on(gloo.run(load_and_go_on, 2, kind, False, out), original)
 
 
 def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
@@ -286,11 +286,11 @@ def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
     first = written(checkpoint, tmp_path / "first", 2, per_rank=False)
     again = tmp_path / "again"
     again.mkdir()
-    workers.run(load_and_save_again, 3, "adamw", True, first, again)
+    gloo.run(load_and_save_again, 3, "adamw", True, first, again)
     back = zero_redundancy.read(again)
     assert back.warnings == []
     out = written(back, tmp_path / "out", 2, per_rank=True)
-    assert_goes_on(workers.run(load_and_go_on, 2, "adamw", True, out), original)
+    assert_goes_on(gloo.run(load_and_go_on, 2, "adamw", True, out), original)
 
 
 @pytest.mark.parametrize("per_rank", [False, True], ids=["consolidated", "per-rank"])
@@ -300,7 +300,7 @@ def test_deepspeeds_state_goes_on_in_torch(name, per_rank, tmp_path) -> None:
     directory = find_deepspeed(FIXTURES / name)
     assert directory is not None
     out = written(read_deepspeed(directory), tmp_path / "out", 3, per_rank=per_rank)
-    results = workers.run(load_fixture, 3, name, out)
+    results = gloo.run(load_fixture, 3, name, out)
     found = {parameter: slots for state, _ in results for parameter, slots in state.items()}
     assert found.keys() == truth.kind("exp_avg").keys()
     for parameter, slots in found.items():

@@ -17,7 +17,7 @@ from torch import nn
 import zckpt
 from tests.cli.console import FIXTURES, inspected, refused, run, succeeded
 from tests.inventory.sources import SOURCES
-from tests.verify.mutation import copy, edit, flip, optimizer_file
+from tests.operations.verify.mutation import copy, edit, flip, optimizer_file
 from zckpt.errors import LeftOutError, UsageError
 from zckpt.formats.account import take_inventory
 from zckpt.state.inventory import CARRIED, COPY, FOREIGN, Inventory

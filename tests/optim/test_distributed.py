@@ -12,7 +12,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
-from tests.engine import run
+from tests.gloo import run
 from zckpt.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.interop

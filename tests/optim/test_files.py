@@ -14,7 +14,7 @@ from torch.distributed import rpc
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
 from tests.truth import Truth, assert_same
 from zckpt.optim import DistributedOptimizer, ZeroRedundancyOptimizer, files

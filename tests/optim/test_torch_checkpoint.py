@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.optim.zero_redundancy_optimizer as torchs
 from torch.distributed.checkpoint import state_dict as of_torch
 
-from tests.engine import run
+from tests.gloo import run
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, zero_redundancy
 

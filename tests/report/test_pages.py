@@ -17,7 +17,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.operations.inspect import inspect
 from zckpt.operations.map import layout_map
 from zckpt.report.page import diff_page, inspect_page, series_page, verify_page
-from zckpt.report.page.shell import embedded
+from zckpt.report.page.markup import embedded
 from zckpt.state import Checkpoint
 
 Show = Callable[..., Opened]

@@ -22,7 +22,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.torch_archive import (
@@ -35,6 +34,7 @@ from zckpt.formats.torch_archive import (
     new_storage,
     view,
 )
+from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.torchfile import (
     Global,
@@ -43,10 +43,10 @@ from zckpt.torchfile import (
     OrderedMapping,
     Storage,
     Tensor,
+    dump,
     read_pickle,
     read_torchfile,
 )
-from zckpt.torchfile.pickle_writer import dump
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 
@@ -257,7 +257,7 @@ class Same:
 
 def write(path, root):
     """Write a tree, check the archive as zip and as torch has it, and return our own reading of it."""
-    execute(plan([lay_out(path.name, root)]), [path], overwrite=True)
+    write_target(plan([lay_out(path.name, root)]), path, overwrite=True)
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}

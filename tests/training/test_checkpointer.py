@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import SourceError, UsageError
 

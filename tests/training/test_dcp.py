@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import zckpt
 import zckpt.dcp
 from tests.cli.console import FIXTURES
-from tests.engine import SPECS, Spec, models, run
+from tests.deepspeed_engine import SPECS, Spec, models
+from tests.gloo import run
 from tests.logical import assert_same_slots
 from tests.training.trainings import BY_NAME, Training, differences, whole
 from tests.truth import Truth, assert_same, bits

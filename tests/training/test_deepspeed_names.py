@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import compiled
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.engine import Spec, run
+from tests.deepspeed_engine import Spec
+from tests.gloo import run
 from tests.optim.zero import test_files as zero
 from tests.truth import assert_same
 

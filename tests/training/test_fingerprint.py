@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training
 from zckpt.compare.digests import read_digests
 from zckpt.errors import UsageError

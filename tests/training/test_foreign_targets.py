@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 import zckpt
 import zckpt.dcp
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training
 from zckpt.errors import TargetError, TargetExistsError, UsageError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.truth import Truth, assert_same
 from zckpt.errors import SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.hf import prepare_resume

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_naming import killed
+from tests.storage.test_naming import killed
 from tests.training.test_run_directory import RECORD, checkpointer, model_of, name_of, resumed, saved, steps_in
 
 

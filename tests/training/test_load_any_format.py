@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.engine import models, run
-from tests.engine.catalogue import SPECS
+from tests.deepspeed_engine import models
+from tests.deepspeed_engine.catalogue import SPECS
+from tests.gloo import run
 from tests.training.trainings import whole
 from tests.truth import Truth, assert_same, bits
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
-from tests.engine import run
+from tests.gloo import run
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
 from zckpt.optim.zero.loss_scale import DynamicLossScaler

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchsOptimizer
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 

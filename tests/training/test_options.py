@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences, whole
 from zckpt.errors import UsageError
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import BF16, BY_NAME, KINDS, Kind, Training, differences
 
 pytestmark = pytest.mark.interop

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.engine import run
-from tests.engine.workers import WorkerError
+from tests.gloo import WorkerError, run
 from tests.training.trainings import BY_NAME, Training, differences
 from zckpt.errors import SourceError, TargetError, TargetExistsError, UnsupportedError
 

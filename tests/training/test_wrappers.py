@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zckpt
 import zckpt.dcp
-from tests.engine import run
+from tests.gloo import run
 from tests.training.trainings import compiled, whole
 from zckpt.errors import UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer

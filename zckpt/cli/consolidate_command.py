@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import ByteSize, names_option, read_names, show, source_options, write_options
+from zckpt.cli.options import ByteSize, show, source_options, write_options
 
 
 @click.command("consolidate")
@@ -36,7 +37,6 @@ from zckpt.cli.options import ByteSize, names_option, read_names, show, source_o
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
 @write_options
-@names_option
 @source_options
 def consolidate_command(
     source: Path,
@@ -46,17 +46,10 @@ def consolidate_command(
     tied: str,
     exclude_frozen: bool,
     max_shard_size: int,
-    no_weight_check: bool,
-    no_checksums: bool,
-    memory: int,
-    overwrite: bool,
-    drop: tuple[str, ...],
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
-    roots: tuple[Path, ...],
-    tag: str | None,
-    names_file: Path | None,
+    writing: dict[str, Any],
+    where: dict[str, Any],
 ) -> None:
     """Turn a sharded checkpoint into one model.
 
@@ -66,7 +59,6 @@ def consolidate_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.consolidate import consolidate
-    from zckpt.report.consolidation import document, render
 
     done = consolidate(
         source,
@@ -76,21 +68,8 @@ def consolidate_command(
         tied=tied,
         exclude_frozen=exclude_frozen,
         max_shard_size=max_shard_size,
-        weight_check=not no_weight_check,
-        checksums=not no_checksums,
-        memory=memory,
-        overwrite=overwrite,
-        drop=drop,
-        dry_run=dry_run,
         reporter=reporter("consolidate", quiet=quiet),
-        roots=roots,
-        tag=tag,
-        names=read_names(names_file),
+        **writing,
+        **where,
     )
-    show(
-        document(done, dry_run=dry_run),
-        render(done, dry_run=dry_run),
-        as_json=as_json,
-        dry_run=dry_run,
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from zckpt.cli.options import (
     fingerprint_option,
-    names_option,
-    read_names,
     show,
     source_options,
     verify_option,
@@ -53,7 +52,6 @@ zero-redundancy  PyTorch's ZeroRedundancyOptimizer; with --world-size each rank'
 @verify_option
 @fingerprint_option
 @write_options
-@names_option
 @source_options
 def convert_command(
     source: Path,
@@ -67,22 +65,14 @@ def convert_command(
     dtype: str | None,
     verify: bool,
     fingerprint: bool | None,
-    no_weight_check: bool,
-    no_checksums: bool,
-    memory: int,
-    overwrite: bool,
-    drop: tuple[str, ...],
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
-    tag: str | None,
-    roots: tuple[Path, ...],
-    names_file: Path | None,
+    writing: dict[str, Any],
+    where: dict[str, Any],
 ) -> None:
     """Write a checkpoint in another format."""
     from zckpt.cli.progress import reporter
     from zckpt.operations.convert import convert
-    from zckpt.report.written import document, render
 
     done = convert(
         source,
@@ -94,23 +84,10 @@ def convert_command(
         round_robin=round_robin,
         parameter_alignment=parameter_alignment,
         dtype=dtype,
-        weight_check=not no_weight_check,
-        checksums=not no_checksums,
         verify=verify,
         fingerprint=fingerprint,
-        memory=memory,
-        overwrite=overwrite,
-        drop=drop,
-        dry_run=dry_run,
         reporter=reporter("convert", quiet=quiet),
-        tag=tag,
-        roots=roots,
-        names=read_names(names_file),
+        **writing,
+        **where,
     )
-    show(
-        document(done, dry_run=dry_run),
-        render(done, dry_run=dry_run),
-        as_json=as_json,
-        dry_run=dry_run,
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

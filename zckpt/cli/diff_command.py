@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import ByteSize
+from zckpt.cli.options import ByteSize, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
 from zckpt.cli.terminal import json_text, paint, width
 from zckpt.errors import UsageError
@@ -29,6 +31,8 @@ from zckpt.errors import UsageError
 @page_options
 @click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@source_options
+@partial(source_options, suffix="b")
 def diff_command(
     sources: tuple[Path, ...],
     rtol: float,
@@ -43,8 +47,12 @@ def diff_command(
     overwrite: bool,
     memory: int,
     quiet: bool,
+    where: dict[str, Any],
+    where_b: dict[str, Any],
 ) -> int:
     """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
+
+    --tag, --root, --names and --tp-rules are about A; those that end in -b about B.
 
     Exit status 0: equal; 1: different.
     """
@@ -55,13 +63,13 @@ def diff_command(
     told = reporter("diff", quiet=quiet)
     if series:
         from zckpt.operations.series import series as measure_series
-        from zckpt.report.series import document as series_document
-        from zckpt.report.series import render as render_series
+        from zckpt.report.difference import render_series, series_document
 
-        if rtol or atol or rename or ignore:
-            raise UsageError("--series takes --slots and --parameters only")
+        if rtol or atol or rename or ignore or any(where[key] for key in ("tag", "roots")) or any(where_b.values()):
+            raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+        common = {key: where[key] for key in ("names", "tp_rules")}
         found = series_document(
-            measure_series(sources, slots=chosen, parameters=parameters, memory=memory, reporter=told)
+            measure_series(sources, slots=chosen, parameters=parameters, memory=memory, reporter=told, **common)
         )
         text, status = render_series(found, width=width()), 0
     else:
@@ -71,7 +79,8 @@ def diff_command(
         from zckpt.report.difference import document, render
 
         done = diff(
-            *sources,
+            sources[0],
+            sources[1],
             rtol=rtol,
             atol=atol,
             slots=chosen,
@@ -80,6 +89,8 @@ def diff_command(
             ignore_metadata=ignore == "metadata",
             memory=memory,
             reporter=told,
+            **where,
+            **{f"{key}_b": value for key, value in where_b.items()},
         )
         found = document(done)
         text, status = render(found, width=width(), paint=paint()), 0 if done.equal else 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import ByteSize, names_option, read_names, source_options
+from zckpt.cli.options import ByteSize, source_options
 from zckpt.cli.terminal import json_text
 
 
@@ -18,7 +19,6 @@ from zckpt.cli.terminal import json_text
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with the digest of each slot.")
 @click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
-@names_option
 @source_options
 def fingerprint_command(
     source: Path,
@@ -28,9 +28,7 @@ def fingerprint_command(
     as_json: bool,
     memory: int,
     quiet: bool,
-    roots: tuple[Path, ...],
-    tag: str | None,
-    names_file: Path | None,
+    where: dict[str, Any],
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
 
@@ -43,7 +41,7 @@ def fingerprint_command(
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.storage.ownership import check_target
 
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
+    checkpoint = open_checkpoint(source, **where)
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import names_option, read_names, source_options
+from zckpt.cli.options import source_options
 from zckpt.cli.pages import check_page, page_options, write_page
 from zckpt.cli.terminal import json_text
 
@@ -18,7 +19,6 @@ from zckpt.cli.terminal import json_text
 @click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
 @click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
 @page_options
-@names_option
 @source_options
 def inspect_command(
     source: Path,
@@ -28,16 +28,14 @@ def inspect_command(
     with_globals: bool,
     html: Path | None,
     overwrite: bool,
-    roots: tuple[Path, ...],
-    tag: str | None,
-    names_file: Path | None,
+    where: dict[str, Any],
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.formats import open_checkpoint
     from zckpt.operations.inspect import inspect
 
     check_page(html, overwrite=overwrite)
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
+    checkpoint = open_checkpoint(source, **where)
     document = inspect(checkpoint, include_globals=with_globals, include_inventory=files)
     if html is not None:
         from zckpt.operations.map import layout_map

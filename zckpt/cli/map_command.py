@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import names_option, read_names, source_options
+from zckpt.cli.options import source_options
 from zckpt.cli.pages import check_page, write_page
 from zckpt.errors import UsageError
 
@@ -18,16 +19,13 @@ SUFFIXES = (".svg", ".png")
 @click.argument("target", type=click.Path(path_type=Path, dir_okay=False))
 @click.option("--slots", multiple=True, metavar="SLOT,...", help="Draw these slots only: weight, master, exp_avg, ...")
 @click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
-@names_option
 @source_options
 def map_command(
     source: Path,
     target: Path,
     slots: tuple[str, ...],
     overwrite: bool,
-    roots: tuple[Path, ...],
-    tag: str | None,
-    names_file: Path | None,
+    where: dict[str, Any],
 ) -> None:
     """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
 
@@ -41,7 +39,7 @@ def map_command(
     if suffix not in SUFFIXES:
         raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
     check_page(target, overwrite=overwrite)
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=read_names(names_file))
+    checkpoint = open_checkpoint(source, **where)
     chosen = [name for one in slots for name in one.split(",") if name]
     unknown = [name for name in chosen if name not in checkpoint.slot_names()]
     if unknown:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -15,6 +16,8 @@ from zckpt.errors import UsageError, without_controls
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from zckpt.operations.result import Written
+
     _IntegerType = click.ParamType[int]
 else:
     _IntegerType = click.ParamType  # generic since click 8.2 only
@@ -56,40 +59,58 @@ def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> C
     return command
 
 
-def source_options(command: Command) -> Command:
-    """Add the options that say which checkpoint is meant."""
-    return _add(
-        command,
-        (
-            click.option("--tag", help="Which checkpoint of a run directory; by default the one `latest` names."),
-            click.option(
-                "--root",
-                "roots",
-                multiple=True,
-                type=click.Path(path_type=Path),
-                metavar="DIR",
-                help="The same directory on another node, whose files belong in too; may be repeated.",
-            ),
-        ),
-    )
+def source_options(command: Command, *, suffix: str = "") -> Command:
+    """Add the options that say which checkpoint is meant; the command gets them as `where`, for any verb's function.
 
+    Parameters
+    ----------
+    command : callable
+    suffix : str
+        Of a verb's second source: `b` gives `--tag-b`, ..., and `where_b`.
+    """
+    path = click.Path(path_type=Path)
+    options: dict[str, dict[str, Any]] = {
+        "tag": {"help": "Which checkpoint of a run directory; by default the one `latest` names."},
+        "root": {
+            "type": path, "multiple": True, "metavar": "DIR",
+            "help": "The same directory on another node, whose files belong in too; may be repeated.",
+        },
+        "names": {
+            "type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE",
+            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+        },
+        "tp-rules": {
+            "type": path, "metavar": "FILE",
+            "help": "How tensor-parallel slices make up parameters: universal_checkpoint_info as JSON. "
+            "Default: the checkpoint's own.",
+        },
+    }  # fmt: skip
+    mark = f"_{suffix}" if suffix else ""
 
-def names_option(command: Command) -> Command:
-    """Add the option that names an optimizer's parameters."""
-    option = click.option(
-        "--names",
-        "names_file",
-        type=click.Path(path_type=Path, dir_okay=False),
-        metavar="FILE",
-        help="Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
-    )
-    return option(command)
+    @wraps(command)
+    def with_where(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click has made of them
+        tag, roots, names, tp_rules = (given.pop(f"{name.replace('-', '_')}{mark}") for name in options)
+        found = {"tag": tag, "roots": roots, "names": read_names(names), "tp_rules": tp_rules}
+        return command(*arguments, **{f"where{mark}": found}, **given)
+
+    for name, one in options.items():
+        if suffix:
+            one["help"] = f"As --{name}, of {suffix.upper()}."
+    flags = [click.option(f"--{name}{mark.replace('_', '-')}", **one) for name, one in options.items()]
+    return _add(cast("Command", with_where), flags)
 
 
 def write_options(command: Command) -> Command:
-    """Add the options of every verb that writes a target."""
+    """Add the options of every verb that writes a target; the command gets them as `writing`, but for how to print."""
+
+    @wraps(command)
+    def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
+        writing = {key: given.pop(key) for key in ("memory", "overwrite", "drop", "dry_run")}
+        writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
+        return command(*arguments, writing=writing, **given)
+
     return _add(
-        command,
+        cast("Command", with_writing),
         (
             click.option(
                 "--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them."
@@ -128,14 +149,15 @@ def fingerprint_option(command: Command) -> Command:
     )(command)
 
 
-def show(document: dict[str, object], text: str, *, as_json: bool, dry_run: bool, quiet: bool) -> None:
+def show(done: Written, *, as_json: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
+    from zckpt.report.written import render
+
+    document = done.as_dict()
     if as_json:
         click.echo(json_text(document))
-    elif dry_run:
-        click.echo(without_controls(text))
-    elif not quiet:
-        click.echo(without_controls(text), err=True)
+    elif done.dry_run or not quiet:
+        click.echo(without_controls(render(document)), err=not done.dry_run)
 
 
 def read_names(path: Path | None) -> list[str] | None:

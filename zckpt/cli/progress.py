@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from zckpt.engine.execute import Reporter, SilentReporter
+from zckpt.engine import Reporter, SilentReporter
 
 
 class BarReporter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,12 +29,6 @@ from zckpt.cli.options import fingerprint_option, show, source_options, verify_o
 @click.option("--expert-parallel-size", type=int, metavar="E", help="Ranks over which experts are spread.")
 @click.option("--tensor-parallel-size", type=int, metavar="T", help="Ranks over which parameters are sliced.")
 @click.option(
-    "--tp-rules",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="How slices make up parameters: universal_checkpoint_info as JSON. Default: SOURCE's own.",
-)
-@click.option(
     "--padded-vocab-size",
     type=int,
     metavar="ROWS",
@@ -53,20 +48,13 @@ def reshard_command(
     parameter_alignment: bool | None,
     expert_parallel_size: int | None,
     tensor_parallel_size: int | None,
-    tp_rules: Path | None,
     padded_vocab_size: int | None,
     verify: bool,
     fingerprint: bool | None,
-    no_weight_check: bool,
-    no_checksums: bool,
-    memory: int,
-    overwrite: bool,
-    drop: tuple[str, ...],
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
-    tag: str | None,
-    roots: tuple[Path, ...],
+    writing: dict[str, Any],
+    where: dict[str, Any],
 ) -> None:
     """Cut a DeepSpeed ZeRO checkpoint for another number of data-, expert- or tensor-parallel ranks, or another stage.
 
@@ -77,7 +65,6 @@ def reshard_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.reshard import reshard
-    from zckpt.report.written import document, render
 
     done = reshard(
         source,
@@ -89,24 +76,11 @@ def reshard_command(
         parameter_alignment=parameter_alignment,
         expert_parallel_size=expert_parallel_size,
         tensor_parallel_size=tensor_parallel_size,
-        tp_rules=tp_rules,
         padded_vocab_size=padded_vocab_size,
-        weight_check=not no_weight_check,
-        checksums=not no_checksums,
         verify=verify,
         fingerprint=bool(fingerprint),
-        memory=memory,
-        overwrite=overwrite,
-        drop=drop,
-        dry_run=dry_run,
         reporter=reporter("reshard", quiet=quiet),
-        tag=tag,
-        roots=roots,
+        **writing,
+        **where,
     )
-    show(
-        document(done, dry_run=dry_run),
-        render(done, dry_run=dry_run),
-        as_json=as_json,
-        dry_run=dry_run,
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,16 +35,10 @@ def strip_command(
     optimizer: bool,
     unreferenced: bool,
     keep_slots: tuple[str, ...],
-    no_weight_check: bool,
-    no_checksums: bool,
-    memory: int,
-    overwrite: bool,
-    drop: tuple[str, ...],
-    dry_run: bool,
     as_json: bool,
     quiet: bool,
-    tag: str | None,
-    roots: tuple[Path, ...],
+    writing: dict[str, Any],
+    where: dict[str, Any],
 ) -> None:
     """Write a checkpoint again without what is not needed; the program it came from loads TARGET.
 
@@ -52,7 +47,6 @@ def strip_command(
     """
     from zckpt.cli.progress import reporter
     from zckpt.operations.strip import strip
-    from zckpt.report.stripping import document, render
 
     done = strip(
         source,
@@ -61,20 +55,8 @@ def strip_command(
         optimizer=optimizer,
         unreferenced=unreferenced,
         keep_slots=[slot for one in keep_slots for slot in one.split(",") if slot] if keep_slots else None,
-        weight_check=not no_weight_check,
-        checksums=not no_checksums,
-        memory=memory,
-        overwrite=overwrite,
-        drop=drop,
-        dry_run=dry_run,
         reporter=reporter("strip", quiet=quiet),
-        tag=tag,
-        roots=roots,
+        **writing,
+        **where,
     )
-    show(
-        document(done, dry_run=dry_run),
-        render(done, dry_run=dry_run),
-        as_json=as_json,
-        dry_run=dry_run,
-        quiet=quiet,
-    )
+    show(done, as_json=as_json, quiet=quiet)

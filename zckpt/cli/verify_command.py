@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from zckpt.cli.options import ByteSize, names_option, read_names, source_options
+from zckpt.cli.options import ByteSize, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
 from zckpt.cli.terminal import json_text, paint, width
 
@@ -26,7 +27,6 @@ UNSOUND = 1
 @page_options
 @click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
-@names_option
 @source_options
 def verify_command(
     source: Path,
@@ -37,9 +37,7 @@ def verify_command(
     overwrite: bool,
     memory: int,
     quiet: bool,
-    roots: tuple[Path, ...],
-    tag: str | None,
-    names_file: Path | None,
+    where: dict[str, Any],
 ) -> int:
     """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
 
@@ -56,9 +54,7 @@ def verify_command(
         against=against,
         memory=memory,
         reporter=reporter("verify", quiet=quiet),
-        tag=tag,
-        roots=roots,
-        names=read_names(names_file),
+        **where,
     )
     document = found.document()
     if html is not None:

@@ -25,8 +25,8 @@ from zckpt.compare.digests import LEAF_NUMEL, Entries, Fingerprint, root
 from zckpt.compare.logical import named, own_weight, single
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.compare.rounding import one_nan
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.scan import Row, visit_rows
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 

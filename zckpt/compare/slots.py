@@ -7,15 +7,14 @@ Then those slots alone that differ are read again, for the numbers that say how.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from zckpt.compare.figures import Figures, Tolerance, figures
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.scan import Row, visit_rows
 from zckpt.errors import LayoutError
 from zckpt.state import Slot
@@ -73,7 +72,6 @@ def differences(
     tolerance: Tolerance | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
-    executor: Executor | None = None,
 ) -> list[Difference]:
     """Return what differs in each of the slots that are not equal, bit for bit, in the order of the pairs.
 
@@ -86,8 +84,6 @@ def differences(
         Upper bound of what buffers take together.
     reporter : Reporter, optional
         Told of progress, in bytes of one side.
-    executor : concurrent.futures.Executor, optional
-        Runs the comparisons; by default threads of this process.
 
     Raises
     ------
@@ -105,13 +101,11 @@ def differences(
     limits = tolerance or Tolerance()
     rows = [Row(pair.label, (pair.a, pair.b), pair.dtypes) for pair in whole]
     unequal = {index for index, row in enumerate(rows) if row.dtypes[0] != row.dtypes[1]}
-    seen = visit_rows(
-        rows, first_difference, memory=memory, reporter=reporter, executor=executor, wanted=lambda i: i not in unequal
-    )
+    seen = visit_rows(rows, first_difference, memory=memory, reporter=reporter, wanted=lambda i: i not in unequal)
     for index, _ in seen:
         unequal.add(index)
     chosen = sorted(unequal)
-    found = measure([rows[index] for index in chosen], limits, memory=memory, executor=executor)
+    found = measure([rows[index] for index in chosen], limits, memory=memory)
     return [
         Difference(index, whole[index].label, one)
         for index, one in zip(chosen, found, strict=True)
@@ -119,13 +113,11 @@ def differences(
     ]
 
 
-def measure(
-    rows: Sequence[Row], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES, executor: Executor | None = None
-) -> list[Figures]:
+def measure(rows: Sequence[Row], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
     """Return the figures of rows of two slots; errors are those of `differences`."""
     found = [Figures() for _ in rows]
     visit = partial(measure_block, [row.dtypes for row in rows], tolerance)
-    for index, one in visit_rows(rows, visit, memory=memory // FIGURES_MEMORY, executor=executor):
+    for index, one in visit_rows(rows, visit, memory=memory // FIGURES_MEMORY):
         found[index].add(one)
     return found
 

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.names import PARAMS
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.tensors import Wanted, read_tensors
 from zckpt.state import Extent, Scalar, Slot
-from zckpt.torchfile.identity import each
+from zckpt.torchfile import each
 from zckpt.training.values import value_of
 
 PLAIN = (

@@ -21,16 +21,16 @@ from torch.futures import Future
 
 from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
+from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
-from zckpt.storage.partial import partial_name
+from zckpt.storage.ownership import partial_name
 from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
@@ -154,7 +154,7 @@ class Writer(StorageWriter):
         directory = partial_name(self._target())
         part, entries = part_of(plan, planner, str(self.path))
         file = lay_out_rank(rank_name(place.file, place.count), entries, (directory / IDENTITY_NAME).read_text())
-        execute(plan_files([file]), [directory / file.name])
+        write_target(plan_files([file]), directory / file.name)
         part.nbytes = file.nbytes
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(file.name), file.nbytes, part)])
@@ -207,12 +207,12 @@ class Writer(StorageWriter):
         about = describe(checkpoint)
         name = rank_name(0, len(parts) + 1)
         first = lay_out_rank(name, entries_of(about.storages, values), identity.read_text())
-        execute(plan_files([first]), [directory / first.name])
+        write_target(plan_files([first]), directory / first.name)
         files = [(first.name, first.nbytes)]
         files += [(rank_name(rank + 1, len(parts) + 1), part.nbytes) for rank, part in enumerate(parts)]
         members = members_of(checkpoint, about, _placed(found, parts))
         document = lay_out_document(members, identity.read_text(), files)
-        execute(plan_files([document]), [directory / document.name])
+        write_target(plan_files([document]), directory / document.name)
         identity.unlink()
 
 

@@ -1,5 +1,44 @@
-"""How elements get from spans to where they are wanted: planned exactly, moved in large reads, cast, checked, summed.
+"""How elements get from spans to holes: planned exactly, moved in large reads, cast, checked, summed.
 
 It knows bytes, boxes and element types; no format, and not what a parameter means. Workers, buffers and batches are
 decided here and nowhere else.
+
+    plan        spans x holes -> copies, every element once         boxes, span_index
+    copy        copies -> pieces that fit a buffer -> elements      cast
+    workers     pieces -> batches -> threads
+    write, read, scan       the three things that a batch may do: fill a file, fill memory, show elements to a function
+    checking    the checksums of what was read, and of what was written
 """
+
+from __future__ import annotations
+
+from typing import Protocol
+
+DEFAULT_MEMORY_NBYTES = 64 * 10**6
+"""Bytes that all buffers together may take."""
+
+
+class Reporter(Protocol):
+    """Hears of progress, in the thread that began the work: `begin` once, `advance` often, `end` once."""
+
+    def begin(self, nbytes: int) -> None:
+        """Start; `nbytes` bytes will be written, or read."""
+
+    def advance(self, nbytes: int) -> None:
+        """Note that `nbytes` more bytes have been."""
+
+    def end(self) -> None:
+        """Finish, successfully or not."""
+
+
+class SilentReporter:
+    """A reporter that does nothing."""
+
+    def begin(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""

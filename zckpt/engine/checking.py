@@ -1,4 +1,6 @@
-"""Source bytes held against the CRC-32s that their files state, as they pass by. Knows no format.
+"""CRC-32s of byte ranges, put together from those of parts that were read or written in any order. Knows no format.
+
+Source bytes are held against the CRC-32s that their files state, as they pass by:
 
     record      |......................................|     a range of a file with one CRC-32
     parts        [ part ][ part ]   [ part ][ part ]          what was read, in any order, each with its CRC-32
@@ -6,18 +8,24 @@
 
 Who reads hands on parts: the copier, and reads into memory. A record that is not read at all is not checked, for
 nothing depends on it; one that is read in part is, if the rest of it costs little. Bytes that parts share count once.
+
+A target states CRC-32s of itself. They come from the parts that were written, and only what none of them summed is read
+again.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from operator import attrgetter
+from pathlib import Path
 
 from zckpt.codes import CHECKSUM
-from zckpt.engine.pieces import Piece
-from zckpt.engine.plan import Strided
+from zckpt.engine.copy import Piece
+from zckpt.engine.plan import FilePlan, Strided
 from zckpt.errors import DamagedFileError
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources
@@ -57,7 +65,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes of a file that were read, and their CRC-32; None: some of them were, and nobody summed them."""
+    """Bytes of a file that were read or written, and their CRC-32; None: nobody summed them."""
 
     path: str
     offset: int
@@ -179,7 +187,7 @@ class Checks:
         """Check a record if its parts tile it."""
         tiles = _tiles(self._parts[one])
         if sum(part.nbytes for part in tiles) == one.nbytes:
-            self._note(one, _combined(tiles))
+            self._note(one, crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, Sources()))
         else:
             self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
@@ -261,34 +269,59 @@ def _covered(parts: Iterable[Part]) -> int:
     return covered
 
 
-def _combined(tiles: Iterable[Part]) -> int:
-    crc = crc32(b"")
-    for part in tiles:
-        crc = combine(crc, part.crc32 or 0, part.nbytes)
-    return crc
-
-
 def _run(tasks: list[_Task]) -> list[int]:
     """Return the CRC-32 of records of one file; may run in another process."""
     with Sources() as sources:
-        return [_sum(task, sources) for task in tasks]
+        return [
+            crc_of(one.path, one.offset, one.offset + one.nbytes, parts, sources)
+            for one, parts in ((task.sum, task.parts) for task in tasks)
+        ]
 
 
-def _sum(task: _Task, sources: Sources) -> int:
-    """Return the CRC-32 of a record: of its parts, and of what lies between them, which is read."""
-    one, crc = task.sum, crc32(b"")
-    at, buffer = one.offset, bytearray(0)
-    ends = Part(one.path, one.offset + one.nbytes, 0, crc32(b""))
-    for part in (*task.parts, ends):
+def crc_of(path: str, start: int, end: int, tiles: Iterable[Part], sources: Sources) -> int:
+    """Return the CRC-32 of bytes [start, end) of a file.
+
+    Parameters
+    ----------
+    path : str
+    start, end : int, bytes
+    tiles : iterable of Part
+        Parts of them, in order and none over another. What lies between them is read.
+    sources : Sources
+    """
+    crc, at, buffer = crc32(b""), start, bytearray(0)
+    for part in (*tiles, Part(path, end, 0, crc32(b""))):
         while at < part.offset:
-            buffer = buffer or bytearray(min(STEP_NBYTES, one.nbytes))
+            buffer = buffer or bytearray(min(STEP_NBYTES, end - start))
             view = memoryview(buffer)[: part.offset - at]
-            sources.read(one.path, at, view)
+            sources.read(path, at, view)
             crc = crc32(view, crc)
             at += len(view)
         crc = combine(crc, part.crc32 or 0, part.nbytes)
         at += part.nbytes
     return crc
+
+
+def patch_checksums(path: Path, one: FilePlan, written: Iterable[Part]) -> None:
+    """Compute each checksum that a target states of itself and put it where it belongs.
+
+    Parameters
+    ----------
+    path : Path
+        Under which the file is written.
+    one : FilePlan
+    written : iterable of Part
+        Of the file, as far as they were summed.
+    """
+    parts = sorted(written, key=attrgetter("offset"))
+    starts = [part.offset for part in parts]
+    with path.open("r+b") as file, Sources() as sources:
+        for checksum in one.file.checksums:
+            within = parts[bisect_left(starts, checksum.start) : bisect_left(starts, checksum.end)]
+            tiles = _tiles(part for part in within if part.offset + part.nbytes <= checksum.end)
+            crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
+            for offset in checksum.offsets:
+                os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)
 
 
 def _damaged(wrong: list[tuple[Sum, int]]) -> DamagedFileError:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.checking import Checks, Part, WatchedSources
-from zckpt.engine.pieces import Piece, elements, pieces
+from zckpt.engine.copy import Piece, elements, pieces
 from zckpt.engine.plan import Copy, Fill, Hole, fill
 from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources, check_nbytes
-
-READ_PIECE_NBYTES = 8 << 20
-"""Read in pieces of this size, so that a gather needs little memory beside its result."""
-
-BATCH_NBYTES = 8 << 20
-"""What a thread reads before it takes the next batch."""
-
-THREADS = range(2, 9)
-"""Fewest and most threads that read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +59,11 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     SourceError
         A file cannot be read.
     """
-    batches = list(_batches(reads))
-    threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1], len(batches))
+    batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
     watching = checks or Checks()
-    if threads <= 1:
-        for batch in batches:
-            watching.add(_run(batch, watching.watched))
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="zckpt-read") as pool:
-        for done in [pool.submit(_run, batch, watching.watched) for batch in batches]:
-            watching.add(done.result())
+    with Workers(READERS) as workers, closing(workers.run(partial(_read_batch, watching.watched), batches)) as results:
+        for _, parts in results:
+            watching.add(parts)
 
 
 def check_reads(reads: Iterable[Read]) -> None:
@@ -143,36 +130,22 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     return result
 
 
-def read_slot(slot: Slot, *, dtype: str | None = None) -> Array:
-    """Return all elements of a slot, in its shape; errors are those of `read_extent`."""
-    with Sources() as sources:
-        return read_extent(slot, Extent.whole(slot.shape), sources, dtype=dtype).reshape(slot.shape)
-
-
 def _pieces(hole: Hole) -> Iterator[Piece]:
-    return pieces(Fill(hole, tuple(fill(hole))), READ_PIECE_NBYTES, READ_PIECE_NBYTES)
+    return pieces(Fill(hole, tuple(fill(hole))), BATCH_NBYTES, BATCH_NBYTES)
 
 
-def _batches(reads: Sequence[Read]) -> Iterator[list[tuple[Piece, memoryview]]]:
-    """Yield pieces and where they go, some megabytes at a time."""
-    batch: list[tuple[Piece, memoryview]] = []
-    nbytes = 0
+def _all_pieces(reads: Iterable[Read]) -> Iterator[tuple[Piece, memoryview]]:
+    """Yield pieces and the memory that each goes to."""
     indexes: dict[int, SpanIndex] = {}
     for read in reads:
         if id(read.slot) not in indexes:
             indexes[id(read.slot)] = SpanIndex(read.slot)
         reaching = indexes[id(read.slot)].reaching(read.extent)
         for piece in _pieces(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
-            batch.append((piece, read.into))
-            nbytes += piece.nbytes
-            if nbytes >= BATCH_NBYTES:
-                yield batch
-                batch, nbytes = [], 0
-    if batch:
-        yield batch
+            yield piece, read.into
 
 
-def _run(batch: Sequence[tuple[Piece, memoryview]], watched: frozenset[str]) -> list[Part]:
+def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Part]:
     with WatchedSources(watched) as sources:
         for piece, into in batch:
             read_piece(piece, into, sources)

@@ -7,9 +7,7 @@ caller's. What blocks have in common with others - differences, digests, counts 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,24 +15,21 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from zckpt.engine.batches import batched, run_in_order
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, numpy_dtype
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, MINIMUM_PIECE_NBYTES, Reporter, SilentReporter
+from zckpt.engine.copy import pieces
 from zckpt.engine.flat_runs import FlatRuns, Stretch, flat_runs
-from zckpt.engine.pieces import pieces
 from zckpt.engine.plan import Fill, Hole, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.repeats import refuse_endless
 from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""
-
-THREADS = range(2, 9)
-"""Fewest and most that visit blocks; more than there are cores get in each other's way."""
 
 BUFFERS_PER_WORKER = 8
 """What a block may need at once: the slots of its row, and what a gather, a cast and the visit take beside them."""
@@ -129,7 +124,6 @@ def visit_rows(
     numel: int | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
-    executor: Executor | None = None,
     wanted: Callable[[int], bool] | None = None,
 ) -> Generator[tuple[int, Result]]:
     """Read rows of slots block by block, and yield what the visits return with the index of the row, in order.
@@ -138,15 +132,13 @@ def visit_rows(
     ----------
     rows : sequence of Row
     visit : callable
-        See `Visit`. For an executor of processes it must be picklable.
+        See `Visit`. Where an executor of processes runs it, it must be picklable.
     numel : int, elements, optional
         Of each block but a row's last; by default as many as have `BLOCK_NBYTES` bytes, or as `memory` allows.
     memory : int, bytes
         Upper bound of what buffers take together, where `numel` is not given.
     reporter : Reporter, optional
         Told of progress, in bytes of the first slot of each row as it is read.
-    executor : concurrent.futures.Executor, optional
-        Runs the visits; by default threads of this process.
     wanted : callable, optional
         Asked with the index of a row whether more of it is to be visited.
 
@@ -162,22 +154,19 @@ def visit_rows(
     for row in rows:
         for slot in row.slots:
             refuse_endless(slot, row.label)
-    threads = min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
-    most = max(min(memory // threads // BUFFERS_PER_WORKER, BLOCK_NBYTES), MINIMUM_PIECE_NBYTES)
-    pool = executor or ThreadPoolExecutor(threads, thread_name_prefix="zckpt-blocks")
-    told = reporter or SilentReporter()
-    told.begin(sum(row.numel * itemsize(row.dtypes[0]) for row in rows))
+    progress = reporter or SilentReporter()
+    progress.begin(sum(row.numel * itemsize(row.dtypes[0]) for row in rows))
     try:
-        blocks = (block for index, row in enumerate(rows) for block in _blocks(index, row, numel, most, wanted))
-        batches = (Batch(some, visit) for some in batched(blocks, attrgetter("nbytes")))
-        with closing(run_in_order(pool, batches, visit_batch)) as results:
-            for batch, found in results:
-                told.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
-                yield from found
+        with Workers(READERS) as workers:
+            most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+            blocks = (block for index, row in enumerate(rows) for block in _blocks(index, row, numel, most, wanted))
+            batches = (Batch(some, visit) for some in batched(blocks, attrgetter("nbytes")))
+            with closing(workers.run(visit_batch, batches)) as results:
+                for batch, found in results:
+                    progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
+                    yield from found
     finally:
-        told.end()
-        if executor is None:
-            pool.shutdown(wait=True, cancel_futures=True)
+        progress.end()
 
 
 def _blocks(

@@ -14,7 +14,7 @@ from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
 from zckpt.state.renaming import bare
-from zckpt.storage.naming import interrupted
+from zckpt.storage.durable import interrupted
 
 OWN_DOCUMENT = "checkpoint.json"
 """What tells zckpt's own format, whose modules are not loaded to look for it."""
@@ -56,7 +56,8 @@ def open_checkpoint(
     """
     path = Path(source)
     checkpoint = bare(_open(path, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
-    checkpoint.opened = str(path)
+    checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
+    checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
         from zckpt.formats.beside import read_beside
 

@@ -11,8 +11,7 @@ from zckpt.engine.plan import Plan
 from zckpt.errors import SourceError
 from zckpt.state import SourceFile
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile.archive import has_checksums, read_archive
-from zckpt.torchfile.source import open_range
+from zckpt.torchfile import has_checksums, open_range, read_archive
 
 ZIP = b"PK\3\4"
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 
 from zckpt.state import Scalar
-from zckpt.torchfile import Tensor
-from zckpt.torchfile.plain import LIMIT, Renderer
+from zckpt.torchfile import Renderer, Tensor
+from zckpt.torchfile.plain import LIMIT
 
 MAXIMUM_VALUES = 1 << 17
 """Values within values that are said of all groups, or of all parameters: a file may repeat a tree without end."""

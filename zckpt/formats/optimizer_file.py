@@ -24,7 +24,7 @@ from zckpt.formats.scalars import encode
 from zckpt.formats.torch_optimizer import OPTIMIZER as OF
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
-from zckpt.torchfile.plain import Renderer
+from zckpt.torchfile import Renderer
 
 GROUPS = "param_groups"
 """Under which the header's metadata have the param groups, as JSON."""

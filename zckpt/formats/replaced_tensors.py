@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zckpt.torchfile import Tensor
-from zckpt.torchfile.walk import PARTS, children, is_leaf
+from zckpt.torchfile import PARTS, Tensor, children, is_leaf
 
 
 def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:

@@ -23,8 +23,7 @@ from zckpt.formats.storage_runs import Range, Runs, gaps, runs, shares
 from zckpt.formats.torch_archive import FromFile, NewStorage, SlotPart, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
-from zckpt.torchfile import Storage, Tensor, TorchFile, read_torchfile, walk_tensors
-from zckpt.torchfile.walk import children, is_leaf
+from zckpt.torchfile import Storage, Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
 PADDING = "padding"
 UNREFERENCED = "unreferenced"

@@ -12,8 +12,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_negatable
 from zckpt.state.inventory import Rule
-from zckpt.torchfile import FromFile, Tensor, TorchFile, walk_tensors
-from zckpt.torchfile.plain_parts import PlainParts
+from zckpt.torchfile import FromFile, PlainParts, Tensor, TorchFile, walk_tensors
 
 Value = TypeVar("Value")
 

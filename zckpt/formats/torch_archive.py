@@ -24,9 +24,7 @@ from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import DTYPES, itemsize
-from zckpt.torchfile.archive_writer import ALIGNMENT, Placed, Record, lay_out_archive
-from zckpt.torchfile.pickle_writer import FromFile, Mentioned, dump
-from zckpt.torchfile.tensors import Storage, Tensor
+from zckpt.torchfile import ALIGNMENT, FromFile, Mentioned, NewRecord, Placed, Storage, Tensor, dump, lay_out_archive
 
 __all__ = ["FromFile", "NewStorage", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out", "new_storage",
            "view"]  # fmt: skip
@@ -188,11 +186,11 @@ def lay_out(name: str, root: object) -> TargetFile:
     return file
 
 
-def _record(name: str, data: bytes) -> Record:
-    return Record(name, data, len(data))
+def _record(name: str, data: bytes) -> NewRecord:
+    return NewRecord(name, data, len(data))
 
 
-def _data_record(name: str, storage: Storage) -> Record:
+def _data_record(name: str, storage: Storage) -> NewRecord:
     """Return a storage's record, with its data where that is one known value."""
     if not storage.nbytes:
         return _record(name, b"")
@@ -200,7 +198,7 @@ def _data_record(name: str, storage: Storage) -> Record:
         (part,) = storage.parts
         if isinstance(part, ValuePart) and isinstance(part.data, bytes) and len(part.data) == storage.nbytes:
             return _record(name, part.data)
-    return Record(name, None, storage.nbytes)
+    return NewRecord(name, None, storage.nbytes)
 
 
 def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:

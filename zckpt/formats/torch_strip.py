@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, rewrite
 from zckpt.formats.torch_optimizer import looks_like_optimizer
-from zckpt.torchfile import Tensor, TorchFile, walk_tensors
-from zckpt.torchfile.walk import children, is_leaf
+from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, walk_tensors
 
 
 def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:

@@ -6,18 +6,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats import safetensors_file
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -27,40 +29,25 @@ OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not Non
 """The directories of models that are replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Consolidated:
-    """What was written, or under `dry_run` would be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consolidated(Written):
+    """What `consolidate` wrote.
 
     Parameters
     ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
     num_tensors : int
-        Tensors of the model.
-    compared : int
-        Elements of masters that were held against their weights.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
+        Of the model.
     """
 
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
     num_tensors: int
-    compared: int
-    checksummed: int
-    memory: int
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {**Written.as_dict(self), "num_tensors": self.num_tensors}
 
 
 def consolidate(
-    source: str | os.PathLike[str] | Checkpoint,
+    source: Source,
     target: str | os.PathLike[str],
     *,
     dtype: str | None = None,
@@ -78,6 +65,7 @@ def consolidate(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -114,8 +102,8 @@ def consolidate(
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
-    roots, tag, names
-        As for `open`.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
     Returns
     -------
@@ -134,9 +122,7 @@ def consolidate(
     _check_choice("tied", tied, TIED)
     if memory < 1 or max_shard_size < 1:
         raise UsageError("sizes must be positive", found=min(memory, max_shard_size))
-    checkpoint = (
-        source if isinstance(source, Checkpoint) else open_checkpoint(source, roots=roots, tag=tag, names=names)
-    )
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
     kind_of_model(path)
@@ -150,17 +136,21 @@ def consolidate(
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
-        checked = _run(made, path, paths, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks)
+        owned = OWNED if kind_of_model(path) == DIRECTORY else None
+        checked = write_target(
+            made, path, owned=owned, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks
+        )
     return Consolidated(
-        tuple(paths),
-        made.read_nbytes,
-        made.write_nbytes,
-        len(tensors),
-        compared,
-        checked.nbytes,
-        memory,
-        tuple(checkpoint.warnings),
-        dropped,
+        dry_run=dry_run,
+        files=tuple(paths),
+        read_nbytes=made.read_nbytes,
+        write_nbytes=made.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
+        num_tensors=len(tensors),
     )
 
 
@@ -235,20 +225,3 @@ def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, o
         check_sources(checkpoint, paths)
         if overwrite:
             check_companions(path, paths)
-
-
-def _run(
-    made: Plan,
-    path: Path,
-    paths: list[Path],
-    *,
-    overwrite: bool,
-    memory: int,
-    reporter: Reporter | None,
-    checks: Checks | None,
-) -> Checked:
-    """Write the files; the target itself is the last of them."""
-    common: dict[str, Any] = {"overwrite": overwrite, "memory": memory, "reporter": reporter, "checks": checks}
-    if kind_of_model(path) == DIRECTORY:
-        return execute_directory(made, path, owned=OWNED, **common)
-    return execute(Plan(tuple(reversed(made.files))), paths[::-1], **common)

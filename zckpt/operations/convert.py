@@ -4,58 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.writers import Made, Wanted, lay_out
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.ownership import check_replaceable
 
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What was written, or under `dry_run` would be.
-
-    Parameters
-    ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights.
-    verified : int, bytes
-        What was compared with the source after writing.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes, warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
-    """
-
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
-    memory: int
-    compared: int
-    verified: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-
-
 def convert(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     to: str,
@@ -77,13 +45,14 @@ def convert(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
-) -> Converted:
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
     Parameters
     ----------
-    source : path-like
-        Anything that `open` reads.
+    source : path-like or Checkpoint
+        Anything that `open` reads, or has opened.
     target : path-like
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
@@ -101,7 +70,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
 
     Raises
@@ -115,13 +84,13 @@ def convert(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     if to != "deepspeed":  # whose own writer keeps what each rank has
         _round_means(checkpoint)
     path = Path(target)
     wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
-    made = lay_out(checkpoint, Path(source), path, to, wanted)
+    made = lay_out(checkpoint, named(checkpoint), path, to, wanted)
     planned = plan(made.files)
     recorded = to == "zckpt" if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, made.restated)
@@ -139,26 +108,39 @@ def convert(
         checks = source_checks(checkpoint.files, planned) if checksums else None
         checked = _write(proof, made, planned, overwrite, checks)
     inside = [path if made.is_file else path / one.name for one in made.files]
-    return Converted(
-        tuple(inside + [path.parent / one.name for one in made.beside]),
-        planned.read_nbytes,
-        planned.write_nbytes,
-        memory,
-        compared,
-        proof.verified,
-        checked.nbytes,
-        made.notes,
-        tuple(checkpoint.warnings),
-        dropped,
+    return Written(
+        dry_run=dry_run,
+        files=tuple(inside + [path.parent / one.name for one in made.beside]),
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        verified=proof.verified,
+        notes=(*made.notes, *_of_several(checkpoint, to)),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
+    )
+
+
+def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+    """Say what becomes of several optimizers in a format of programs that have one."""
+    names = checkpoint.optimizers()
+    if not names or to == "zckpt":
+        return ()
+    return (
+        f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
+        f"only zckpt's own metadata says",
     )
 
 
 def _round_means(checkpoint: Checkpoint) -> None:
     """Let weights that are means over ranks be the rounded means of masters: the mean of weights need not be."""
-    for parameter in checkpoint.parameters.values():
+    for name, parameter in checkpoint.parameters.items():
         weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
         if weight is not None and weight.replicas and master is not None:
-            parameter.slots[WEIGHT] = replace(master, name=WEIGHT, dtype=weight.dtype)
+            slots = {**parameter.slots, WEIGHT: replace(master, name=WEIGHT, dtype=weight.dtype)}
+            checkpoint.parameters[name] = replace(parameter, slots=slots)
 
 
 def _compared(checkpoint: Checkpoint) -> int:
@@ -172,13 +154,17 @@ def _compared(checkpoint: Checkpoint) -> int:
 def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path = proof.target
-    common: dict[str, Any] = {
-        "overwrite": overwrite, "memory": proof.memory, "reporter": proof.reporter, "checks": checks,
-    }  # fmt: skip
-    if made.is_file:
-        checked = execute(planned, [path], beside=proof.beside, check=proof.of_files, **common)
-    else:
-        checked = execute_directory(planned, path, owned=made.owned, check=proof.of, **common)
-    if made.beside:
-        execute(plan(made.beside), [path.parent / one.name for one in made.beside], overwrite=True)
+    checked = write_target(
+        planned,
+        path,
+        owned=None if made.is_file else made.owned,
+        more=proof.beside if made.is_file else (),
+        overwrite=overwrite,
+        memory=proof.memory,
+        reporter=proof.reporter,
+        checks=checks,
+        prove=proof.of,
+    )
+    for one in made.beside:
+        write_target(plan([one]), path.parent / one.name, overwrite=True)
     return checked

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from zckpt.compare.digests import Fingerprint
 from zckpt.compare.leaves import digest_part, put_together
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.formats import open_checkpoint
-from zckpt.state import Checkpoint
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.operations.open import Source, opened
 
 
 def fingerprint(
-    source: str | os.PathLike[str] | Checkpoint,
+    source: Source,
     *,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
 
@@ -26,6 +30,8 @@ def fingerprint(
         Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
         Told of progress.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
     Raises
     ------
@@ -34,5 +40,5 @@ def fingerprint(
     SourceError
         The checkpoint cannot be read.
     """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     return put_together([digest_part(checkpoint, memory=memory, reporter=reporter)])

@@ -1,10 +1,11 @@
-"""A checkpoint that was opened, whose tensors can be read."""
+"""A checkpoint that was opened, whose tensors can be read; and what every verb takes: a path, or an open one."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
@@ -13,6 +14,9 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 if TYPE_CHECKING:
     import torch
+
+Source = str | os.PathLike[str] | Checkpoint
+"""What a verb takes: a path, which it opens, or a checkpoint that `open` returned."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,7 @@ def open(  # noqa: A001
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> OpenedCheckpoint:
     """Open a checkpoint of any format zckpt reads. Reads its structure only, and runs nothing of it.
 
@@ -86,11 +91,61 @@ def open(  # noqa: A001
         Which checkpoint of a run directory; by default the one that `latest` names.
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for files that only number them.
+    tp_rules : path-like, optional
+        A JSON file with the rules for DeepSpeed's tensor-parallel slices, in the form of `universal_checkpoint_info`;
+        by default the checkpoint's own.
 
     Raises
     ------
+    UsageError
+        An option does not apply to the source's format.
     SourceError
         The source cannot be read, is damaged, or no adapter recognises it.
     """
-    found = open_checkpoint(source, roots=roots, tag=tag, names=names)
+    found = open_checkpoint(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     return OpenedCheckpoint(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+
+def opened(
+    source: Source,
+    *,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Checkpoint:
+    """Return the checkpoint that a verb works on: opened here, or a copy of an open one, which stays as it is.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
+
+    Raises
+    ------
+    UsageError
+        One of them is given with a checkpoint that is open already, or does not apply to the source's format.
+    SourceError
+        The source cannot be opened.
+    """
+    if not isinstance(source, Checkpoint):
+        return open_checkpoint(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    options = {"roots": roots or None, "tag": tag, "names": names, "tp_rules": tp_rules}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: the checkpoint is open already", path=named(source), advice="give it to zckpt.open"
+        )
+    return replace(
+        source,
+        parameters=dict(source.parameters),
+        buffers=dict(source.buffers),
+        unnamed=dict(source.unnamed),
+        warnings=list(source.warnings),
+    )
+
+
+def named(checkpoint: Checkpoint) -> Path:
+    """Return what the user named when a checkpoint was opened: itself, or a directory that contains it."""
+    return Path(checkpoint.opened or checkpoint.source)

@@ -25,7 +25,7 @@ from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
     from zckpt.compare.slots import Pair
-    from zckpt.engine.execute import Reporter
+    from zckpt.engine import Reporter
 
 
 def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned: Owned) -> None:
@@ -129,18 +129,14 @@ class Proof:
         """What is written beside a target that is one file: its fingerprint, if it is recorded."""
         return [beside_file(self.target)] if self.fingerprint else []
 
-    def of_files(self, written: Sequence[Path]) -> None:
-        """Prove a target that is one file; before it come the temporary names of what is `beside` it."""
-        self.of(written[-1], *written[:-1])
-
-    def of(self, written: Path, digests: Path | None = None) -> None:
+    def of(self, written: Path, more: Sequence[Path]) -> None:
         """Open what was written under a temporary name; raise LayoutError unless all is there.
 
         Parameters
         ----------
         written : Path
-        digests : Path, optional
-            Where the fingerprint goes; by default into the directory.
+        more : sequence of Path
+            Temporary names of what is `beside` a target that is one file; a directory has its fingerprint in it.
         """
         found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
@@ -153,7 +149,7 @@ class Proof:
             from zckpt.operations.fingerprint import fingerprint
 
             data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
-            (digests or written / FILE_NAME).write_bytes(data)
+            (more[0] if more else written / FILE_NAME).write_bytes(data)
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

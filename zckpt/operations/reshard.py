@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute_directory
 from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.deepspeed.carried import notes
 from zckpt.formats.deepspeed.decide import decide
@@ -20,48 +18,16 @@ from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
 from zckpt.formats.deepspeed.target import Options
 from zckpt.formats.deepspeed.writer import target_files
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state.renaming import as_filed
 from zckpt.storage.ownership import Owned
 
 
-@dataclass(frozen=True, slots=True)
-class Resharded:
-    """What was written, or under `dry_run` would be.
-
-    Parameters
-    ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights, and against those of other tensor-parallel ranks.
-    verified : int, bytes
-        What was compared with the source after writing.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes : tuple of str
-        What was carried over and may not mean anything at another number of ranks, and what could not be.
-    warnings : tuple of str
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
-    """
-
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
-    memory: int
-    compared: int
-    verified: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
-
-
 def reshard(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     world_size: int,
@@ -84,12 +50,13 @@ def reshard(
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
-) -> Resharded:
+    names: Sequence[str] | None = None,
+) -> Written:
     """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
 
     Parameters
     ----------
-    source : path-like
+    source : path-like or Checkpoint
         A run directory, which comes out as a run directory, or a tag directory, which comes out as one. Of Hugging
         Face's Trainer, `checkpoint-N`: all that it keeps there comes along.
     target : path-like
@@ -112,7 +79,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
         As for `consolidate`.
 
     Raises
@@ -124,17 +91,17 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
-    checkpoint = as_filed(open_checkpoint(source, roots=roots, tag=tag, tp_rules=tp_rules))
-    path = Path(target)
-    for place in (source, *roots):
+    checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    path, origin = Path(target), named(checkpoint)
+    for place in (str(origin), *checkpoint.roots):
         if Path(place).resolve() in path.resolve().parents:
-            raise UsageError("the target is inside the source", path=path, found=os.fspath(place))
-    run_directory = checkpoint.files != [] and Path(source).resolve() != Path(checkpoint.source).resolve()
+            raise UsageError("the target is inside the source", path=path, found=place)
+    run_directory = checkpoint.files != [] and origin.resolve() != Path(checkpoint.source).resolve()
     options = Options(world_size, stage, elastic, round_robin, parameter_alignment, expert_parallel_size,
                       tensor_parallel_size, padded_vocab_size)  # fmt: skip
     wanted = decide(checkpoint, options)
-    others = [Path(root) for root in roots]
-    beside, told = files_beside(checkpoint, Path(source), wanted, roots=others) if run_directory else ([], [])
+    others = [Path(root) for root in checkpoint.roots]
+    beside, told = files_beside(checkpoint, origin, wanted, roots=others) if run_directory else ([], [])
     copied = {one.name for one in beside}
     dropped = check_nothing_lost(checkpoint, drop, copied=copied)
     owned = Owned(lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)))
@@ -151,26 +118,27 @@ def reshard(
     checked = Checked()
     if not dry_run:
         checks = source_checks(checkpoint.files, made) if checksums else None
-        checked = execute_directory(
+        checked = write_target(
             made,
             path,
-            overwrite=overwrite,
             owned=owned,
+            overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=proof.of,
             checks=checks,
+            prove=proof.of,
         )
     files = tuple(path / one.file.name for one in made.files)
-    return Resharded(
-        files,
-        made.read_nbytes,
-        made.write_nbytes,
-        memory,
-        compared,
-        proof.verified,
-        checked.nbytes,
-        tuple(told),
-        tuple(checkpoint.warnings),
-        dropped,
+    return Written(
+        dry_run=dry_run,
+        files=files,
+        read_nbytes=made.read_nbytes,
+        write_nbytes=made.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        verified=proof.verified,
+        notes=tuple(told),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.figures import Figures, Tolerance
 from zckpt.compare.slots import measure
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.scan import Row
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.operations.diff.match import Filter
+from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.names import canonical_names
 
@@ -47,12 +47,14 @@ class Series:
 
 
 def series(
-    sources: Sequence[str | os.PathLike[str] | Checkpoint],
+    sources: Sequence[Source],
     *,
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Series:
     """Measure how each slot moved over several checkpoints of one run, in the order given.
 
@@ -65,6 +67,8 @@ def series(
     memory : int, bytes
     reporter : Reporter, optional
         Told of progress, in bytes of the checkpoints that are compared with the one before.
+    names, tp_rules
+        As for `open`, of each path. What else a checkpoint needs, `open` takes.
 
     Raises
     ------
@@ -75,7 +79,7 @@ def series(
     """
     if len(sources) < 2:
         raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
-    checkpoints = [one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in sources]
+    checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [_slots(one, chosen) for one in checkpoints]
     keys = list(dict.fromkeys(key for one in held for key in one))

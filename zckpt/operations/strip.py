@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, execute, execute_directory
 from zckpt.engine.plan import Hole, fill, plan
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint, strippers
 from zckpt.formats.checksums import source_checks
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
+from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import check_apart, check_companions
+from zckpt.operations.result import Written
+from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
 from zckpt.storage.ownership import Owned
 
@@ -26,46 +29,27 @@ CHOICES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stripped:
-    """What was written, or under `dry_run` would be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stripped(Written):
+    """What `strip` wrote.
 
     Parameters
     ----------
-    files : tuple of Path
-    read_nbytes, write_nbytes : int, bytes
     saved : dict of str to int, bytes
         By kind: `padding`, `unreferenced`, the name of each slot that went, and `structure` for what is no tensor's
         (pickles and headers, of which a rewritten file may also have more than before). They add up to the
         difference of source and target.
-    memory : int, bytes
-        Upper bound of the copy buffers.
-    compared : int
-        Elements of masters that were held against their weights.
-    checksummed : int, bytes
-        Of the source that were held against the checksums in it as they were copied.
-    notes : tuple of str
-        What to know about the target.
-    warnings : tuple of str
-        What to know about the source.
-    dropped : tuple of str
-        What the source holds and nothing has read, which `drop` named.
     """
 
-    files: tuple[Path, ...]
-    read_nbytes: int
-    write_nbytes: int
     saved: dict[str, int]
-    memory: int
-    compared: int
-    checksummed: int
-    notes: tuple[str, ...]
-    warnings: tuple[str, ...]
-    dropped: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {**Written.as_dict(self), "saved_nbytes": self.saved}
 
 
 def strip(
-    source: str | os.PathLike[str],
+    source: Source,
     target: str | os.PathLike[str],
     *,
     padding: bool = False,
@@ -81,6 +65,8 @@ def strip(
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Stripped:
     """Write a checkpoint without padding, optimizer state or unused bytes; the program it came from loads the result.
 
@@ -88,7 +74,7 @@ def strip(
 
     Parameters
     ----------
-    source : path-like
+    source : path-like or Checkpoint
         A file, or a directory of DeepSpeed, of ZeroRedundancyOptimizer, or of a consolidated model. Of a run
         directory with several checkpoints one is written.
     target : path-like
@@ -104,7 +90,7 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
 
     Raises
@@ -120,9 +106,9 @@ def strip(
         raise UsageError("sizes must be positive", found=memory)
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
-    checkpoint = open_checkpoint(source, roots=roots, tag=tag)
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
-    origin, path = Path(source), Path(target)
+    origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
     made = strippers.strip(checkpoint, origin, request)
     dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
@@ -131,43 +117,34 @@ def strip(
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
 
-    def check(written: Path) -> None:
-        _prove(checkpoint, open_checkpoint(written), request, path)
+    def prove(written: Path, _: Sequence[Path]) -> None:
+        _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
     checked = Checked()
     checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
-    if not dry_run and origin.is_dir():
-        checked = execute_directory(
+    if not dry_run:
+        checked = write_target(
             planned,
             path,
-            overwrite=overwrite,
-            owned=owned,
-            memory=memory,
-            reporter=reporter,
-            check=check,
-            checks=checks,
-        )
-    elif not dry_run:
-        checked = execute(
-            planned,
-            [path],
+            owned=owned if origin.is_dir() else None,
             overwrite=overwrite,
             memory=memory,
             reporter=reporter,
-            check=lambda written: check(written[0]),
             checks=checks,
+            prove=prove,
         )
     return Stripped(
-        tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
-        planned.read_nbytes,
-        planned.write_nbytes,
-        _saved(made),
-        memory,
-        compared,
-        checked.nbytes,
-        made.notes,
-        tuple(checkpoint.warnings),
-        dropped,
+        dry_run=dry_run,
+        files=tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        notes=made.notes,
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
+        saved=_saved(made),
     )
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_archive import NewStorage, ValuePart, lay_out, new_storage, view
+from zckpt.operations.target import write_target
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
 
 PLAIN = (str, int, float, bool, complex, bytes, type(None))
@@ -33,7 +33,7 @@ def write_torch_file(root: object, path: Path) -> None:
     TargetError
         It cannot be written.
     """
-    execute(plan([lay_out(path.name, _Tree().of(root))]), [path])
+    write_target(plan([lay_out(path.name, _Tree().of(root))]), path)
 
 
 class _Tree:

@@ -1,1 +1,4 @@
-"""Text for people, from plain data. Knows no checkpoint and reads no file."""
+"""What a person sees: text, JSON documents, HTML pages and pictures, from plain data.
+
+It alone knows how a result looks. It opens no checkpoint and reads no file.
+"""

@@ -1,4 +1,4 @@
-"""What `zckpt diff` found, as a JSON document and as text."""
+"""What `zckpt diff` found between two checkpoints, or over a series of them, as a JSON document and as text."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zckpt.report.text import count, fitted, printable, size, table
 if TYPE_CHECKING:
     from zckpt.compare.figures import Figures
     from zckpt.operations.diff import Changed, Compared
+    from zckpt.operations.series import Series
     from zckpt.state import Checkpoint
 
 SHOWN_ROWS = 40
@@ -187,3 +188,42 @@ def _verdict(document: dict[str, Any]) -> str:
         if document[key]
     ]
     return "different: " + ", ".join(parts)
+
+
+def series_document(done: Series) -> dict[str, Any]:
+    """Return the JSON document of a series: how each slot moved from one checkpoint to the next."""
+    return {
+        "sources": [about(one) for one in done.checkpoints],
+        "steps": [one.step for one in done.checkpoints],
+        "series": [
+            {
+                "name": one.name,
+                "slot": one.slot,
+                "norm": [number(value) for value in one.norm],
+                "change": [number(value) for value in one.change],
+            }
+            for one in done.moved
+        ],
+    }
+
+
+def render_series(document: dict[str, Any], *, width: int) -> str:
+    """Return a document as text that fits `width` columns: the relative change of each slot, step by step."""
+    document = printable(document)
+    steps = [f"step {step}" if step is not None else f"#{i}" for i, step in enumerate(document["steps"])]
+    rows = sorted(document["series"], key=lambda one: -max(map(_height, one["change"]), default=0.0))
+    cells = [(one["slot"], *map(_figure, one["change"][1:]), one["name"]) for one in rows[:SHOWN_ROWS]]
+    lines = [f"{len(document['sources'])} checkpoints, from {document['sources'][0]['source']}"]
+    lines.append("L2 norm of the change since the checkpoint before, relative to the norm there")
+    lines += table(("slot", *steps[1:], "parameter"), cells, right=tuple(range(1, len(steps))))
+    if len(rows) > SHOWN_ROWS:
+        lines.append(f"  and {len(rows) - SHOWN_ROWS:,} more; --json lists all")
+    return "\n".join(fitted(line, width) for line in lines)
+
+
+def _height(value: object) -> float:
+    return float(value) if isinstance(value, (int, float, str)) else 0.0
+
+
+def _figure(value: object) -> str:
+    return "-" if value is None else f"{float(str(value)):.3g}"

@@ -310,6 +310,10 @@ class Checkpoint:
     ----------
     source, opened : str
         The file or directory that was read, and what the user named: that, or a directory that contains it.
+    roots : tuple of str
+        The same directory on other nodes, as the user named them.
+    given_names : tuple of str or None
+        Names of the optimizer's parameters that the user gave, for files that only number them.
     format, format_version : str
         Name of the adapter (`deepspeed`, `torch`), and version of the program that wrote it, where known.
     parameters, buffers : dict of str to Parameter
@@ -378,6 +382,8 @@ class Checkpoint:
     is_numbered: bool = False
     warnings: list[str] = field(default_factory=list)
     opened: str = ""
+    roots: tuple[str, ...] = ()
+    given_names: tuple[str, ...] | None = None
 
     def owner(self, name: str) -> Parameter:
         """Return the parameter or buffer called `name`; for a tied one, the parameter that has its slots.

@@ -1,19 +1,8 @@
-"""CRC-32, and that of a file from the CRC-32s of its pieces, so that pieces can be written in parallel, in any order.
-
-A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
-bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
-"""
+"""CRC-32, and that of a file from the CRC-32s of its parts, so that parts can be written in parallel, in any order."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-
-try:
-    from isal.isal_zlib import crc32
-except ImportError:  # no wheel for this platform; zlib's sums are the same and take several times as long
-    from zlib import crc32
-
-__all__ = ["combine", "crc32"]
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -42,14 +31,28 @@ def _shift(nbytes: int) -> int:
     return result
 
 
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two pieces put end to end.
+def combined(first: int, second: int, second_nbytes: int, /) -> int:
+    """Return the CRC-32 of two parts put end to end.
+
+    A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
+    bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
 
     Parameters
     ----------
     first, second : int
-        CRC-32 of each piece, as `zlib.crc32` gives it.
+        CRC-32 of each part.
     second_nbytes : int, bytes
-        Length of the second piece.
+        Length of the second part.
     """
     return _multiply(first, _shift(second_nbytes)) ^ second
+
+
+try:
+    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32_combine as combine
+except ImportError:  # a machine that isal has no wheel for: the same sums, which take several times as long
+    from zlib import crc32
+
+    combine = combined
+
+__all__ = ["combine", "crc32"]

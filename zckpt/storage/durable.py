@@ -1,34 +1,37 @@
 """Targets that appear whole or not at all: the one way in which anything is written.
 
-own         what is there may be replaced, or nothing is begun (`ownership`)
-write       under a temporary name, which no other run has (`partial`)
-prove       by whoever writes, before the end
-name        all is synced to disk and gets its name in one step (`naming`)
+    own         what has the target's name may be replaced, or nothing is begun (`ownership`)
+    write       under a temporary name, which no other run has
+    prove       by whoever writes, before the end
+    name        all is synced to disk and gets its name in one step, or in steps of which a kill leaves no mixture
 
 A run that is killed leaves temporary names behind, never a target in part; the next run to the same target takes over.
+
+A directory and its successor exchange names. Where the file system has no such step, the old one waits as
+`.NAME.zckpt-old` while its successor is renamed; if a run is killed just then, the next one gives it its name back.
+
+Several files are named together: when all of them are on disk, `.NAME.zckpt-naming` lists them, in the directory of the
+last. From then on they are what is there to be, and the next run names those that a killed one did not. At no moment
+is a new file with an old one: the others of the old ones are removed before the last, which is the target itself, is
+replaced, and the others of the new ones follow it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.errors import TargetError
-from zckpt.storage.disk import sync, sync_all
-from zckpt.storage.naming import (
-    interrupted,
-    name_directory,
-    name_files,
-    old_name,
-    remove,
-    settle_directory,
-    settle_files,
-)
-from zckpt.storage.ownership import Owned, check_target
-from zckpt.storage.partial import claimed, is_named, partial_name
+from zckpt.errors import TargetError, TargetExistsError
+from zckpt.storage.disk import exchange, rename_new, sync, sync_all
+from zckpt.storage.ownership import Owned, check_replaceable, check_target, claimed, held, is_named, partial_name
+
+LIST_NBYTES = 1 << 16
+"""Of a list of files; a longer one is none."""
 
 
 def check_space(directory: Path, nbytes: int) -> None:
@@ -64,7 +67,7 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
         One cannot be written; another run is writing it, or has written it meanwhile.
     """
     for target in targets:
-        settle_files(target)
+        _settle_files(target)
     partials = [partial_name(target) for target in targets]
     held: list[tuple[int, Path]] = []
     with ExitStack() as stack:
@@ -75,7 +78,7 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
             yield partials
             _check_kept(held)
             sync_all(partials)
-            name_files(partials, targets, overwrite=overwrite)
+            _name_files(partials, targets, overwrite=overwrite)
         except BaseException:
             if not interrupted(targets[-1]):
                 for descriptor, partial in held:
@@ -106,12 +109,12 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned) -> Iterato
     partial = partial_name(target)
     with claimed(partial, directory=True) as descriptor:
         try:
-            settle_directory(target)
+            _settle_directory(target)
             check_target(target, overwrite=overwrite, owned=owned)
             yield partial
             _check_kept([(descriptor, partial)])
             sync_all([*partial.rglob("*"), partial])
-            name_directory(partial, target, overwrite=overwrite, owned=owned)
+            _name_directory(partial, target, overwrite=overwrite, owned=owned)
         except BaseException:
             if is_named(descriptor, partial):  # and not what it has taken the place of
                 shutil.rmtree(partial, ignore_errors=True)
@@ -134,5 +137,221 @@ def recover(target: Path) -> None:
     if not os.path.lexists(partial) and not os.path.lexists(old_name(target)):
         return
     with suppress(TargetError), claimed(partial, directory=True):
-        settle_directory(target)
-        remove(partial)
+        _settle_directory(target)
+        _remove(partial)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A file that is to be named, and what tells it from any other that has its temporary name."""
+
+    name: str
+    nbytes: int
+    inode: int
+
+
+def old_name(target: Path) -> Path:
+    """Return the name under which a directory waits while its successor is renamed into place."""
+    return target.with_name(f".{target.name}.zckpt-old")
+
+
+def target_of_old(path: Path) -> Path | None:
+    """Return the target of which something is the old directory, by its name; None: of none."""
+    name = path.name.removesuffix(".zckpt-old").removeprefix(".")
+    target = path.with_name(name) if name else path
+    return target if old_name(target) == path else None
+
+
+def _naming_name(target: Path) -> Path:
+    """Return the name of the list of files that are being named together with `target`, the last of them."""
+    return target.with_name(f".{target.name}.zckpt-naming")
+
+
+def interrupted(target: Path) -> str | None:
+    """Return what to know of a target whose naming was cut short by a kill; None: it was not."""
+    if os.path.lexists(_naming_name(target)):
+        return "a run was killed while it was naming this file and others: the next run to this target names the rest"
+    if os.path.lexists(old_name(target)) and not os.path.lexists(target):
+        return f"a run was killed while it was replacing it: what was there is {old_name(target)}"
+    return None
+
+
+# --- a directory
+
+
+def _settle_directory(target: Path) -> None:
+    """Give a directory its name back that a killed run set aside; called by who has the temporary name."""
+    old = old_name(target)
+    if os.path.lexists(target):
+        _remove(old)  # that run had named its successor
+    elif old.is_dir() and not old.is_symlink():
+        rename_new(old, target)
+
+
+def _name_directory(partial: Path, target: Path, *, overwrite: bool, owned: Owned) -> None:
+    """Give a directory its name, and remove what had it.
+
+    Raises
+    ------
+    TargetExistsError
+        Something else has the name by now.
+    """
+    check_target(target, overwrite=overwrite, owned=owned)
+    try:
+        rename_new(partial, target)
+    except FileExistsError as error:
+        if not overwrite:
+            raise TargetExistsError("exists already", path=target, advice="choose another name") from error
+        with held(target):  # from when it has the temporary name until it is gone, no other run takes that
+            _replace(partial, target, owned)
+    else:
+        sync(target.parent)
+
+
+def _replace(partial: Path, target: Path, owned: Owned) -> None:
+    if not exchange(partial, target):
+        _replace_in_two_steps(partial, target)
+        return
+    try:
+        check_replaceable(partial, owned)  # in the meantime, somebody may have put something there
+    except TargetError:
+        exchange(partial, target)
+        raise
+    sync(target.parent)
+    _remove(partial)
+
+
+def _replace_in_two_steps(partial: Path, target: Path) -> None:
+    old = old_name(target)
+    _remove(old)
+    target.rename(old)
+    try:
+        rename_new(partial, target)
+    except BaseException:
+        if not os.path.lexists(target):
+            old.rename(target)
+        raise
+    sync(target.parent)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    """Remove what has a temporary name, as far as that goes; links are not followed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# --- files
+
+
+def _name_files(partials: Sequence[Path], targets: Sequence[Path], *, overwrite: bool) -> None:
+    """Give files of one directory their names; `interrupted` tells of it until all have theirs.
+
+    Raises
+    ------
+    TargetExistsError
+        Something else has a name by now.
+    """
+    for target in targets:
+        check_target(target, overwrite=overwrite)
+    last = targets[-1]
+    if len(targets) == 1 and overwrite:
+        partials[0].replace(last)
+    elif len(targets) == 1:
+        try:
+            rename_new(partials[0], last)
+        except FileExistsError as error:
+            raise TargetExistsError("exists already", path=last, advice="choose another name") from error
+    else:
+        _name_together(partials, targets)
+
+
+def _settle_files(target: Path) -> None:
+    """Name the files that a killed run was naming together with `target`.
+
+    Raises
+    ------
+    TargetError
+        Another run is naming them now.
+    """
+    if os.path.lexists(_naming_name(target)):
+        with claimed(_naming_name(target), directory=False, left=lambda found: _go_on(found, target.parent)):
+            _naming_name(target).unlink()
+
+
+def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
+    last = targets[-1]
+    if {target.parent for target in targets} != {last.parent}:
+        raise TargetError("files of several directories are not named together", path=last)
+    found = [partial.lstat() for partial in partials]
+    waiting = [_Waiting(t.name, one.st_size, one.st_ino) for t, one in zip(targets, found, strict=True)]
+    with claimed(_naming_name(last), directory=False, left=lambda found: _go_on(found, last.parent)) as listed:
+        try:
+            os.write(listed, json.dumps([[one.name, one.nbytes, one.inode] for one in waiting]).encode())
+            os.fsync(listed)
+            sync(last.parent)
+        except BaseException:
+            _naming_name(last).unlink()
+            raise
+        try:
+            _name_all(last.parent, waiting)
+        except OSError as error:
+            raise TargetError(
+                "was written and could not be named",
+                path=last,
+                found=str(error),
+                advice="it is kept: the next run to this target names it",
+            ) from error
+        except BaseException:  # an interrupt: what is half named is named to its end
+            _name_all(last.parent, waiting)
+            _naming_name(last).unlink()
+            raise
+        _naming_name(last).unlink()
+
+
+def _go_on(listed: int, directory: Path) -> None:
+    """Name the files of a list that a killed run left; one that was not written to its end says nothing."""
+    try:
+        rows = json.loads(os.pread(listed, LIST_NBYTES, 0))
+        waiting = [_Waiting(name, nbytes, inode) for name, nbytes, inode in rows]
+    except (ValueError, TypeError):
+        return
+    if waiting and all(type(one.name) is str and Path(one.name).name == one.name for one in waiting):
+        _name_all(directory, waiting)
+
+
+def _name_all(directory: Path, every: Sequence[_Waiting]) -> None:
+    """Name those that have no name yet; called again after a kill at any moment, it names the rest."""
+    *others, last = every
+    if _is_waiting(directory, last) and os.path.lexists(directory / last.name):
+        for one in others:
+            if _is_waiting(directory, one):
+                _remove_replaceable(directory / one.name)
+        sync(directory)
+        _name_one(directory, last)
+        sync(directory)
+    for one in [*others, last]:
+        _name_one(directory, one)
+    sync(directory)
+
+
+def _name_one(directory: Path, one: _Waiting) -> None:
+    if _is_waiting(directory, one):
+        check_replaceable(directory / one.name)
+        partial_name(directory / one.name).replace(directory / one.name)
+
+
+def _remove_replaceable(path: Path) -> None:
+    check_replaceable(path)
+    path.unlink(missing_ok=True)
+
+
+def _is_waiting(directory: Path, one: _Waiting) -> bool:
+    """Tell whether the temporary name still is the file's that was to be named."""
+    try:
+        found = partial_name(directory / one.name).lstat()
+    except FileNotFoundError:
+        return False
+    return (found.st_size, found.st_ino) == (one.nbytes, one.inode)

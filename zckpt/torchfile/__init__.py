@@ -3,67 +3,117 @@
 `read_torchfile` returns the object tree of a file and, for each tensor, its dtype, shape, strides and
 where its bytes are. It reads no tensor data, imports neither torch nor numpy, and never imports or
 calls anything that a file names: an unknown class becomes an inert `Object` that can be written back.
+`dump` writes a tree as a pickle, and `lay_out_archive` says where everything lies in a file of it.
 """
 
 from __future__ import annotations
 
-from zckpt.torchfile.archive import Record
+from zckpt.torchfile.archive import CENTRAL, Record, find_directory, has_checksums, read_archive, read_directory
+from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, NewRecord, Placed, lay_out_archive
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.objects import (
+from zckpt.torchfile.nodes import (
     DefaultMapping,
     Device,
+    DeviceTensor,
     DType,
     Global,
     Layout,
     MemoryFormat,
+    MetaTensor,
     Namespace,
+    NestedTensor,
     Object,
     OrderedMapping,
-    Size,
-)
-from zckpt.torchfile.pickle_storage_writer import FromFile
-from zckpt.torchfile.plain import brief, plain
-from zckpt.torchfile.reader import read_pickle, read_torchbytes, read_torchfile
-from zckpt.torchfile.tensors import (
-    DeviceTensor,
-    MetaTensor,
-    NestedTensor,
     QuantizedTensor,
+    Size,
     SparseTensor,
     Storage,
     Tensor,
 )
-from zckpt.torchfile.torch_file import PickleFile, TorchFile
-from zckpt.torchfile.walk import walk_tensors
+from zckpt.torchfile.pickle_stream import Writer, in_order
+from zckpt.torchfile.pickle_writer import dump
+from zckpt.torchfile.plain import Renderer, brief, plain
+from zckpt.torchfile.reader import read_pickle, read_source, read_torchbytes, read_torchfile
+from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
+from zckpt.torchfile.rebuild_torch import dense
+from zckpt.torchfile.source import FileRange, open_range
+from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PickleFile, TorchFile
+from zckpt.torchfile.trees import (
+    LEAVES,
+    MAX_DEPTH,
+    PARTS,
+    Digests,
+    PlainParts,
+    alike,
+    check_depth,
+    children,
+    each,
+    is_leaf,
+    walk_tensors,
+)
 
 __all__ = [
+    "ALIGNMENT",
+    "CENTRAL",
+    "LEAVES",
+    "MAX_DEPTH",
+    "MAX_DIMENSIONS",
+    "MAX_ELEMENTS",
+    "NUMPY",
+    "PARTS",
+    "ArchiveLayout",
+    "Context",
     "DType",
     "DefaultMapping",
     "Device",
     "DeviceTensor",
+    "Digests",
+    "FileRange",
     "FromFile",
     "Global",
+    "Guard",
     "Layout",
     "MemoryFormat",
+    "Mentioned",
     "MetaTensor",
     "Namespace",
     "NestedTensor",
+    "NewRecord",
     "NumpyArray",
     "NumpyDType",
     "NumpyScalar",
     "Object",
     "OrderedMapping",
     "PickleFile",
+    "Placed",
+    "PlainParts",
     "QuantizedTensor",
     "Record",
+    "Renderer",
     "Size",
     "SparseTensor",
     "Storage",
     "Tensor",
     "TorchFile",
+    "Writer",
+    "alike",
     "brief",
+    "check_depth",
+    "children",
+    "dense",
+    "dump",
+    "each",
+    "find_directory",
+    "has_checksums",
+    "in_order",
+    "is_leaf",
+    "lay_out_archive",
+    "open_range",
     "plain",
+    "read_archive",
+    "read_directory",
     "read_pickle",
+    "read_source",
     "read_torchbytes",
     "read_torchfile",
     "walk_tensors",

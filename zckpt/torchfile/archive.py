@@ -27,7 +27,6 @@ CENTRAL = Struct("<4s6H3L5H2L")
 LOCAL = Struct("<4s5H3L2H")
 
 MAX_COMMENT = 0xFFFF
-UNKNOWN_16 = 0xFFFF
 UNKNOWN_32 = 0xFFFFFFFF
 """A field with this value is in the zip64 extra field or end record."""
 

@@ -43,7 +43,7 @@ _CENTRAL_CRC = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class NewRecord:
     """A record that is to be written: its bytes, or for tensor data only their number.
 
     Parameters
@@ -63,7 +63,7 @@ class Record:
 class Placed:
     """Where a record's data lies, and where its CRC-32 is to be written (byte offsets in the file)."""
 
-    record: Record
+    record: NewRecord
     offset: int
     checksum_offsets: tuple[int, int]
 
@@ -85,7 +85,7 @@ class ArchiveLayout:
     placed: list[Placed]
 
 
-def lay_out_archive(records: Sequence[Record]) -> ArchiveLayout:
+def lay_out_archive(records: Sequence[NewRecord]) -> ArchiveLayout:
     """Return where the headers and data of an archive lie."""
     literals: list[tuple[int, bytes]] = []
     starts: list[tuple[int, int]] = []
@@ -107,11 +107,11 @@ def lay_out_archive(records: Sequence[Record]) -> ArchiveLayout:
     return ArchiveLayout(at + len(end), literals, placed)
 
 
-def _crc(record: Record) -> int:
+def _crc(record: NewRecord) -> int:
     return 0 if record.data is None else zlib.crc32(record.data)
 
 
-def _local_header(record: Record, at: int) -> bytes:
+def _local_header(record: NewRecord, at: int) -> bytes:
     name = record.name.encode()
     large = record.nbytes >= _MAX32
     sizes = struct.pack("<HHQQ", _ZIP64, 16, record.nbytes, record.nbytes) if large else b""
@@ -123,7 +123,7 @@ def _local_header(record: Record, at: int) -> bytes:
     return fixed + name + extra
 
 
-def _central_header(record: Record, start: int) -> bytes:
+def _central_header(record: NewRecord, start: int) -> bytes:
     name = record.name.encode()
     large, far = record.nbytes >= _MAX32, start >= _MAX32
     values = ([record.nbytes, record.nbytes] if large else []) + ([start] if far else [])

@@ -11,7 +11,7 @@ from math import prod
 from struct import unpack
 
 from zckpt.errors import PickleError
-from zckpt.torchfile.objects import Global
+from zckpt.torchfile.nodes import Global
 
 ITEM_CODES = {"b": 1, "i": 8, "u": 8, "f": 16, "c": 32, "S": 1 << 31, "U": 1 << 31, "V": 1 << 31}
 """The kinds of dtype whose code carries a size, and the largest size each may have, in bytes."""

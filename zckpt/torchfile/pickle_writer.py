@@ -1,23 +1,341 @@
-"""The pickle of a torch file: any tree that was read from one, or made anew of the same nodes.
+"""The pickle of a torch file: any tree that was read from one, or built of the same nodes.
 
 Classes are named, never imported: `torch._utils._rebuild_tensor_v2`, `collections.OrderedDict`, `torch.Size`. An
 object that occurs several times in the tree is written once and is one object again after loading, cycles included.
+
+plain tensor             _rebuild_tensor_v2(storage, offset, size, stride, gradient, hooks[, flags])
+newer element types      _rebuild_tensor_v3(..., hooks, dtype[, flags])
+class or attributes      _rebuild_from_type_v2(function, class, arguments of the function, attributes)
+parameter                _rebuild_parameter(plain, gradient, hooks)
+  with attributes        _rebuild_parameter_with_state(plain, gradient, hooks, attributes)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zckpt.torchfile import (  # noqa: F401  # they register what they write
-    pickle_numpy_writer,
-    pickle_object_writer,
-    pickle_plain_writer,
-    pickle_tensor_writer,
+from zckpt.errors import UnsupportedError
+from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import (
+    DefaultMapping,
+    Device,
+    DeviceTensor,
+    DType,
+    Global,
+    Layout,
+    MemoryFormat,
+    MetaTensor,
+    Namespace,
+    NestedTensor,
+    Object,
+    OrderedMapping,
+    QuantizedTensor,
+    Size,
+    SparseTensor,
+    Tensor,
 )
-from zckpt.torchfile.pickle_storage_writer import FromFile, Mentioned
-from zckpt.torchfile.pickle_stream_writer import StandFor, Writer
+from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Call, Parts, StandFor, Writer, appended, entered, nested
+from zckpt.torchfile.rebuild import NAMESPACE
+from zckpt.torchfile.rebuild_torch import TENSOR
+from zckpt.torchfile.torch_file import NUMPY, Mentioned, class_of
 
-__all__ = ["FromFile", "Mentioned", "Pickled", "dump"]
+COPYREG = "copy_reg"
+"""The name of `copyreg` in protocol 2."""
+
+
+def global_of(writer: Writer, node: Global) -> None:
+    """Write a class or function that is named: numpy's own under the name that the file it is from has for them."""
+    module = node.module
+    if module == f"{NUMPY[1]}.multiarray" and writer.source is not None:
+        module = f"{writer.source.numpy}.multiarray"  # the reader has one name for both
+    writer.function(module, node.name)
+
+
+@nested(OrderedMapping, DefaultMapping)
+def mapping(writer: Writer, node: OrderedMapping | DefaultMapping) -> Parts:
+    """Write an `OrderedDict` or a `defaultdict` and what is set on it."""
+    factory = node.factory if isinstance(node, DefaultMapping) else None
+    writer.function("collections", "OrderedDict" if isinstance(node, OrderedMapping) else "defaultdict")
+    yield from writer.call(() if factory is None else (factory,))
+    if not writer.made(node):
+        return
+    if node:
+        yield from entered(writer, node.items())
+    if node.state is not None:
+        yield node.state
+        writer.out += b"b"
+
+
+@nested(Namespace)
+def namespace(writer: Writer, node: Namespace) -> Parts:
+    """Write an `argparse.Namespace`, whose attributes are its state."""
+    writer.function(NAMESPACE.module, NAMESPACE.name)
+    writer.out += b")\x81"
+    writer.made(node)
+    writer.out += b"}"
+    yield from entered(writer, node.items())
+    writer.out += b"b"
+
+
+@nested(Object)
+def object_of(writer: Writer, node: Object) -> Parts:
+    """Write the call that a pickle makes an object with, and then what it sets in it."""
+    yield from created(writer, node)
+    if not writer.made(node):
+        return
+    yield from appended(writer, node.items)
+    if node.entries:
+        yield from entered(writer, node.entries)
+    if node.has_state:
+        yield node.state
+        writer.out += b"b"
+
+
+def created(writer: Writer, node: Object) -> Parts:
+    """Write the call that makes an object.
+
+    NEWOBJ_EX came with protocol 4; the function of `copyreg` does the same.
+    """
+    if node.how == "newobj_ex":
+        writer.function(COPYREG, "__newobj_ex__")
+        yield from writer.call((node.cls, node.args, node.kwargs or {}))
+    elif node.how == "reconstructor":
+        writer.function(COPYREG, "_reconstructor")
+        yield from writer.call((node.cls, *node.args))
+    elif node.how in ("inst", "obj"):
+        writer.out += b"("
+        yield node.cls
+        yield from node.args
+        writer.out += b"o"
+    else:
+        yield node.cls
+        writer.out += b"("
+        yield from node.args
+        writer.out += b"t\x81" if node.how == "newobj" else b"tR"
+
+
+DTYPE = Global("numpy", "dtype")
+NDARRAY = Global("numpy", "ndarray")
+
+STATE_VERSION = 3
+"""First part of a dtype's state."""
+
+ARRAY_VERSION = 1
+"""First part of an array's state."""
+
+
+def numpy_function(writer: Writer, name: str) -> None:
+    """Write one of numpy's own functions, under the name that the file it is from has for them."""
+    writer.function(f"{writer.source.numpy if writer.source else NUMPY[0]}.multiarray", name)
+
+
+@nested(NumpyDType)
+def dtype(writer: Writer, node: NumpyDType) -> Parts:
+    """Write a dtype and its state."""
+    writer.function(DTYPE.module, DTYPE.name)
+    yield from writer.call((node.code, *node.flags))
+    if writer.made(node) and node.state is not None:
+        yield node.state
+        writer.out += b"b"
+
+
+@nested(NumpyScalar)
+def scalar(writer: Writer, node: NumpyScalar) -> Parts:
+    """Write a scalar."""
+    numpy_function(writer, "scalar")
+    yield from writer.call((dtype_of(node.dtype), node.data))
+    writer.made(node)
+
+
+def dtype_of(text: str) -> NumpyDType:
+    """Return the dtype of a scalar, with the state that numpy gives it.
+
+    Raises
+    ------
+    UnsupportedError
+        Its size is not known.
+
+    Notes
+    -----
+    Source: `dtype.__reduce__` of numpy 1.24 to 2.4: (version, order, subarray, names, fields, itemsize, alignment,
+    flags); sizes are given for strings and bytes only.
+    """
+    order, code = text[:1], text[1:]
+    node = NumpyDType(code, (False, True))
+    size = node.itemsize
+    if size is None:
+        raise UnsupportedError("a numpy scalar of this type is not written to a torch file", found=text)
+    sizes = {"U": (size, 4), "S": (size, 1), "V": (size, 1)}.get(code[0], (-1, -1))
+    if order != "|" or size == 1 or code[0] in "SV":
+        node.state = (STATE_VERSION, "<" if code[0] == "U" and order == "|" else order, None, None, None, *sizes, 0)
+    return node
+
+
+@nested(NumpyArray)
+def array(writer: Writer, node: NumpyArray) -> Parts:
+    """Write an array: an empty one, and then its shape, dtype and data as its state."""
+    numpy_function(writer, "_reconstruct")
+    yield from writer.call((node.cls or NDARRAY, (0,), b"b"))
+    if writer.made(node) and node.dtype_node is not None:
+        contents = node.data if node.items is None else node.items
+        yield (ARRAY_VERSION, node.shape, node.dtype_node, node.fortran_order, contents)
+        writer.out += b"b"
+
+
+UTILS = "torch._utils"
+NEW = "_rebuild_tensor_v3"
+
+
+@nested(Tensor)
+def tensor(writer: Writer, node: Tensor) -> Parts:
+    """Write a dense tensor, within its class, its attributes or a parameter where it has them."""
+    wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
+    state = node.state if node.attributes is None else node.attributes
+    if node.is_parameter:
+        yield from parameter(writer, node, state, wrapped=wrapped)
+    elif wrapped:
+        yield from from_type(writer, node, state)
+    else:
+        writer.function(UTILS, function_of(node))
+        yield from arguments(writer, node)
+        writer.out += b"R"
+    later = node.state if not wrapped or node.attributes is not None else None
+    if writer.made(node) and later is not None:
+        yield later
+        writer.out += b"b"
+
+
+def is_slots(state: object) -> bool:
+    """Tell whether a state is (attributes, slots), as `_rebuild_from_type_v2` takes it; any other was set by itself."""
+    return isinstance(state, tuple) and len(state) == 2
+
+
+def function_of(node: Tensor) -> str:
+    """Return the function that rebuilds a dense tensor: the newest that does."""
+    return NEW if class_of(node.storage, node.dtype) is None or node.rebuild == NEW else "_rebuild_tensor_v2"
+
+
+def parameter(writer: Writer, node: Tensor, state: object, *, wrapped: bool) -> Parts:
+    """Write a parameter: its class, where it has one, is that of its data."""
+    with_state = wrapped and node.subclass is None
+    writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
+    writer.out += b"("
+    if node.subclass is not None:
+        yield from from_type(writer, node, state)
+    else:
+        writer.function(UTILS, function_of(node))
+        yield from arguments(writer, node)
+        writer.out += b"R"
+    yield node.requires_grad
+    yield from hooks(writer, node.hooks)
+    if with_state:
+        yield state
+    writer.out += b"tR"
+
+
+def from_type(writer: Writer, node: Tensor, state: object) -> Parts:
+    """Write a tensor of a class, or one with attributes."""
+    writer.function("torch._tensor", "_rebuild_from_type_v2")
+    writer.out += b"("
+    writer.function(UTILS, function_of(node))
+    yield node.subclass or TENSOR
+    yield from arguments(writer, node)
+    yield state
+    writer.out += b"tR"
+
+
+def arguments(writer: Writer, node: Tensor) -> Parts:
+    """Write the arguments that rebuild a dense tensor. What is within a parameter has no gradient itself."""
+    writer.out += b"("
+    view(writer, node)
+    yield node.requires_grad and not node.is_parameter
+    yield from hooks(writer, None if node.is_parameter else node.hooks)
+    if function_of(node) == NEW:
+        yield DType(node.dtype)
+    if node.metadata is not None:
+        yield node.metadata
+    writer.out += b"t"
+
+
+def view(writer: Writer, node: Tensor) -> None:
+    """Write storage, offset, size and stride."""
+    writer.mention(node.storage, node.byteorder, node.dtype)
+    writer.integer(node.storage_offset)
+    writer.shape(node.shape)
+    writer.shape(node.strides)
+
+
+def hooks(writer: Writer, node: object) -> Parts:
+    """Write backward hooks: an empty mapping where there are none."""
+    if node is None:
+        writer.function("collections", "OrderedDict")
+        writer.out += b")R"
+    else:
+        yield node
+
+
+@nested(QuantizedTensor)
+def quantized(writer: Writer, node: QuantizedTensor) -> Parts:
+    """Write a quantized tensor."""
+    writer.function(UTILS, "_rebuild_qtensor")
+    writer.out += b"("
+    view(writer, node.tensor)
+    yield node.quantizer
+    yield node.tensor.requires_grad
+    yield from hooks(writer, node.tensor.hooks)
+    writer.out += b"tR"
+    writer.made(node)
+
+
+@nested(MetaTensor)
+def meta(writer: Writer, node: MetaTensor) -> Parts:
+    """Write a tensor of the meta device, or the shell of a wrapper subclass."""
+    gradient, has_state = node.requires_grad, node.attributes is not None or node.state is not None
+    if isinstance(node.layout, Layout):
+        function = Global(UTILS, "_rebuild_wrapper_subclass")
+        place = (node.storage_offset, node.layout, node.device, gradient)
+        args: tuple[object, ...] = (node.subclass, DType(node.dtype), node.shape, node.strides, *place)
+        wrapped = has_state
+    else:
+        function = Global(UTILS, "_rebuild_meta_tensor_no_storage")
+        args = (DType(node.dtype), node.shape, node.strides, gradient)
+        wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
+    if wrapped:
+        state = node.state if node.attributes is None else node.attributes
+        args = (function, node.subclass or TENSOR, args, state)
+        function = Global("torch._tensor", "_rebuild_from_type_v2")
+    writer.function(function.module, function.name)
+    yield from writer.call(args)
+    if writer.made(node) and not wrapped and node.state is not None:
+        yield node.state
+        writer.out += b"b"
+
+
+def sparse_call(node: SparseTensor) -> Call:
+    """Return the call for a sparse tensor."""
+    known = () if node.is_coalesced is None else (node.is_coalesced,)
+    return UTILS, node.rebuild, (node.layout, (*node.parts, Size(node.shape), *known))
+
+
+LEAVES |= {
+    Global: global_of,
+    DType: lambda writer, node: writer.function("torch", node.name),
+    MemoryFormat: lambda writer, node: writer.function("torch", node.name),
+}
+
+CALLS |= {
+    Layout: lambda node: ("torch.serialization", "_get_layout", (node.name,)),
+    Device: lambda node: ("torch", "device", (node.type,) if node.index is None else (node.type, node.index)),
+    Size: lambda node: ("torch", "Size", (tuple(node),)),
+    NestedTensor: lambda node: (
+        UTILS,
+        "_rebuild_nested_tensor",
+        (node.buffer, node.sizes, node.strides, node.offsets),
+    ),
+    DeviceTensor: lambda node: (UTILS, node.rebuild, (node.data, node.dtype, node.device, node.requires_grad)),
+}
+
+CALLS[SparseTensor] = sparse_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,22 @@ from __future__ import annotations
 from math import isfinite
 
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.objects import Device, DType, Global, Layout, MemoryFormat, Object
-from zckpt.torchfile.tensors import (
+from zckpt.torchfile.nodes import (
+    Device,
     DeviceTensor,
+    DType,
+    Global,
+    Layout,
+    MemoryFormat,
     MetaTensor,
     NestedTensor,
+    Object,
     QuantizedTensor,
     SparseTensor,
     Storage,
     Tensor,
 )
-from zckpt.torchfile.walk import MAX_DEPTH
+from zckpt.torchfile.trees import MAX_DEPTH
 
 LIMIT = 100_000
 """Values in the result, unless the caller says otherwise."""

@@ -12,17 +12,24 @@ from math import prod
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile.arrays import NumpyArray
-from zckpt.torchfile.objects import Device, DType, Global, Layout, Object, OrderedMapping, Size
-from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong
-from zckpt.torchfile.tensors import (
+from zckpt.torchfile.nodes import (
+    Device,
     DeviceTensor,
+    DType,
+    Global,
+    Layout,
+    MemoryFormat,
     MetaTensor,
     NestedTensor,
+    Object,
+    OrderedMapping,
     QuantizedTensor,
+    Size,
     SparseTensor,
     Storage,
     Tensor,
 )
+from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong
 
 TENSOR = Global("torch", "Tensor")
 
@@ -290,6 +297,54 @@ ALL_BUILDERS: dict[tuple[str, str], Builder] = {
 }
 
 
-def builder_of(function: Global) -> Builder | None:
-    """Return the builder for a function that a pickle names; None for one that is not known."""
-    return ALL_BUILDERS.get((MODULES.get(function.module, function.module), function.name))
+MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+
+MAX_GLOBALS = 4096
+"""Distinct globals of one pickle: the largest seen mention a few dozen."""
+
+MAX_NAME = 1024
+"""Characters of a module and a name together."""
+
+
+class Globals:
+    """The globals that one pickle mentions: a node for each, and what builds its result where it is known.
+
+    Attributes
+    ----------
+    builders : dict
+        By the identity of the global's node.
+    """
+
+    __slots__ = ("_nodes", "builders")
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[str, str], object] = {}
+        self.builders: dict[int, Builder] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every one, `module.name`, sorted."""
+        return tuple(sorted(f"{module}.{name}" for module, name in self._nodes))
+
+    def find(self, module: str, name: str) -> object:
+        """Return the node for a global: always the same one, never the thing itself."""
+        node = self._nodes.get((module, name))
+        if node is None:
+            node = self._nodes[module, name] = self._new(module, name)
+        return node
+
+    def _new(self, module: str, name: str) -> object:
+        if len(self._nodes) >= MAX_GLOBALS or len(module) + len(name) > MAX_NAME:
+            raise PickleError(
+                "too many globals, or too long a name",
+                expected=f"at most {MAX_GLOBALS} globals of {MAX_NAME} characters",
+            )
+        if module == "torch" and name in DTYPES:
+            return DType(name)
+        if module == "torch" and name in MEMORY_FORMATS:
+            return MemoryFormat(name)
+        node = Global(module, name)
+        builder = ALL_BUILDERS.get((MODULES.get(module, module), name))
+        if builder is not None:
+            self.builders[id(node)] = builder  # the node is kept here, so its id stays its own
+        return node

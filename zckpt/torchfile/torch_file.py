@@ -1,12 +1,140 @@
-"""What a reader returns for a whole file."""
+"""A whole torch file as its reader returns it, and the storages that pickles mention by persistent id.
+
+    zip      ("storage", class, key, location, numel)
+    legacy   ("storage", class, key, location, numel, None or (view key, offset, numel))
+
+Sizes are in elements of the storage class. Several tensors may mention one key; they must agree on it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
+from zckpt.errors import PickleError, UnsupportedError
+from zckpt.state.dtypes import DTYPES, FROM_STORAGE, itemsize
 from zckpt.torchfile.archive import Record
-from zckpt.torchfile.plain_parts import PlainParts
-from zckpt.torchfile.tensors import Storage
+from zckpt.torchfile.nodes import Global, Storage
+from zckpt.torchfile.rebuild import MAX_ELEMENTS
+
+if TYPE_CHECKING:
+    from zckpt.torchfile.trees import PlainParts
+
+NUMPY = ("numpy.core", "numpy._core")
+"""The package of numpy's own pickling functions before and since numpy 2; every numpy has the first, 1.26 has both."""
+
+
+UNTYPED = ("UntypedStorage", "_UntypedStorage")
+
+MAX_NAME = 256
+"""Characters of a key or a location; keys are small numbers or addresses."""
+
+Locate = Callable[[str, int], int]
+"""From a storage's key and its size in bytes to its absolute offset in the file."""
+
+
+class StorageTable:
+    """Turns persistent ids into storages, each key located once.
+
+    Parameters
+    ----------
+    locate : callable
+        From key and nbytes to the offset in the file; raises where the file has no such storage.
+    legacy : bool
+        Whether ids have the sixth part of legacy files.
+    """
+
+    __slots__ = ("_by_id", "legacy", "locate", "storages")
+
+    def __init__(self, locate: Locate, *, legacy: bool = False) -> None:
+        self.locate = locate
+        self.legacy = legacy
+        self.storages: dict[str, Storage] = {}
+        self._by_id: dict[tuple[str, str, str], Storage] = {}
+
+    def __call__(self, pid: object) -> object:
+        """Return the storage of one persistent id.
+
+        Raises
+        ------
+        PickleError
+            The id is malformed, or disagrees with an earlier one or with the file.
+        UnsupportedError
+            The storage is of an unknown class.
+        """
+        if self.legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
+            return pid[1]  # a class whose source was saved beside it
+        if not isinstance(pid, tuple) or len(pid) != 5 + self.legacy or pid[0] != "storage":
+            raise PickleError("a persistent id that torch does not write", found=f"{type(pid).__name__}")
+        cls, key, location, numel = pid[1:5]
+        if not isinstance(cls, Global) or not isinstance(key, str) or not isinstance(location, str):
+            raise PickleError("a persistent id that torch does not write", found="parts of other types")
+        if len(key) > MAX_NAME or len(location) > MAX_NAME:
+            raise PickleError("a persistent id that torch does not write", found="a long name")
+        if type(numel) is not int or not 0 <= numel <= MAX_ELEMENTS:
+            raise PickleError(f"storage {key!r}", expected="a size from 0 to 2**63-1", found=f"{numel!r:.40}")
+        dtype = element_type(cls)
+        storage = self._storage(key, dtype, numel * DTYPES[dtype].itemsize, location)
+        if self.legacy and pid[5] is not None:
+            return self._view(storage, pid[5])
+        return storage
+
+    def _storage(self, key: str, dtype: str, nbytes: int, location: str) -> Storage:
+        """Return the storage of a key; one of no bytes may be mentioned with several dtypes."""
+        known = self._by_id.get((key, dtype, location))
+        if known is not None and known.nbytes == nbytes:
+            return known
+        first = self.storages.get(key)
+        if first is not None and (first.nbytes != nbytes or (first.dtype != dtype and nbytes)):
+            raise PickleError(
+                f"storage {key!r} is mentioned in two ways",
+                expected=f"{first.nbytes} bytes of {first.dtype}",
+                found=f"{nbytes} bytes of {dtype}",
+            )
+        offset = first.offset if first is not None else self.locate(key, nbytes)
+        storage = Storage(key, dtype, nbytes, location, offset)
+        self._by_id[(key, dtype, location)] = storage
+        self.storages.setdefault(key, storage)
+        return storage
+
+    def _view(self, root: Storage, metadata: object) -> Storage:
+        """Return the view of a legacy storage: a range of `root` with a key of its own."""
+        if not isinstance(metadata, tuple) or len(metadata) != 3:
+            raise PickleError(f"view of storage {root.key!r}", expected="(key, offset, size)")
+        key, start, numel = metadata
+        if not isinstance(key, str) or len(key) > MAX_NAME:
+            raise PickleError(f"view of storage {root.key!r}", expected="a key")
+        size = DTYPES[root.dtype].itemsize
+        if type(start) is not int or type(numel) is not int or start < 0 or numel < 0:
+            raise PickleError(f"view of storage {root.key!r}", expected="an offset and a size")
+        if (start + numel) * size > root.nbytes:
+            raise PickleError(f"a view leaves storage {root.key!r}", expected=f"at most {root.nbytes} bytes")
+        known = self._by_id.get((key, root.dtype, root.location))
+        if known is not None:
+            if known.nbytes != numel * size or known.offset != root.offset + start * size:
+                raise PickleError(f"storage {key!r} is mentioned in two ways")
+            return known
+        if key in self.storages:
+            raise PickleError(f"storage {key!r} is mentioned in two ways")
+        view = Storage(key, root.dtype, numel * size, root.location, root.offset + start * size)
+        self.storages[key] = self._by_id[(key, root.dtype, root.location)] = view
+        return view
+
+
+def element_type(cls: Global) -> str:
+    """Return the dtype of a storage class, `torch.FloatStorage`; an untyped one holds bytes.
+
+    Raises
+    ------
+    UnsupportedError
+        torch has no such storage class.
+    """
+    dtype = "uint8" if cls.name in UNTYPED else FROM_STORAGE.get(cls.name)
+    if dtype is None:
+        raise UnsupportedError("unknown storage class", found=f"{cls.qualified:.100}")
+    return dtype
 
 
 @dataclass(slots=True)
@@ -59,3 +187,83 @@ class PickleFile:
     root: object
     globals: tuple[str, ...]
     protocol: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromFile:
+    """A part of a tree that was read from a file: plain storages below it have their bytes there.
+
+    Parameters
+    ----------
+    node : object
+    path : str
+    byteorder : str
+        Of a storage that no tensor mentions: `little` or `big`.
+    numpy : str
+        Which of `NUMPY` the file mentions.
+    """
+
+    node: object
+    path: str
+    byteorder: str = "little"
+    numpy: str = NUMPY[0]
+
+    @classmethod
+    def of(cls, file: TorchFile, node: object) -> FromFile:
+        """Return a node of a file's tree, to be written as that file spells it."""
+        new = any(names and _mentions(names) for names in file.globals.values())
+        return cls(node, file.path, file.byteorder, NUMPY[1] if new else NUMPY[0])
+
+
+@lru_cache(maxsize=64)
+def _mentions(names: tuple[str, ...]) -> bool:
+    """Tell whether a file mentions numpy's new package; asked for every part of it that is carried."""
+    return any(name.startswith(f"{NUMPY[1]}.multiarray.") for name in names)
+
+
+@dataclass(slots=True)
+class Mentioned:
+    """A storage that a pickle mentions.
+
+    Parameters
+    ----------
+    storage : Storage
+    path : str or None
+        The file that its bytes are in; None for a new one.
+    byteorder : str
+        Of the bytes in that file.
+    dtypes : set of str
+        Of the tensors that are views of it.
+    """
+
+    storage: Storage
+    path: str | None
+    byteorder: str
+    dtypes: set[str] = field(default_factory=set)
+
+    @property
+    def dtype(self) -> str:
+        """Type of the elements whose bytes have an order; an untyped storage has that of its tensors.
+
+        Raises
+        ------
+        UnsupportedError
+            Its bytes are to be put in another order, and its tensors do not agree on which.
+        """
+        if self.storage.dtype != "uint8" or self.byteorder == "little" or all(itemsize(d) == 1 for d in self.dtypes):
+            return self.storage.dtype
+        dtype = min(self.dtypes)
+        if len(self.dtypes) > 1 or self.storage.nbytes % itemsize(dtype):
+            raise UnsupportedError(
+                f"big-endian storage {self.storage.key!r} has several element types and cannot be made little-endian",
+                path=self.path,
+                found=", ".join(sorted(self.dtypes)),
+            )
+        return dtype
+
+
+def class_of(storage: Storage, dtype: str | None) -> str | None:
+    """Return the name of a storage's typed class; None for an untyped one, as of dtypes newer than those classes."""
+    if storage.dtype == "uint8" and dtype is not None and DTYPES[dtype].storage is None:
+        return None
+    return DTYPES[storage.dtype].storage

@@ -27,8 +27,7 @@ from zckpt.formats import native
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.several import Given
-from zckpt.storage.durable import recover
-from zckpt.storage.naming import target_of_old
+from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.loading import Restored, load

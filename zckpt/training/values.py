@@ -15,6 +15,7 @@ from zckpt.formats.tensors import slot_of
 from zckpt.operations.tensors import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import (
+    MAX_DEPTH,
     DefaultMapping,
     Device,
     DType,
@@ -28,7 +29,6 @@ from zckpt.torchfile import (
     Storage,
     Tensor,
 )
-from zckpt.torchfile.walk import MAX_DEPTH
 
 PLAIN = (type(None), bool, int, float, str, bytes, bytearray, complex, range, slice)
 KEPT = (Scalar, Device, DType)

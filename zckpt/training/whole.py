@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import Hole, fill, plan
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
+from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
 from zckpt.optim.states.several import ALONE, Snapshot
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
-from zckpt.torchfile import FromFile
-from zckpt.torchfile.pickle_storage_writer import Mentioned
+from zckpt.torchfile import FromFile, Mentioned
 from zckpt.training.model_state import ModelState
 from zckpt.training.parts import Part, Piece, key_of
 from zckpt.training.values import Values
@@ -119,7 +118,7 @@ def write_document(state: Whole, parts: Sequence[Part], identity: str, directory
     members = members_of(checkpoint, describe(checkpoint), placed)
     files = [(rank_name(rank, len(parts)), part.nbytes) for rank, part in enumerate(parts)]
     document = lay_out_document(members, identity, files)
-    execute(plan([document]), [directory / document.name])
+    write_target(plan([document]), directory / document.name)
 
 
 def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:

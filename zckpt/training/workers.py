@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.shares import Share, share_of
@@ -73,7 +73,7 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
         held = deal([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
         file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
-        execute(plan([file]), [Path(directory) / file.name])
+        write_target(plan([file]), Path(directory) / file.name)
         return Part([piece for piece, _ in held], state.values, {}, file.nbytes)
 
 

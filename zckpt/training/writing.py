@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.compare.digests import FILE_NAME, write_digests
-from zckpt.engine.execute import execute
 from zckpt.engine.plan import plan
 from zckpt.formats import native
 from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.writer import IDENTITY_NBYTES
+from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.together import written_together
 from zckpt.training import whole
@@ -77,7 +77,7 @@ def _write_part(
     if isinstance(prepared, Exception):
         raise prepared
     file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
-    execute(plan([file]), [directory / file.name])
+    write_target(plan([file]), directory / file.name)
     prepared.part.nbytes = file.nbytes
     return prepared.part, prepared.state
 

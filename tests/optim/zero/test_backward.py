@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import (
     TOLERANCE,
     Flat,

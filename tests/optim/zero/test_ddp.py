@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import (
     SGD,
     TOLERANCE,

@@ -23,8 +23,9 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.engine import Spec, models, optimizers, run
-from tests.engine.training import batch, build_engine
+from tests.deepspeed_engine import Spec, models, optimizers
+from tests.deepspeed_engine.training import batch, build_engine
+from tests.gloo import run
 from zckpt.optim import DynamicLossScaler, LossScaler, ZeroOptimizer
 
 pytestmark = pytest.mark.interop
@@ -129,7 +130,7 @@ def loss_of(spec: Spec, model: Any, data: tuple[torch.Tensor, torch.Tensor]) -> 
 
 def differences(case: Case, world_size: int) -> list[str]:
     """Train both and return what differs."""
-    from tests.engine import truth
+    from tests.deepspeed_engine import truth
 
     spec = case.at(world_size)
     engine = build_engine(spec)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import (
     Net,
     Unsharded,

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 import zckpt
-from tests.engine import Spec, models, optimizers, run
-from tests.engine.training import batch, build_engine
-from tests.engine.truth import read_live
+from tests.deepspeed_engine import Spec, models, optimizers
+from tests.deepspeed_engine.training import batch, build_engine
+from tests.deepspeed_engine.truth import read_live
+from tests.gloo import run
 from tests.truth import Truth, assert_same
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer, files
 
@@ -62,7 +63,7 @@ def losses(model: torch.nn.Module, optimizer: ZeroOptimizer, spec: Spec, steps: 
 
 
 def full(optimizer: ZeroOptimizer) -> Slots:
-    """Return all state, whole, by slot and name; under the names that tests/engine has."""
+    """Return all state, whole, by slot and name; under the names that tests/deepspeed_engine has."""
     found: Slots = {}
     for name, parameter in optimizer.names().items():
         if parameter in optimizer._place:
@@ -226,7 +227,7 @@ def load_files(rank: int, world_size: int, path: Path, spec: Spec) -> bool:
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr"])
 def test_state_dicts_of_deepspeed_train_on(name: str) -> None:
-    from tests.engine import SPECS
+    from tests.deepspeed_engine import SPECS
 
     spec = SPECS[name]
     assert all(run(load_files, spec.world_size, FIXTURES / name, spec))

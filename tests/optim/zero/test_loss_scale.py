@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
 from zckpt.optim import DynamicLossScaler, LossScaler
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, has_gradient, is_unchanged, loss_of, make
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 

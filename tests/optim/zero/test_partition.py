@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.engine import run
+from tests.gloo import run
 from zckpt.optim import ZeroOptimizer
 from zckpt.state.partition import (
     FLAT_ALIGNMENT,

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zckpt
-from tests.engine import Spec, models, optimizers, run, tensor_parallel
-from tests.engine.truth import _global_expert
+from tests.deepspeed_engine import Spec, models, optimizers, tensor_parallel
+from tests.deepspeed_engine.truth import _global_expert
+from tests.gloo import run
 from tests.optim.zero.test_files import (
     AS_DEEPSPEED,
     DTYPES,

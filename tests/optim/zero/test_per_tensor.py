@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import Net, bits, is_unchanged, loss_of, make
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
 from zckpt.optim.zero.per_tensor import NAMES, is_per_tensor

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
 from zckpt.optim import DynamicLossScaler, ZeroOptimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import run
+from tests.gloo import run
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.zero import norms, stepping
 from zckpt.optim.zero.flat_group import FlatGroup

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero.reference import (
     TOLERANCE,
     Flat,

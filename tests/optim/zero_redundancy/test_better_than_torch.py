@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import Net, backward, groups, named_checks, train
 from zckpt.optim import ZeroRedundancyOptimizer, hook_with_zero_step
 

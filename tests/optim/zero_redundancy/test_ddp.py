@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import Net, assert_same_parameters, backward, make, unsharded
 
 pytestmark = pytest.mark.interop

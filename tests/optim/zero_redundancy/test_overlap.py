@@ -15,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
 
-from tests.engine import run
-from tests.engine.optimizers import FusedLayoutAdam
+from tests.deepspeed_engine.optimizers import FusedLayoutAdam
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import (
     Net,
     assert_same_parameters,

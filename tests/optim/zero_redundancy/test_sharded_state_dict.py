@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import zckpt
-from tests.engine import run
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import Net, assert_same_parameters, assert_same_state, groups, make, train
 from zckpt.optim import ZeroRedundancyOptimizer
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchOptimizer
 
-from tests.engine import run
-from tests.engine.optimizers import FusedLayoutAdam
+from tests.deepspeed_engine.optimizers import FusedLayoutAdam
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import (
     OPTIMIZERS,
     Net,

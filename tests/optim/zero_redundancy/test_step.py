@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import run
-from tests.engine.optimizers import FusedLayoutAdam, Lion
+from tests.deepspeed_engine.optimizers import FusedLayoutAdam, Lion
+from tests.gloo import run
 from tests.optim.zero_redundancy.training import (
     OPTIMIZERS,
     Net,

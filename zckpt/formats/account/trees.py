@@ -25,8 +25,7 @@ from zckpt.state.inventory import (
     Item,
     Rule,
 )
-from zckpt.torchfile import FromFile, OrderedMapping, Storage, Tensor
-from zckpt.torchfile.walk import LEAVES, children
+from zckpt.torchfile import LEAVES, FromFile, OrderedMapping, Storage, Tensor, children
 
 Steps = tuple[str, ...]
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zckpt.torchfile import Tensor, TorchFile
-from zckpt.torchfile.archive import CENTRAL, find_directory, read_directory
-from zckpt.torchfile.source import FileRange
+from zckpt.torchfile import CENTRAL, FileRange, Tensor, TorchFile, find_directory, read_directory
 
 MAXIMUM_KINDS = 4096
 """Kinds that are remembered, in some kB each."""

@@ -26,10 +26,7 @@ from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEn
 from zckpt.formats.tensors import span_of
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import is_file, opened
-from zckpt.torchfile import Storage, Tensor, TorchFile
-from zckpt.torchfile.archive_writer import ALIGNMENT
-from zckpt.torchfile.reader import read_source
-from zckpt.torchfile.source import FileRange
+from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source
 
 
 @dataclass(frozen=True, slots=True)

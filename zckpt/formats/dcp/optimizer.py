@@ -16,8 +16,7 @@ from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE, OptimizerPart
 from zckpt.formats.dcp.tree import Node, branch, carry, raw
 from zckpt.formats.scalars import read_scalars
 from zckpt.state import MASTER, Parameter, Scalar
-from zckpt.torchfile import Tensor
-from zckpt.torchfile.identity import Digests
+from zckpt.torchfile import Digests, Tensor
 
 Label = str | int
 """A parameter as the file names it: a name, or a number."""

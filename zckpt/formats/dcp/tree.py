@@ -14,8 +14,7 @@ from zckpt.errors import DamagedFileError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.tensors import carried
-from zckpt.torchfile import FromFile, walk_tensors
-from zckpt.torchfile.identity import each
+from zckpt.torchfile import FromFile, each, walk_tensors
 
 Leaf = TensorItem | ObjectItem
 Node = object

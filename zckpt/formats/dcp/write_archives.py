@@ -14,7 +14,7 @@ from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.formats import torch_archive
 from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor
 from zckpt.state import Extent, Slot
-from zckpt.torchfile.archive_writer import ALIGNMENT
+from zckpt.torchfile import ALIGNMENT
 
 STEM = "archive"
 """The root of an archive that torch.save writes to a stream."""

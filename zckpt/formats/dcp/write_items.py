@@ -22,8 +22,18 @@ from zckpt.formats.optimizer_file import optimizer_tree
 from zckpt.formats.tensors import slot_of
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint
-from zckpt.torchfile import DefaultMapping, Device, DType, FromFile, Layout, OrderedMapping, Size, Tensor, walk_tensors
-from zckpt.torchfile.identity import each
+from zckpt.torchfile import (
+    DefaultMapping,
+    Device,
+    DType,
+    FromFile,
+    Layout,
+    OrderedMapping,
+    Size,
+    Tensor,
+    each,
+    walk_tensors,
+)
 
 Path = tuple[str | int, ...]
 

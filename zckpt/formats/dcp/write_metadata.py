@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from zckpt.torchfile.pickle_stream_writer import Writer
+from zckpt.torchfile import Writer
 
 T = TypeVar("T")
 

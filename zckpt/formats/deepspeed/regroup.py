@@ -21,7 +21,7 @@ from zckpt.formats.deepspeed.experts import (
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.target import Options
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.torchfile.identity import Digests
+from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
 """Elements of one rank's experts after which DeepSpeed begins another param group (0.4 to 0.19, `moe/utils.py`)."""

@@ -12,8 +12,7 @@ from pathlib import Path
 from zckpt.formats.tensors import carried
 from zckpt.state.inventory import COPY, Rule
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import FromFile, TorchFile
-from zckpt.torchfile.pickle_writer import Mentioned, dump
+from zckpt.torchfile import FromFile, Mentioned, TorchFile, dump
 
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""

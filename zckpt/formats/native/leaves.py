@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.native.node_kinds import SAFE_INTEGER, TAG, Json, Node
-from zckpt.torchfile import Size, brief
-from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS
+from zckpt.torchfile import MAX_DIMENSIONS, MAX_ELEMENTS, Size, brief
 
 MAX_HEX = 4096
 """Characters of a large integer: those that torch files may have take half as many."""

@@ -17,6 +17,7 @@ from typing import Any
 from zckpt.state import Scalar
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import (
+    NUMPY,
     DefaultMapping,
     Device,
     DeviceTensor,
@@ -38,7 +39,6 @@ from zckpt.torchfile import (
     SparseTensor,
     Tensor,
 )
-from zckpt.torchfile.pickle_storage_writer import NUMPY
 
 TAG = "$"
 

@@ -34,11 +34,19 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
-from zckpt.torchfile import FromFile, NumpyArray, NumpyDType, NumpyScalar, Storage, Tensor
-from zckpt.torchfile.guard import Guard
-from zckpt.torchfile.rebuild import MAX_ELEMENTS, Context
-from zckpt.torchfile.rebuild_torch import dense
-from zckpt.torchfile.walk import check_depth
+from zckpt.torchfile import (
+    MAX_ELEMENTS,
+    Context,
+    FromFile,
+    Guard,
+    NumpyArray,
+    NumpyDType,
+    NumpyScalar,
+    Storage,
+    Tensor,
+    check_depth,
+    dense,
+)
 
 UNMADE: Node = object()
 """An immutable object of `objects` whose turn has not come."""

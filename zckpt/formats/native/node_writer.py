@@ -29,11 +29,18 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
-from zckpt.torchfile import DType, FromFile, Global, MemoryFormat, Storage, Tensor
-from zckpt.torchfile.guard import Guard
-from zckpt.torchfile.pickle_plain_writer import in_order
-from zckpt.torchfile.pickle_storage_writer import Mentioned
-from zckpt.torchfile.walk import check_depth
+from zckpt.torchfile import (
+    DType,
+    FromFile,
+    Global,
+    Guard,
+    MemoryFormat,
+    Mentioned,
+    Storage,
+    Tensor,
+    check_depth,
+    in_order,
+)
 
 INLINE_LEVELS = 8
 """Values nested deeper are numbered objects, so that a JSON parser never meets many levels."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from zckpt.formats.native.leaves import is_text, read_sizes, wrong
 from zckpt.formats.native.node_kinds import Json
 from zckpt.state.dtypes import DTYPES
-from zckpt.torchfile.rebuild import MAX_ELEMENTS
+from zckpt.torchfile import MAX_ELEMENTS
 
 T = TypeVar("T")
 

@@ -18,8 +18,7 @@ from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_runs
-from zckpt.torchfile import Storage
-from zckpt.torchfile.pickle_storage_writer import Mentioned
+from zckpt.torchfile import Mentioned, Storage
 
 SECTIONS = ("parameters", "buffers", "unnamed")
 

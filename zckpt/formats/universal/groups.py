@@ -10,8 +10,7 @@ from zckpt.formats.deepspeed.shards import Shapes
 from zckpt.formats.scalars import with_scalars
 from zckpt.formats.universal.model_files import ModelFiles
 from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup
-from zckpt.torchfile import Tensor
-from zckpt.torchfile.identity import alike
+from zckpt.torchfile import Tensor, alike
 
 
 def read_groups(

@@ -19,7 +19,7 @@ from zckpt.formats.universal.folders import Folder
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM
 from zckpt.formats.universal.write_model import DEEPSPEED_VERSION, carried_keys, filled_in
 from zckpt.state import MASTER, Checkpoint, ParamGroup, Scalar
-from zckpt.torchfile.identity import alike
+from zckpt.torchfile import alike
 
 OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_version", "state", KEY})
 """Keys of the file that are made here; metadata of the same name goes elsewhere."""

@@ -15,8 +15,7 @@ from zckpt.formats.zero_redundancy.order import Order
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology
 from zckpt.state.inventory import COPY, IMPLIED, Rule
 from zckpt.state.partition import greedy_partition
-from zckpt.torchfile import TorchFile, brief, read_torchfile
-from zckpt.torchfile.identity import alike, each
+from zckpt.torchfile import TorchFile, alike, brief, each, read_torchfile
 
 Shares = list[list[list[int]]]
 """For each rank and each group, indices of the group's parameters."""

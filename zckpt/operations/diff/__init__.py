@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.figures import Tolerance
 from zckpt.compare.slots import Difference, differences
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.operations.diff.match import Filter, match
 from zckpt.operations.diff.settings import Setting, compare_settings
 from zckpt.operations.diff.values import Match
+from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
@@ -65,8 +65,8 @@ class Compared:
 
 
 def diff(
-    a: str | os.PathLike[str] | Checkpoint,
-    b: str | os.PathLike[str] | Checkpoint,
+    a: Source,
+    b: Source,
     *,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -76,6 +76,14 @@ def diff(
     ignore_metadata: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+    roots_b: Sequence[str | os.PathLike[str]] = (),
+    tag_b: str | None = None,
+    names_b: Sequence[str] | None = None,
+    tp_rules_b: str | os.PathLike[str] | None = None,
 ) -> Compared:
     """Compare two checkpoints of any formats, stages and world sizes.
 
@@ -98,6 +106,10 @@ def diff(
         Upper bound of what buffers take together.
     reporter : Reporter, optional
         Told of progress.
+    roots, tag, names, tp_rules
+        As for `open`, of `a`.
+    roots_b, tag_b, names_b, tp_rules_b
+        As for `open`, of `b`.
 
     Raises
     ------
@@ -109,7 +121,8 @@ def diff(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
             raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
-    ours, theirs = (one if isinstance(one, Checkpoint) else open_checkpoint(one) for one in (a, b))
+    ours = opened(a, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters), tuple(rename)))
     found = Compared(ours, theirs, only_in_a=matches.only_in_a, only_in_b=matches.only_in_b, warnings=matches.warnings)
     if not (matches.slots or found.only_in_a or found.only_in_b or matches.singles) and (slots or parameters):

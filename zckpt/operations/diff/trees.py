@@ -8,10 +8,7 @@ from dataclasses import dataclass
 
 from zckpt.formats.tensors import slot_of
 from zckpt.state import Scalar, Slot
-from zckpt.torchfile import FromFile, Object, Tensor, plain
-from zckpt.torchfile.arrays import NumpyArray
-from zckpt.torchfile.identity import Digests, each
-from zckpt.torchfile.walk import LEAVES, PARTS, children
+from zckpt.torchfile import LEAVES, PARTS, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 
 MAXIMUM_LEAVES = 1 << 14
 """Of one value: a file may refer to its parts so often that no one could look at each of them."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from zckpt.engine.batches import batched, run_in_order
+from zckpt.engine import Reporter
 from zckpt.engine.cast import Array
-from zckpt.engine.execute import MINIMUM_PIECE_NBYTES, THREADS, Reporter
 from zckpt.engine.read import read_extent
 from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.formats.checksums import Sum
 from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
@@ -128,11 +126,7 @@ class Checks:
 
 def stretch_nbytes(memory: int) -> int:
     """Return the size of a stretch so that all workers' buffers together fit into memory."""
-    return max(min(memory // _threads() // BUFFERS_PER_WORKER, STRETCH_NBYTES), MINIMUM_PIECE_NBYTES)
-
-
-def _threads() -> int:
-    return min(max(os.cpu_count() or 1, THREADS[0]), THREADS[-1])
+    return buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=STRETCH_NBYTES)
 
 
 def run(
@@ -152,8 +146,8 @@ def run(
     """
     outcome, checks = Outcome(), Checks(sums)
     with (
-        ThreadPoolExecutor(_threads(), thread_name_prefix="zckpt-verify") as pool,
-        closing(run_in_order(pool, batched(work, nbytes_of), partial(_run_batch, inventory, most))) as results,
+        Workers(WRITERS) as workers,
+        closing(workers.run(partial(_run_batch, inventory, most), batched(work, nbytes_of))) as results,
     ):
         for batch, found in results:
             outcome.add(found)

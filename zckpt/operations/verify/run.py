@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import ADDED, CHANGED, GONE
-from zckpt.engine.execute import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
-from zckpt.formats import open_checkpoint
 from zckpt.formats.survey import Survey, survey
+from zckpt.operations.open import Source, opened
 from zckpt.operations.verify.findings import Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 
 
 def verify(
-    source: str | os.PathLike[str],
+    source: Source,
     *,
     deep: bool = False,
     against: str | os.PathLike[str] | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
-    tag: str | None = None,
     roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
 ) -> Verification:
     """Find out whether a checkpoint is whole and makes sense. Changes nothing, and runs nothing of it.
 
     Parameters
     ----------
-    source : path-like
+    source : path-like or Checkpoint
         Any checkpoint that zckpt opens, or one that it would open if it were not damaged.
     deep : bool
         Read every byte once: checksums, NaN and Inf, signs, all weights against their masters, padding, copies.
@@ -47,12 +48,8 @@ def verify(
         Upper bound of the buffers.
     reporter : Reporter, optional
         Is told of progress, in bytes.
-    tag : str, optional
-        Which checkpoint of a run directory; by default the one that `latest` names.
-    roots : sequence of path-like
-        The same directory on other nodes.
-    names : sequence of str, optional
-        Names of the optimizer's parameters in its order, for files that only number them.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
     Returns
     -------
@@ -74,12 +71,18 @@ def verify(
 
         expected = read_digests(against)
     told = reporter or SilentReporter()
-    path = Path(source)
     try:
-        checkpoint = open_checkpoint(path, roots=roots, tag=tag, names=names)
+        checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     except SourceError as error:
-        return _unopened(path, error, deep, memory, told, tag, [Path(root) for root in roots])
-    result = Verification(os.fspath(source), checkpoint.format, deep, checkpoint=checkpoint)
+        if isinstance(source, Checkpoint):
+            raise
+        return _unopened(Path(source), error, deep, memory, told, tag, [Path(root) for root in roots])
+    result = Verification(
+        checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source),
+        checkpoint.format,
+        deep,
+        checkpoint=checkpoint,
+    )
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
     _count(result, checkpoint)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zckpt.report.page.markup import details, facts, items, name_of, nbytes, number, search, section, table, text
-from zckpt.report.page.shell import page
+from zckpt.report.page.markup import details, facts, items, name_of, nbytes, number, page, search, section, table, text
 from zckpt.report.text import count
 
 MAP_SECTIONS = (

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zckpt.report.page.inspection import MAP_SECTIONS, MAP_TABLE, footer, header
-from zckpt.report.page.markup import facts, name_of, nbytes, number, search, section, text
-from zckpt.report.page.shell import page
+from zckpt.report.page.markup import facts, name_of, nbytes, number, page, search, section, text
 from zckpt.report.text import count
 
 SEVERITIES = ("error", "warning", "note")

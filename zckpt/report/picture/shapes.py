@@ -1,4 +1,4 @@
-"""The shapes of a map's picture, back to front: ground, runs of elements, bars and names."""
+"""The shapes of a map's picture, back to front: ground, spans of elements, bars and names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from zckpt.report.picture.names import colour, cut, labels
-from zckpt.report.picture.place import (
+from zckpt.report.picture.axes import (
     BAND_LEAST,
     BOTTOM,
     CHARACTER,
@@ -16,8 +15,8 @@ from zckpt.report.picture.place import (
     LINE,
     QUIET,
     RIGHT,
-    RUN,
     SLOT_COLOURS,
+    SPAN_NUMBERS,
     SUNKEN,
     TEXT,
     TOP,
@@ -25,6 +24,9 @@ from zckpt.report.picture.place import (
     Band,
     Column,
     Shape,
+    colour,
+    cut,
+    labels,
     place_bands,
     place_columns,
 )
@@ -89,19 +91,19 @@ def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], 
             yield Shape(x + start * scale, band.y + 1, width, band.height - 2, fill=SUNKEN, hatch="padding")
         return
     hatch = "frozen" if column.parameter["kind"] == "frozen" else ""
-    for slots, _, numel, runs in column.parameter["cuts"]:
+    for slots, _, numel, spans in column.parameter["cuts"]:
         step = column.numel * scale / numel if numel else 0.0
-        for band, begin, end in _by_band(runs, bands):
+        for band, begin, end in _by_band(spans, bands):
             for slot in slots:
                 y, height = _lane(band, slot)
                 width = max((end - begin) * step, LEAST)
                 yield Shape(x + begin * step, y, width, height, colour(map_data["slots"], slot), hatch)
 
 
-def _by_band(runs: Sequence[int], bands: Sequence[Band]) -> Iterator[tuple[Band, int, int]]:
+def _by_band(spans: Sequence[int], bands: Sequence[Band]) -> Iterator[tuple[Band, int, int]]:
     """Yield what the rows of a band hold together, as elements [begin, end)."""
-    for at in range(0, len(runs), RUN):
-        row, number, start, share, stop = runs[at : at + RUN - 1]
+    for at in range(0, len(spans), SPAN_NUMBERS):
+        row, number, start, share, stop = spans[at : at + SPAN_NUMBERS - 1]
         for band in bands:
             first, last = max(band.first, row), min(band.end, row + number)
             if first < last:

@@ -1,0 +1,428 @@
+"""Two layouts of the same slots: equal wherever they are cut, and one bit that is not is found, and named."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.operations.diff.checkpoints import place as place_of
+from tests.strategies import cuts, shapes, tilings
+from zckpt.compare.slots import Pair, differences
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.scan import BLOCK_NBYTES
+from zckpt.engine.workers import BATCH_NBYTES, running_on
+from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
+from zckpt.state import Checkpoint, Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
+
+BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
+MEBIBYTE = 1 << 20
+
+
+def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Slot:
+    """Write an array after some other bytes; return the slot that it is."""
+    path.write_bytes(b"\xaa" * before + array.tobytes())
+    span = Span(Extent.whole(array.shape), str(path), before, array.dtype.name)
+    return Slot("weight", array.dtype.name, array.shape, (span,))
+
+
+def tiled(path: Path, array: np.ndarray, tiles: list[Extent]) -> Slot:
+    """Write an array to one file, tile by tile; return the slot that it is."""
+    spans = []
+    with path.open("wb") as file:
+        for tile in tiles:
+            spans.append(Span(tile, str(path), file.tell(), array.dtype.name))
+            box = array[tuple(slice(o, o + s) for o, s in zip(tile.offsets, tile.sizes, strict=True))]
+            file.write(box.reshape(-1)[tile.start : tile.start + tile.numel].tobytes())
+    return Slot("weight", array.dtype.name, array.shape, tuple(spans))
+
+
+def ranges(shape: tuple[int, ...], lengths: list[int]) -> list[Extent]:
+    """Extents of the whole box, one after the other."""
+    starts = np.cumsum([0, *lengths])
+    return [Extent.flat(shape, int(start), length) for start, length in zip(starts, lengths, strict=False)]
+
+
+def noise(numel: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(numel).standard_normal(numel).astype(numpy_dtype(dtype))
+
+
+class Found(NamedTuple):
+    """What of a Difference tells which elements differ."""
+
+    label: str
+    num_different: int
+    numel: int
+    first: int | None
+
+
+def found_in(pairs: list[Pair], **options: Any) -> list[Found]:
+    found = differences(pairs, **options)
+    return [Found(one.label, one.figures.num_different, one.figures.numel, one.figures.first) for one in found]
+
+
+def compared(a: Slot, b: Slot, **options: Any) -> list[Found]:
+    return found_in([Pair("w", a, b, b.dtype)], **options)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def pairs(source: Checkpoint, target: Checkpoint) -> list[Pair]:
+    """Every slot that both have."""
+    return [
+        Pair(f"{key}/{parameter.name}", slot, found[key])
+        for parameter in source.tensors()
+        for found in [target.owner(parameter.name).slots]
+        for key, slot in parameter.slots.items()
+        if key in found
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("s2_bf16_dp4", {"world_size": 3}),
+        ("s1_fp32_dp3_palign", {"world_size": 5}),
+        ("s2_bf16_dp2_rr", {"world_size": 7, "round_robin": False}),
+        ("s3_bf16_dp4", {"world_size": 2, "stage": 1}),
+        ("s2_bf16_dp2_lion", {"world_size": 40}),
+        ("moe_ep2_s2_bf16_dp2", {"world_size": 4}),
+        ("tp2_s1_bf16_dp2", {"world_size": 3}),
+        ("tp2_s2_fp32_dp2", {"world_size": 1, "tensor_parallel_size": 1}),
+    ],
+)
+@pytest.mark.parametrize("memory", [1, 64 << 20])
+def test_checkpoints_cut_for_other_ranks_are_equal(name, options, memory, tmp_path):
+    zckpt.reshard(FIXTURES / name, tmp_path / "cut", **options)
+    both = pairs(zckpt.open(FIXTURES / name), zckpt.open(tmp_path / "cut"))
+    assert len(both) > 10
+    assert found_in(both, memory=memory) == []
+
+
+def flip(path: str, offset: int, bit: int) -> None:
+    with Path(path).open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+@pytest.mark.parametrize("memory", [1, 64 << 20])
+@pytest.mark.parametrize("key", ["weight", "master", "exp_avg", "exp_avg_sq"])
+def test_one_flipped_bit_of_a_checkpoint_is_found_and_named(key, memory, tmp_path):
+    zckpt.reshard(FIXTURES / "s2_bf16_dp4", tmp_path / "cut", world_size=3)
+    source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "cut")
+    both = pairs(source, target)
+    for name in ("emb.weight", "odd3d"):
+        slot = target.parameters[name].slots[key]
+        for element, bit in ((0, 0), (slot.numel // 3, 5), (slot.numel - 1, 7)):
+            path, offset = place_of(slot, element)
+            flip(path, offset, bit)
+            assert found_in(both, memory=memory) == [Found(f"{key}/{name}", 1, slot.numel, element)]
+            flip(path, offset, bit)
+    assert found_in(both) == []
+
+
+def test_model_of_another_type_is_equal_to_its_rounded_masters(tmp_path):
+    zckpt.consolidate(FIXTURES / "s2_bf16_dp4", tmp_path / "m.safetensors", dtype="bfloat16")
+    source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "m.safetensors")
+    both = [
+        Pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"], "bfloat16")
+        for name in source.parameters
+        if "master" in source.parameters[name].slots
+    ]
+    assert {(pair.a.dtype, pair.b.dtype) for pair in both} == {("float32", "bfloat16")}
+    assert found_in(both) == []
+    path, offset = place_of(both[-1].b, 1)
+    flip(path, offset, 0)
+    assert found_in(both) == [Found(both[-1].label, 1, both[-1].b.numel, 1)]
+
+
+# --- any layout -------------------------------------------------------------------------------------------------
+
+
+@given(st.data(), shapes(), st.sampled_from(["float32", "bfloat16", "int8", "complex128"]))
+def test_any_two_layouts_of_the_same_elements_are_equal(data, shape, dtype):
+    array = np.arange(math.prod(shape)).reshape(shape).astype(numpy_dtype(dtype))
+    with tempfile.TemporaryDirectory() as directory:
+        a, b = (tiled(Path(directory, name), array, data.draw(tilings(shape))) for name in "ab")
+        assert compared(a, b) == []
+
+
+@given(st.data(), shapes(empty=False))
+def test_elements_that_differ_are_counted_whatever_the_layout(data, shape):
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    changed = data.draw(st.sets(st.integers(0, array.size - 1), min_size=1))
+    other = array.copy()
+    other.reshape(-1)[list(changed)] += 0.5
+    with tempfile.TemporaryDirectory() as directory:
+        a, b = (
+            tiled(Path(directory, name), one, data.draw(tilings(shape))) for name, one in (("a", array), ("b", other))
+        )
+        assert compared(a, b) == [Found("w", len(changed), array.size, min(changed))]
+
+
+@given(st.data(), st.integers(1, 40_000))
+def test_ranges_of_more_than_one_block(data, numel):
+    """A page at a time: spans begin and end within blocks, at their ends, and reach over several."""
+    array = noise(numel, "float16")
+    at = data.draw(st.integers(0, numel - 1))
+    with tempfile.TemporaryDirectory() as directory:
+        tiles = [ranges((numel,), [n for _, n in data.draw(cuts(numel))]) for _ in "ab"]
+        a, b = (tiled(Path(directory, name), array, one) for name, one in zip("ab", tiles, strict=True))
+        assert compared(a, b, memory=1) == []
+        flip(*place_of(b, at), 3)
+        assert compared(a, b, memory=1) == [Found("w", 1, numel, at)]
+
+
+@pytest.mark.parametrize("first", [1, 1023, 1024, 1025, 2047, 2048, 2049])
+def test_span_that_begins_where_a_block_ends(first, tmp_path):
+    array = noise(3000)
+    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, ranges((3000,), [first, 3000 - first]))
+    assert compared(a, b, memory=1) == []
+    flip(str(tmp_path / "b"), 4 * first, 0)
+    assert compared(a, b, memory=1) == [Found("w", 1, 3000, first)]
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_columns_of_several_ranks(memory, tmp_path):
+    array = noise(300 * 400).reshape(300, 400)
+    columns = [Extent((0, 80 * i), (300, 80), 0, 300 * 80) for i in range(5)]
+    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, columns)
+    assert compared(a, b, memory=memory) == []
+    flip(str(tmp_path / "b"), 4 * (2 * 300 * 80 + 7 * 80 + 11), 0)
+    assert compared(a, b, memory=memory) == [Found("w", 1, array.size, 7 * 400 + 2 * 80 + 11)]
+
+
+@pytest.mark.parametrize("numel", [1, BLOCK_NBYTES, BLOCK_NBYTES + 1, BATCH_NBYTES + 1])
+def test_last_element_counts(numel, tmp_path):
+    array = np.zeros(numel, np.uint8)
+    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array, before=3)
+    assert compared(a, b) == []
+    flip(str(tmp_path / "b"), 3 + numel - 1, 0)
+    assert compared(a, b) == [Found("w", 1, numel, numel - 1)]
+
+
+def test_scalar_and_empty_slots(tmp_path):
+    one, none = np.float32(5).reshape(()), np.zeros((3, 0), np.float32)
+    whole = [stored(tmp_path / str(i), array) for i, array in enumerate([one, one, none, none])]
+    assert found_in([Pair("one", *whole[:2]), Pair("none", *whole[2:])]) == []
+    (tmp_path / "1").write_bytes(np.float32(6).tobytes())
+    assert found_in([Pair("none", *whole[2:]), Pair("one", *whole[:2])]) == [Found("one", 1, 1, 0)]
+    assert compared(Slot("w", "float32", (0,), ()), Slot("w", "float32", (0,), ())) == []
+    assert found_in([]) == []
+
+
+# --- what equal means -------------------------------------------------------------------------------------------
+
+
+def test_bits_count_not_values(tmp_path):
+    a = np.array([0x7FC00000, 0x7FC00001, 0x00000000, 0x3F800000], np.uint32).view(np.float32)
+    b = np.array([0x7FC00000, 0x7FC00002, 0x80000000, 0x3F800000], np.uint32).view(np.float32)
+    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "same", a)) == []
+    assert compared(stored(tmp_path / "a", a), stored(tmp_path / "b", b)) == [Found("w", 2, 4, 1)]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "float64", "complex64", "complex128", "bool"])
+def test_element_is_counted_once_however_many_of_its_bytes_differ(dtype, tmp_path):
+    zeros = np.zeros(1000, numpy_dtype(dtype))
+    other = zeros.copy()
+    other.view(np.uint8).reshape(1000, -1)[[5, 70, 999]] = 1
+    found = compared(stored(tmp_path / "a", zeros), stored(tmp_path / "b", other))
+    assert found == [Found("w", 3, 1000, 5)]
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_expected_is_cast_to_the_type_of_found(dtype, memory, tmp_path):
+    array = noise(30_001)
+    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", array.astype(numpy_dtype(dtype)))
+    assert compared(a, b, memory=memory) == []
+    flip(str(tmp_path / "b"), 20_000 * itemsize(dtype), 0)
+    assert compared(a, b, memory=memory) == [Found("w", 1, 30_001, 20_000)]
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_replicas_are_averaged(memory, tmp_path):
+    several = [noise(30_000) * (i + 1) for i in range(3)]
+    first, *others = (stored(tmp_path / str(i), one) for i, one in enumerate(several))
+    a = replace(first, replicas=tuple(one.spans for one in others))
+    b = stored(tmp_path / "mean", (several[0] + several[1] + several[2]) / np.float32(3))
+    assert compared(a, b, memory=memory) == []
+    assert len(compared(first, b, memory=memory)) == 1
+
+
+def test_slots_of_one_label_are_told_apart(tmp_path):
+    a, b = stored(tmp_path / "a", noise(10)), stored(tmp_path / "b", noise(10) + 1)
+    assert found_in([Pair("w", a, b), Pair("w", a, a), Pair("w", b, a)]) == [Found("w", 10, 10, 0)] * 2
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_two_shapes_are_no_pair(tmp_path):
+    with pytest.raises(LayoutError, match=r"w has two shapes: expected \(2, 3\), found \(3, 2\)"):
+        compared(stored(tmp_path / "a", noise(6).reshape(2, 3)), stored(tmp_path / "b", noise(6).reshape(3, 2)))
+
+
+@pytest.mark.parametrize("memory", [1, 64 << 20])
+@pytest.mark.parametrize("lengths", [[4000, 5999], [4000, 2000]])
+def test_side_that_lacks_elements_is_refused(lengths, memory, tmp_path):
+    whole, part = (
+        stored(tmp_path / "a", noise(10_000)),
+        tiled(tmp_path / "b", noise(10_000), ranges((10_000,), lengths)),
+    )
+    with pytest.raises(LayoutError, match="w: not every element is there"):
+        compared(whole, part, memory=memory)
+
+
+@pytest.mark.parametrize("memory", [1, 64 << 20])
+def test_side_that_has_elements_twice_is_refused(memory, tmp_path):
+    tiles = [Extent.flat((10_000,), 0, 7000), Extent.flat((10_000,), 6999, 3001)]
+    with pytest.raises(LayoutError, match="w: some elements are there more than once"):
+        compared(stored(tmp_path / "a", noise(10_000)), tiled(tmp_path / "b", noise(10_000), tiles), memory=memory)
+
+
+def test_types_that_are_not_cast_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="not cast"):
+        compared(stored(tmp_path / "a", np.zeros(5, np.int64)), stored(tmp_path / "b", np.zeros(5, np.float32)))
+
+
+def test_file_that_lost_its_end_or_is_gone_is_named(tmp_path):
+    a, b = stored(tmp_path / "a", noise(100)), stored(tmp_path / "b", noise(100))
+    os.truncate(tmp_path / "b", 200)
+    with pytest.raises(DamagedFileError, match="b: the file ends too early"):
+        compared(a, b)
+    (tmp_path / "b").unlink()
+    with pytest.raises(SourceError, match="cannot be opened"):
+        compared(a, b)
+
+
+# --- who compares, and within what ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Executor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
+        yield pool
+
+
+def test_processes_find_what_threads_find(processes, tmp_path):
+    array = noise(3 * BATCH_NBYTES // 4 + 1)
+    other = array.copy()
+    other[[7, 5_000_000, -1]] += 1
+    a, b = stored(tmp_path / "a", array), stored(tmp_path / "b", other)
+    with running_on(processes):
+        there = compared(a, b)
+    assert compared(a, b) == there == [Found("w", 3, array.size, 7)]
+
+
+def test_threads_of_the_caller_are_left_running(tmp_path):
+    a = stored(tmp_path / "a", noise(100))
+    with ThreadPoolExecutor(2) as pool:
+        with running_on(pool):
+            assert compared(a, a) == []
+        assert pool.submit(sum, [1, 2]).result() == 3
+
+
+class Counter:
+    """A reporter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def begin(self, nbytes: int) -> None:
+        self.told.append(("begin", nbytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.told.append(("advance", nbytes))
+
+    def end(self) -> None:
+        self.told.append(("end", 0))
+
+
+def test_progress_adds_up_to_what_was_announced(tmp_path):
+    large, small = (stored(tmp_path / str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
+    counter = Counter()
+    found_in([Pair("large", large, large), Pair("small", small, small)], reporter=counter)
+    assert counter.told[0] == ("begin", 2 * BATCH_NBYTES + 105)
+    assert counter.told[-1] == ("end", 0)
+    assert [nbytes for _, nbytes in counter.told[1:-1]] == [BATCH_NBYTES, BATCH_NBYTES, 105]
+
+
+def test_end_is_reported_after_a_failure(tmp_path):
+    a = stored(tmp_path / "a", noise(100))
+    os.truncate(tmp_path / "a", 0)
+    counter = Counter()
+    with pytest.raises(DamagedFileError):
+        compared(a, a, reporter=counter)
+    assert counter.told == [("begin", 400), ("end", 0)]
+
+
+def sparse(path: Path, nbytes: int) -> str:
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    return str(path)
+
+
+def large_run(directory: Path) -> tuple[Slot, Slot]:
+    slot = Slot("w", "float32", (64 * MEBIBYTE,), (Span(Extent.whole((64 * MEBIBYTE,)), "", 0, "float32"),))
+    return tuple(  # type: ignore[return-value]
+        replace(slot, spans=(replace(slot.spans[0], path=sparse(directory / name, 256 * MEBIBYTE)),)) for name in "ab"
+    )
+
+
+def large_cast(directory: Path) -> tuple[Slot, Slot]:
+    a, b = large_run(directory)
+    return a, replace(b, dtype="bfloat16", spans=(replace(b.spans[0], dtype="bfloat16"),))
+
+
+def large_columns(directory: Path) -> tuple[Slot, Slot]:
+    rows, columns = 1 << 19, 64
+    whole = Span(Extent.whole((rows, columns)), sparse(directory / "whole", rows * columns * 2), 0, "bfloat16")
+    spans = [
+        Span(Extent((0, 8 * i), (rows, 8), 0, rows * 8), sparse(directory / f"s{i}", rows * 16), 0, "bfloat16")
+        for i in range(8)
+    ]
+    return tuple(Slot("w", "bfloat16", (rows, columns), one) for one in ((whole,), tuple(spans)))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("made", [large_run, large_cast, large_columns], ids=lambda made: made.__name__)
+def test_memory_stays_within_its_budget_whatever_the_size(made, tmp_path):
+    a, b = made(tmp_path)
+    small = stored(tmp_path / "small", noise(10))
+    compared(small, replace(small, dtype="bfloat16"))  # loads what is loaded once
+    tracemalloc.start()
+    try:
+        assert compared(a, b, memory=8 * MEBIBYTE) == []
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 9 * MEBIBYTE
+
+
+def test_slot_of_many_spans_is_not_searched_for_each_block(tmp_path):
+    """A box for each of 2,000 rows, by as many blocks: their product would take over 20 s of the processor."""
+    array = noise(2000 * 1024).reshape(2000, 1024)
+    rows = [Extent((row, 0), (1, 1024), 0, 1024) for row in range(2000)]
+    a, b = stored(tmp_path / "a", array), tiled(tmp_path / "b", array, rows)
+    started = time.process_time()
+    assert compared(a, b, memory=1) == []
+    assert time.process_time() - started < 10

@@ -1,0 +1,206 @@
+"""Small models that hold every structural case of a checkpoint, and the param groups they train with.
+
+Weights depend only on the seed, data only on the step, so that a run can be repeated at any world size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.deepspeed_engine.spec import Spec
+
+MODEL_SEED = 1234
+VOCABULARY = 37
+HIDDEN = 8
+SEQUENCE = 5
+
+
+def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
+    """Build the model of `spec`, the same on every rank."""
+    torch.manual_seed(seed)
+    if spec.model == "rich":
+        model: nn.Module = Rich(empty=spec.empty, zero_dim=spec.zero_dim, tied=spec.tied)
+    elif spec.model == "matrices":
+        model = Matrices()
+    elif spec.model == "moe":
+        model = MixtureOfExperts(spec.expert_parallel, spec.experts)
+    elif spec.model in HUGGING_FACE:
+        model = HUGGING_FACE[spec.model]()
+    elif spec.model == "megatron":
+        from tests.deepspeed_engine.tensor_parallel import Megatron
+
+        model = Megatron(invariant=spec.invariant)
+    elif spec.model in ("pipeline", "pipeline_megatron"):
+        from tests.deepspeed_engine.pipeline import build_pipeline
+
+        model = build_pipeline(spec)
+    else:
+        raise ValueError(f"unknown model {spec.model!r}")
+    return Wrapped(spec.prefix, model) if spec.prefix else model
+
+
+def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
+    """Cut the trained parameters into `spec.groups` groups with their own hyperparameters."""
+    if spec.model == "moe":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
+        return split_params_into_different_moe_groups_for_optimizer(dense)
+    decay, plain, tiny = [], [], []
+    for name, p in model.named_parameters():
+        if not p.requires_grad and not spec.frozen_in_group:
+            continue
+        if name.endswith("alpha"):
+            tiny.append(p)
+        else:
+            (decay if p.dim() >= 2 else plain).append(p)
+    if spec.groups == 1:
+        return [{"params": decay + plain + tiny, "weight_decay": 0.0, "lr": 1e-2}]
+    bias_lr = 1e-2 if spec.model in HUGGING_FACE else 2e-2
+    groups = [
+        {"params": decay, "weight_decay": 0.1, "lr": 1e-2},
+        {"params": plain, "weight_decay": 0.0, "lr": bias_lr},
+    ]
+    if spec.groups == 3 and tiny:
+        return [*groups, {"params": tiny, "weight_decay": 0.0, "lr": 1e-3}]
+    groups[1]["params"] = tiny + plain
+    return groups
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy of (batch, sequence, vocabulary) logits, in fp32."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1))
+
+
+class Wrapped(nn.Module):
+    """A model under one more name, so that every parameter's name gains a prefix."""
+
+    def __init__(self, prefix: str, model: nn.Module):
+        super().__init__()
+        self.add_module(prefix, model)
+        self.prefix = prefix
+
+    def forward(self, *args, **kwargs):
+        return getattr(self, self.prefix)(*args, **kwargs)
+
+
+class Rich(nn.Module):
+    """A few thousand parameters with every structural case.
+
+    One-element (or 0-d), prime-sized and 3-d parameters, a grouped convolution, a tied head, frozen
+    parameters of odd sizes, a layer outside the graph, optionally zero-sized parameters; float, integer,
+    bool and non-persistent buffers.
+    """
+
+    def __init__(self, *, empty: bool = False, zero_dim: bool = False, tied: bool = True):
+        super().__init__()
+        one = () if zero_dim else (1,)
+        self.alpha = nn.Parameter(torch.full(one, 0.5))
+        self.prime = nn.Parameter(torch.randn(7) * 0.1)
+        self.odd3d = nn.Parameter(torch.randn(1, 1, 5) * 0.1)
+        self.emb = nn.Embedding(VOCABULARY, HIDDEN)
+        self.ln1 = nn.LayerNorm(HIDDEN)
+        self.fc1 = nn.Linear(HIDDEN, 13)
+        self.fc2 = nn.Linear(13, HIDDEN, bias=False)
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3, padding=1, groups=2)
+        self.big = nn.Sequential(nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN))
+        self.frozen_lin = nn.Linear(HIDDEN, HIDDEN).requires_grad_(False)
+        self.frozen_odd = nn.Parameter(torch.randn(11), requires_grad=False)
+        self.frozen_scalar = nn.Parameter(torch.full(one, 1.25), requires_grad=False)
+        self.unused = nn.Linear(3, 5)
+        self.has_empty = empty
+        if empty:
+            self.empty = nn.Parameter(torch.zeros(0, HIDDEN))
+            self.empty_frozen = nn.Parameter(torch.zeros(3, 0), requires_grad=False)
+        self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+        self.register_buffer("pos", torch.randn(SEQUENCE, HIDDEN) * 0.1)
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mask", torch.tensor([True, True, False, True, True]))
+        self.register_buffer("scratch", torch.randn(4), persistent=False)
+
+    def forward(self, ids, labels):
+        x = self.emb(ids)
+        x = x + self.pos.to(x.dtype) * self.mask.to(x.dtype)[:, None]
+        self.counter += 1
+        x = x + self.fc2(torch.relu(self.fc1(self.ln1(x)))) * self.alpha
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+        x = x + self.big(x) + self.frozen_lin(x) * self.frozen_scalar
+        x = x * (1 + self.prime.sum() + self.odd3d.sum() + 0.01 * self.frozen_odd.sum())
+        if self.has_empty:
+            x = x + self.empty.sum() + self.empty_frozen.sum()
+        return token_loss(self.head(x), labels)
+
+
+class Matrices(nn.Module):
+    """Four matrices of 310 elements between vectors, all trained: for optimizers that step matrices as such.
+
+    Two ranks have two of them each, three ranks cut two of them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 10)
+        self.up = nn.ModuleList(nn.Linear(10, 31) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(31, 10, bias=False) for _ in range(2))
+        self.lm_head = nn.Linear(10, VOCABULARY, bias=False)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(functional.gelu(up(x)))
+        return token_loss(self.lm_head(x), labels)
+
+
+class MixtureOfExperts(nn.Module):
+    """A dense part and DeepSpeed's own expert layer."""
+
+    def __init__(self, expert_parallel: int, experts: int):
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.emb = nn.Embedding(VOCABULARY, HIDDEN)
+        self.fc = nn.Linear(HIDDEN, HIDDEN)
+        expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
+        self.moe = MoE(
+            hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=expert_parallel, k=1,
+            min_capacity=0, capacity_factor=4.0, use_rts=False,
+        )  # fmt: skip
+        self.out = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids, labels):
+        x = self.fc(self.emb(ids))
+        y, balance, _ = self.moe(x)
+        return token_loss(self.out(x + y), labels) + 0.01 * balance
+
+
+HUGGING_FACE_VOCABULARY = 67
+
+
+def _llama(*, tied: bool = True) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=24, vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32,
+        tie_word_embeddings=tied, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=16, n_layer=2, n_head=2, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+HUGGING_FACE = {"llama": _llama, "llama_untied": lambda: _llama(tied=False), "gpt2": _gpt2}

@@ -1,0 +1,100 @@
+"""Tiny pipeline-parallel models with a tied embedding, of DeepSpeed's own `PipelineModule`.
+
+`pipeline_megatron` is an embedding, two layers of `tensor_parallel`, a norm and the embedding as head;
+`pipeline` is
+
+    layer 0   embedding, tied with layer 5 (`tied_modules.embed.weight` on both stages)
+    layer 1   norm and linear
+    layer 2   a function without parameters
+    layer 3   two linears
+    layer 4   norm
+    layer 5   the tied embedding again, as head
+
+Ranks: rank = (stage * data_parallel + dp) * tensor_parallel + tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, token_loss
+from tests.deepspeed_engine.spec import Spec
+
+
+def build_pipeline(spec: Spec) -> Any:
+    """Build this rank's stage; collective."""
+    from deepspeed.pipe import PipelineModule
+
+    layers = _megatron_layers() if spec.model == "pipeline_megatron" else _layers()
+    return PipelineModule(
+        layers, topology=_topology(spec), loss_fn=token_loss, partition_method="uniform",
+        seed_layers=True, base_seed=torch.initial_seed(),
+    )  # fmt: skip
+
+
+def _topology(spec: Spec) -> Any:
+    """Return the grid of ranks; only one with a model axis puts `-model_MM` into the names of layer files."""
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+    if spec.model == "pipeline_megatron":
+        return PipeModelDataParallelTopology(
+            num_pp=spec.pipeline_parallel, num_mp=spec.tensor_parallel, num_dp=spec.data_parallel
+        )
+    return PipeDataParallelTopology(num_pp=spec.pipeline_parallel, num_dp=spec.data_parallel)
+
+
+def _layers() -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    return [
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN),
+        LayerSpec(_Block),
+        torch.relu,
+        LayerSpec(_FeedForward),
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        TiedLayerSpec("embed", nn.Embedding, VOCABULARY, HIDDEN, forward_fn=_head),
+    ]
+
+
+def _megatron_layers() -> list[Any]:
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
+
+    return [
+        TiedLayerSpec("embed", Embedding),
+        LayerSpec(Layer),
+        LayerSpec(Layer),
+        LayerSpec(nn.LayerNorm, HIDDEN),
+        TiedLayerSpec("embed", Embedding, forward_fn=logits_of),
+    ]
+
+
+def _head(embedding: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, embedding.weight)
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("scale", torch.full((HIDDEN,), 1.5))
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x)) * self.alpha * self.scale.to(x.dtype)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(HIDDEN, 13)
+        self.down = nn.Linear(13, HIDDEN, bias=False)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))

@@ -1,0 +1,90 @@
+"""What the fork server imports before it forks: DeepSpeed on CPU, and what it would import in every rank.
+
+Only ranks import this; it sets the environment of its process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import os
+import sys
+
+os.environ |= {
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",  # Muon would compile its update, for minutes
+}
+
+_SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be in every rank
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.moe.ep_repack",
+    "deepspeed.moe.fused_expert_layout",
+    "deepspeed.moe.layer",
+    "deepspeed.runtime.lr_schedules",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # newer DeepSpeed imports it to look at any optimizer
+    "safetensors.torch",
+    "tests.deepspeed_engine.training",
+    "tests.deepspeed_engine.truth",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+    "torch._dynamo",  # torch's optimizers import it when they are built
+)
+for _name in _SLOW_IMPORTS:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
+gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
+
+
+def patch() -> None:
+    """Let DeepSpeed do on a plain CPU what it does on a GPU. None of it changes what is written."""
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    comm = sys.modules["deepspeed.comm.torch"]
+    if hasattr(comm, "build_shm_op"):  # a shared-memory kernel, compiled on first use
+        comm.build_shm_op = lambda: None
+    # DeepSpeed asks oneDNN about fp16 and refuses; torch itself computes fp16 on any CPU.
+    type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
+    _patch_fused_adam()
+    _patch_zero_dim_broadcast()
+
+
+def _patch_fused_adam() -> None:
+    """Serve FusedAdam, which Muon has beside it, without the minutes that compiling its kernel takes."""
+    import types
+
+    from deepspeed.ops.adam import fused_adam
+
+    def multi_tensor_adam(chunk, overflow, tensors, lr, beta1, beta2, eps, step, decoupled, correction, weight_decay):
+        del chunk, overflow
+        for reduced, p, first, second in zip(*tensors, strict=True):
+            gradient = reduced if decoupled else reduced.add(p, alpha=weight_decay)
+            if decoupled:
+                p.mul_(1 - lr * weight_decay)
+            first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            scale = (second / (1 - beta2**step if correction else 1)).sqrt_().add_(eps)
+            p.addcdiv_(first, scale, value=-lr / (1 - beta1**step if correction else 1))
+
+    kernel = types.SimpleNamespace(multi_tensor_adam=multi_tensor_adam)
+    fused_adam.FusedAdamBuilder = lambda: types.SimpleNamespace(load=lambda: kernel)
+
+
+def _patch_zero_dim_broadcast() -> None:
+    """Serve `p.data.view(torch.uint8)`, with which DeepSpeed 0.19 broadcasts, to 0-d parameters, too."""
+    import torch
+
+    original = torch.Tensor.view
+
+    def view(self, *args, **kwargs):
+        if args and args[0] is torch.uint8 and self.dim() == 0:
+            return original(original(self, 1), torch.uint8)
+        return original(self, *args, **kwargs)
+
+    torch.Tensor.view = view

@@ -1,0 +1,111 @@
+"""Let stock DeepSpeed load a run directory and compare what it then holds and trains with the truth."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import gloo
+from tests.deepspeed_engine import models
+from tests.deepspeed_engine.spec import Spec
+
+# Where bits cannot be expected: another world size reduces in another order, another machine or torch has
+# other kernels. Losses are near 3.6 (measured: 1e-6 in fp32, 6e-4 in 16 bits).
+LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 3e-3, "fp16": 3e-3}
+HYPERPARAMETERS = ("lr", "weight_decay", "betas", "momentum", "eps")
+
+
+@dataclass
+class Verdict:
+    """What differs between a resumed run and the truth; empty lists are good news."""
+
+    slots: list[str] = field(default_factory=list)  # not bit-equal, or absent
+    weights: list[str] = field(default_factory=list)
+    hyperparameters: list[str] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    loss_difference: float = 0.0
+    loss_tolerance: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        differences = [*self.slots, *self.weights, *self.hyperparameters, *self.steps]
+        return not differences and self.loss_difference <= self.loss_tolerance
+
+
+def resume(
+    run_directory: str | Path,
+    spec: Spec,
+    truth_folder: str | Path,
+    *,
+    tag: str | None = None,
+    universal: bool = False,
+) -> Verdict:
+    """Load `run_directory` into the engine of `spec` and train the next steps.
+
+    `spec` is that of the saved run, with the world size (`spec.at(6)`) or stage wanted now. The model starts
+    from another seed than the saved one, so that nothing is right by accident.
+    """
+    if universal:
+        spec = spec.at(spec.world_size, config={**spec.config, "checkpoint": {"load_universal": True}})
+    return gloo.run(_resume, spec.world_size, spec, Path(run_directory), Path(truth_folder), tag)[0]
+
+
+def _resume(rank: int, world_size: int, spec: Spec, run: Path, folder: Path, tag: str | None) -> Verdict:
+    from safetensors.torch import load_file
+
+    from tests.deepspeed_engine.training import build_engine, train_step
+    from tests.deepspeed_engine.truth import machine, read_live
+
+    about = json.loads((folder / "truth.json").read_text())
+    truth = load_file(folder / "truth.safetensors")
+    engine = build_engine(spec, seed=models.MODEL_SEED + 1)
+    path, _ = engine.load_checkpoint(str(run), tag=tag)
+    if path is None:
+        raise FileNotFoundError(f"DeepSpeed found no checkpoint in {run}")
+    live = read_live(engine, spec)
+    verdict = Verdict(
+        slots=_compare_slots(live.slots, truth),
+        weights=[n for n, v in live.weights.items() if not _same(v, truth.get(f"module/{n}"))],
+        hyperparameters=_compare_groups(engine.optimizer.param_groups, about["param_groups"]),
+        steps=_compare_steps(live.scalars, about["scalar_state_per_group"]),
+    )
+    steps = range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1)
+    for step in steps:
+        per_rank = train_step(engine, spec, step)
+        verdict.losses.append(sum(per_rank) / len(per_rank))
+    pairs = zip(verdict.losses, about["mean_losses_next"], strict=True)
+    verdict.loss_difference = max((abs(a - b) for a, b in pairs), default=0.0)
+    if (spec.data_parallel, machine()) != (about["dp_world_size"], about.get("machine")):
+        verdict.loss_tolerance = LOSS_TOLERANCE[spec.dtype]
+    return verdict
+
+
+def _same(value: torch.Tensor, wanted: torch.Tensor | None) -> bool:
+    return wanted is not None and torch.equal(value.reshape(-1), wanted.reshape(-1))
+
+
+def _compare_slots(slots: dict[str, dict[str, torch.Tensor]], truth: dict[str, torch.Tensor]) -> list[str]:
+    have = {f"{slot}/{name}": value for name, its in slots.items() for slot, value in its.items()}
+    wanted = {key for key in truth if key.split("/")[0] not in ("module", "buffer")}
+    different = [key for key, value in have.items() if not _same(value, truth.get(key))]
+    return different + [f"absent: {key}" for key in sorted(wanted - have.keys())]
+
+
+def _compare_groups(groups: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[str]:
+    differences = []
+    for i, (group, its) in enumerate(zip(groups, wanted, strict=True)):
+        for key in its.keys() & set(HYPERPARAMETERS):
+            have = list(group[key]) if isinstance(group.get(key), tuple) else group.get(key)
+            if have != its[key]:
+                differences.append(f"group {i}: {key} is {have}, not {its[key]}")
+    return differences
+
+
+def _compare_steps(scalars: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[str]:
+    have, want = ([s.get("step", {}).get("value") for s in each] for each in (scalars, wanted))
+    return [] if have == want else [f"steps are {have}, not {want}"]

@@ -1,0 +1,144 @@
+"""Train on one rank: the engine of a description, its steps, its checkpoint and the truth about it.
+
+Runs inside the ranks that `gloo` starts; `produce` is what the caller sees.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import gloo
+from tests.deepspeed_engine import models, optimizers
+from tests.deepspeed_engine.spec import Spec, ds_config
+
+
+def produce(specs: Iterable[Spec], directory: str | Path) -> dict[str, Path]:
+    """Make `directory/<name>/` for each description: a run directory, `truth.safetensors`, `truth.json`.
+
+    Raises
+    ------
+    gloo.WorkerError
+        With the ranks' tracebacks.
+    """
+    made = {}
+    for spec in specs:
+        folder = Path(directory) / spec.name
+        folder.mkdir(parents=True, exist_ok=True)
+        gloo.run(_produce, spec.world_size, spec, folder)
+        made[spec.name] = folder
+    return made
+
+
+def train(spec: Spec, directory: str | Path) -> Path:
+    """Make one checkpoint as `produce` does and return its folder."""
+    return produce([spec], directory)[spec.name]
+
+
+def _produce(rank: int, world_size: int, spec: Spec, folder: Path) -> None:
+    from tests.deepspeed_engine.truth import describe, read_live, write_truth
+
+    engine = build_engine(spec)
+    losses = {}
+    for step in range(1, spec.steps + 1):
+        losses[step] = train_step(engine, spec, step)
+        if step == spec.extra_tag_step:
+            save(engine, spec, folder, tag=f"global_step{step}")
+    save(engine, spec, folder, tag=spec.tag)
+    live = read_live(engine, spec)
+    about = describe(engine, spec, live) | _losses("losses", losses)
+    after = range(spec.steps + 1, spec.steps + spec.steps_after + 1)
+    about |= _losses("losses_next", {step: train_step(engine, spec, step) for step in after})
+    if rank == 0:
+        write_truth(folder, live)
+        (folder / "truth.json").write_text(json.dumps(about, default=repr))
+
+
+def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
+    """Build the DeepSpeed engine of `spec` on this rank; collective."""
+    import deepspeed
+
+    mpu = None
+    if "megatron" in spec.model:
+        from tests.deepspeed_engine.tensor_parallel import use_grid
+
+        mpu = use_grid(spec)
+    if spec.pipeline_parallel > 1:
+        mpu = None  # the pipeline brings its own
+    model = models.build_model(spec, seed)
+    own = spec.optimizer not in optimizers.BY_CONFIGURATION
+    optimizer = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model)) if own else None
+    trained = None if own else [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=ds_config(spec), mpu=mpu, dist_init_required=False,
+        model_parameters=trained,
+        lr_scheduler=_warmup if spec.scheduler else None,
+    )  # fmt: skip
+    return engine
+
+
+def _warmup(optimizer: Any) -> Any:
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    return WarmupDecayLR(optimizer, total_num_steps=40, warmup_min_lr=0.001, warmup_max_lr=0.02, warmup_num_steps=4)
+
+
+def batch(spec: Spec, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's (ids, labels) of step `step`, each (batch / data parallel, sequence)."""
+    hugging_face = spec.model in models.HUGGING_FACE
+    vocabulary = models.HUGGING_FACE_VOCABULARY if hugging_face else models.VOCABULARY
+    generator = torch.Generator().manual_seed(1000 + step)
+    ids = torch.randint(0, vocabulary, (spec.batch, models.SEQUENCE), generator=generator)
+    labels = torch.randint(0, vocabulary, (spec.batch, models.SEQUENCE), generator=generator)
+    size = spec.batch // spec.data_parallel
+    start = dist.get_rank() // spec.tensor_parallel % spec.data_parallel * size
+    return ids[start : start + size], labels[start : start + size]
+
+
+def train_step(engine: Any, spec: Spec, step: int) -> list[float]:
+    """Train on the data of `step` and return every rank's loss; collective."""
+    ids, labels = batch(spec, step)
+    if spec.pipeline_parallel > 1:
+        loss = engine.train_batch(iter([(ids, labels)]))
+    else:
+        if spec.model in models.HUGGING_FACE:
+            loss = engine(input_ids=ids, labels=labels).loss
+        else:
+            loss = engine(ids, labels)
+        engine.backward(loss)
+        engine.step()
+    losses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, float(loss.detach().float()))
+    return losses
+
+
+def save(engine: Any, spec: Spec, folder: Path, *, tag: str | None) -> None:
+    """Save as a user of DeepSpeed does; collective."""
+    client_state = dict(spec.client_state)
+    if spec.universal_info:
+        client_state |= {"universal_checkpoint_info": _universal_info(spec), "iteration": spec.steps}
+    engine.save_checkpoint(
+        str(folder / spec.run_folder), tag=tag, client_state=client_state,
+        exclude_frozen_parameters=spec.exclude_frozen,
+    )  # fmt: skip
+
+
+def _universal_info(spec: Spec) -> dict[str, Any]:
+    if "megatron" in spec.model:
+        from tests.deepspeed_engine.tensor_parallel import universal_info
+
+        return universal_info(spec)
+    return {
+        "universal_checkpoint_version": 0.2,
+        "vocabulary_parameter_patterns": [],
+        "original_vocab_size": models.VOCABULARY,
+    }
+
+
+def _losses(key: str, per_rank: dict[int, list[float]]) -> dict[str, Any]:
+    return {key: per_rank, f"mean_{key}": [sum(x) / len(x) for x in per_rank.values()]}

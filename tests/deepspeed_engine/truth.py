@@ -1,0 +1,280 @@
+"""The truth about a checkpoint: every slot of every parameter in full, gathered from the live optimizer.
+
+Nothing here goes through DeepSpeed's own mappings of slices, which are wrong in some configurations; it
+knows instead in which order and with which padding each wrapper of the optimizer flattens its parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.deepspeed_engine.spec import Spec, ds_config
+
+Slots = dict[str, dict[str, torch.Tensor]]
+
+MOMENTUM = "momentum_buffer"
+
+
+@dataclass
+class Live:
+    """What the optimizer and the model hold at one moment, by name."""
+
+    slots: Slots = field(default_factory=dict)  # name -> {"fp32": ..., slot: ...}, full, as fp32
+    order: list[list[str]] = field(default_factory=list)  # names per (sub-)group in flat order
+    scalars: list[dict[str, Any]] = field(default_factory=list)  # the state that is no tensor, per group
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    per_rank_order: list[list[list[str]]] = field(default_factory=list)
+
+
+def read_live(engine: Any, spec: Spec) -> Live:
+    """Gather the truth on every rank; collective."""
+    live = Live()
+    wrapper = type(engine.optimizer).__name__
+    names = {p: name for name, p in engine.module.named_parameters()}
+    if wrapper == "DeepSpeedZeroOptimizer_Stage3":
+        _read_stage3(engine.optimizer, names, live)
+    elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
+        _read_flat(engine.optimizer, names, live)
+    elif wrapper == "FP16_UnfusedOptimizer":
+        _read_unfused(engine.optimizer, names, live)
+    else:
+        _read_plain(engine.optimizer, names, live)
+    live.weights = _weights(engine)
+    live.buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
+    _merge_ranks(live, spec)
+    return live
+
+
+def _read_stage3(optimizer: Any, names: dict, live: Live) -> None:
+    """ZeRO-3: every parameter gives ceil(n / ranks) elements to each rank, sub-group by sub-group."""
+    for i, params in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[i]
+        ranks, offset = _gather(_slots(flat, optimizer.optimizer.state[flat]), optimizer.dp_process_group), 0
+        for p in params:
+            size = math.ceil(p.ds_numel / len(ranks))
+            live.slots[names[p]] = {
+                slot: torch.cat([rank[slot][offset : offset + size] for rank in ranks])[: p.ds_numel]
+                .reshape(tuple(p.ds_shape))
+                .float()
+                for slot in ranks[0]
+            }
+            offset += size
+        if offset != flat.numel():
+            raise AssertionError(f"sub-group {i} has {flat.numel()} elements, its parameters {offset}")
+        live.order.append([names[p] for p in params])
+        live.scalars.append(_scalars(optimizer.optimizer.state[flat]))
+
+
+def _read_flat(optimizer: Any, names: dict, live: Live) -> None:
+    """ZeRO-1/2 and BF16_Optimizer: each group is one flat tensor, cut into equal partitions."""
+    bf16 = type(optimizer).__name__ == "BF16_Optimizer"
+    flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
+    groups = optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups
+    paddings = getattr(optimizer, "round_robin_bit16_padding", None)  # parameter_alignment, per parameter
+    for i, params in enumerate(groups):
+        state = optimizer.optimizer.state[flats[i]]
+        own = _slots(flats[i], state)
+        matrices = _matrices(optimizer, i, names)
+        own = {slot: value for slot, value in own.items() if slot != MOMENTUM or matrices is None}
+        ranks, offset = _gather(own, optimizer.real_dp_process_group[i]), 0
+        whole = {slot: torch.cat([rank[slot] for rank in ranks]) for slot in ranks[0]}
+        for j, p in enumerate(params):
+            live.slots[names[p]] = {
+                slot: flat[offset : offset + p.numel()].reshape(p.shape).float() for slot, flat in whole.items()
+            }
+            offset += p.numel() + (paddings[i][j] if paddings and not bf16 else 0)
+        for name, value in (matrices or {}).items():
+            live.slots[name][MOMENTUM] = value
+        live.order.append([names[p] for p in params])
+        live.scalars.append(_scalars(state))
+
+
+def _matrices(optimizer: Any, group: int, names: dict) -> dict[str, torch.Tensor] | None:
+    """Muon keeps the momentum of every matrix that a rank holds a part of, whole; None in other groups.
+
+    Where several ranks have the same one, they must be equal.
+    """
+    base = optimizer.optimizer
+    if type(base).__name__ != "MuonWithAuxAdam" or not base.param_groups[group].get("use_muon"):
+        return None
+    state = base.state[optimizer.single_partition_of_fp32_groups[group]]
+    held, offset = {}, 0
+    for p in optimizer.params_in_partition[group] if MOMENTUM in state else []:
+        held[names[p]] = state[MOMENTUM][offset : offset + p.numel()].reshape(p.shape).float().clone()
+        offset += p.numel()
+    found: dict[str, torch.Tensor] = {}
+    for rank in _gather(held, optimizer.real_dp_process_group[group]):
+        for name, value in rank.items():
+            if not torch.equal(found.setdefault(name, value), value):
+                raise AssertionError(f"ranks differ in the momentum of {name}")
+    return found
+
+
+def _read_unfused(optimizer: Any, names: dict, live: Live) -> None:
+    """Stage 0 in 16 bits: an fp32 copy per parameter."""
+    for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for p, master in zip(params, masters, strict=True):
+            slots = _slots(master, optimizer.optimizer.state[master])
+            live.slots[names[p]] = {slot: value.float() for slot, value in slots.items()}
+        live.order.append([names[p] for p in params])
+        live.scalars.append(_scalars(optimizer.optimizer.state[masters[0]]))
+
+
+def _read_plain(optimizer: Any, names: dict, live: Live) -> None:
+    """Stage 0 in fp32: the torch optimizer itself."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            slots = _slots(p, optimizer.state[p])
+            live.slots[names[p]] = {slot: value.float() for slot, value in slots.items()}
+        live.order.append([names[p] for p in group["params"]])
+        live.scalars.append(_scalars(optimizer.state[group["params"][0]]))
+
+
+def _slots(master: torch.Tensor, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    shaped = {k: v for k, v in state.items() if torch.is_tensor(v) and v.shape == master.shape}
+    if master.dim() == 0:  # of a 0-d parameter, `step` has the same shape
+        shaped.pop("step", None)
+    for key in ("state1", "state2"):  # codes of a quantised moment, or what takes their place
+        shaped.pop(key, None)
+    return {slot: value.detach().cpu().clone() for slot, value in {"fp32": master, **shaped}.items()}
+
+
+def _scalars(state: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in state.items():
+        if not torch.is_tensor(value):
+            found[key] = {"value": value, "type": type(value).__name__}
+        elif value.dim() == 0:
+            found[key] = {"value": value.item(), "type": f"tensor0d:{value.dtype}"}
+    return found
+
+
+def _gather(value: Any, group: Any = None) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the model's own weights in full and in their dtype, frozen ones too."""
+    import deepspeed
+
+    weights = {}
+    for name, p in engine.module.named_parameters():
+        if hasattr(p, "ds_id"):
+            with deepspeed.zero.GatheredParameters([p]):
+                weights[name] = p.detach().clone()
+        else:
+            weights[name] = p.detach().clone()
+    return weights
+
+
+def _merge_ranks(live: Live, spec: Spec) -> None:
+    """Bring together what differs between ranks beyond data parallelism: experts, slices, stages."""
+    if spec.model == "moe":
+        first = _expert_rank(spec) * spec.experts // spec.expert_parallel
+        live.slots = {_global_expert(name, first): value for name, value in live.slots.items()}
+        live.weights = {_global_expert(name, first): value for name, value in live.weights.items()}
+        live.per_rank_order = _gather(live.order)
+    if spec.model != "moe" and "megatron" not in spec.model and spec.pipeline_parallel == 1:
+        return
+    parts = _gather((live.slots, live.weights, live.buffers))
+    live.slots = {
+        name: {slot: _merge(name, [p.get(name, {}).get(slot) for p, _, _ in parts], spec) for slot in slots}
+        for part, _, _ in parts
+        for name, slots in part.items()
+    }
+    live.weights = {
+        name: _merge(name, [w.get(name) for _, w, _ in parts], spec) for _, part, _ in parts for name in part
+    }
+    live.buffers = {name: value for _, _, part in reversed(parts) for name, value in part.items()}
+
+
+def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec) -> torch.Tensor:
+    have: dict[int, torch.Tensor] = {}
+    for rank, value in enumerate(per_rank):  # of a layer tied over stages the first one's: copies drift by rounding
+        if value is not None:
+            have.setdefault(rank % spec.tensor_parallel, value)
+    if "megatron" in spec.model:
+        from tests.deepspeed_engine.tensor_parallel import merge
+
+        return merge(name, [have[rank] for rank in range(spec.tensor_parallel)])
+    return have[0]
+
+
+def _expert_rank(spec: Spec) -> int:
+    from deepspeed.utils import groups
+
+    return groups._get_expert_parallel_rank(f"ep_size_{spec.expert_parallel}")
+
+
+def _global_expert(name: str, first: int) -> str:
+    """Number an expert of this rank as the files do, over all ranks."""
+    match = re.match(r"(.*deepspeed_experts\.)(\d+)(\..*)", name)
+    return f"{match[1]}{int(match[2]) + first}{match[3]}" if match else name
+
+
+def describe(engine: Any, spec: Spec, live: Live) -> dict[str, Any]:
+    """Return everything of the truth that is no tensor, ready for JSON."""
+    import deepspeed
+
+    module, optimizer = engine.module, engine.optimizer
+    first: dict[int, str] = {}
+    tied = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name:
+            tied[name] = first[id(p)]
+    persistent = set(module.state_dict())
+    return {
+        "spec": dataclasses.asdict(spec),
+        "ds_config": ds_config(spec),
+        "deepspeed": deepspeed.__version__,
+        "torch": torch.__version__,
+        "machine": machine(),
+        "dp_world_size": spec.data_parallel,
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "loss_scale": getattr(optimizer, "loss_scale", None),
+        "lr": engine.get_lr(),
+        "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "tied": tied,
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "shapes": {name: list(value.shape) for name, value in live.weights.items()},
+        "persistent_buffers": [name for name, _ in module.named_buffers() if name in persistent],
+        "optimizer_wrapper": type(optimizer).__name__,
+        "base_optimizer": type(getattr(optimizer, "optimizer", optimizer)).__name__,
+        "order": live.order,
+        "scalar_state_per_group": live.scalars,
+        "per_rank_order": live.per_rank_order,
+    }
+
+
+def machine() -> str:
+    """Name what decides whether a training can be repeated bit for bit."""
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {_cpu_model()}"
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def write_truth(folder: Path, live: Live) -> None:
+    """Write `truth.safetensors`: `<slot>/<name>`, `module/<name>`, `buffer/<name>`."""
+    from safetensors.torch import save_file
+
+    tensors = {f"{slot}/{name}": value for name, slots in live.slots.items() for slot, value in slots.items()}
+    tensors |= {f"module/{name}": value for name, value in live.weights.items()}
+    tensors |= {f"buffer/{name}": value for name, value in live.buffers.items()}
+    own = {key: value.contiguous().clone() for key, value in tensors.items()}
+    save_file(own, folder / "truth.safetensors")

@@ -1,0 +1,252 @@
+"""What is copied is held against the checksums of its source: in parts, in any order, before a target has its name."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zckpt
+from tests.cli.console import FIXTURES, run, succeeded
+from zckpt.codes import CHECKSUM
+from zckpt.engine.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
+from zckpt.engine.plan import Hole, TargetFile, plan
+from zckpt.engine.read import Read, read_all
+from zckpt.engine.workers import running_on
+from zckpt.errors import DamagedFileError, ZckptError
+from zckpt.formats import open_checkpoint
+from zckpt.formats.checksums import source_checks
+from zckpt.operations.target import write_target
+from zckpt.operations.verify import verify
+from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.torchfile import read_torchfile
+
+FLIPS = 60
+
+SOURCES = ["s2_bf16_dp2_client", "s3_bf16_dp2", "other/plain_adamw/ckpt.pt", "other/dcp_fsdp2_dp2/ckpt", "native"]
+
+
+@st.composite
+def parts_of(draw: st.DrawFn) -> tuple[bytes, list[tuple[int, int, bool]], int]:
+    """Draw the bytes of a record, ranges of it that are read, summed or not, and the byte that is flipped, if any."""
+    data = draw(st.binary(min_size=1, max_size=60))
+    places = st.integers(0, len(data)).flatmap(lambda at: st.tuples(st.just(at), st.integers(at, len(data))))
+    ranges = draw(st.lists(st.tuples(places, st.booleans()), max_size=12))
+    return data, [(low, high, summed) for (low, high), summed in ranges], draw(st.integers(-1, len(data) - 1))
+
+
+@given(drawn=parts_of())
+def test_parts_in_any_order_that_may_overlap_are_put_together(
+    drawn: tuple[bytes, list[tuple[int, int, bool]], int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    data, ranges, flipped = drawn
+    there = bytes(byte ^ (at == flipped) for at, byte in enumerate(data))
+    path = tmp_path_factory.mktemp("record") / "x"
+    path.write_bytes(b"before" + there + b"after")
+    checks = Checks([Sum("record", str(path), 6, len(data), crc32(data)), Sum("next", str(path), 60000, 5, 1)])
+    for low, high, summed in ranges:
+        checks.add([Part(str(path), 6 + low, high - low, crc32(there[low:high]) if summed else None)])
+    if not any(high > low for low, high, _ in ranges):
+        assert checks.finish().records == 0
+    elif flipped >= 0:
+        with pytest.raises(DamagedFileError, match="record") as caught:
+            checks.finish()
+        assert caught.value.code == CHECKSUM
+    else:
+        checked = checks.finish()
+        assert (checked.records, checked.nbytes) == (1, len(data))
+
+
+def big(path: Path, *, pad: int = 0) -> dict[str, torch.Tensor]:
+    """Write a file of three records, of which one is strided in its tensor and one has `pad` elements of no tensor."""
+    torch.manual_seed(0)
+    tensors = {"w": torch.randn(700, 1000), "t": torch.randn(512, 600).t(), "p": torch.randn(300_000 + pad)[:300_000]}
+    torch.save(tensors, path)
+    return tensors
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def in_record(path: Path, key: str) -> int:
+    """Return a byte in the middle of a storage."""
+    storage = read_torchfile(path).storages[key]
+    return storage.offset + storage.nbytes // 2
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16"])
+@pytest.mark.parametrize("key", ["0", "1", "2"])
+@pytest.mark.parametrize("memory", [1, 64_000_000])
+def test_damage_is_found_in_any_copy(dtype: str, key: str, memory: int, tmp_path: Path) -> None:
+    """Bytes are summed as they are stored, whether they are moved as they are, cast or put into another order."""
+    source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"
+    big(source)
+    done = zckpt.consolidate(source, target, dtype=dtype, memory=memory)
+    assert done.checksummed > 4 * 1_300_000
+    flip(source, in_record(source, key), 6)
+    target.unlink()
+    with pytest.raises(DamagedFileError, match=f"data/{key}: not as it was written: expected CRC-32 ") as caught:
+        zckpt.consolidate(source, target, dtype=dtype, memory=memory)
+    assert caught.value.path == str(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.pt"]
+    zckpt.consolidate(source, target, dtype=dtype, memory=memory, checksums=False)
+    assert target.is_file()
+
+
+@pytest.mark.parametrize("pad", [1000, REST_NBYTES // 2])
+def test_a_record_that_is_copied_in_part_is_checked_if_the_rest_is_small(pad: int, tmp_path: Path) -> None:
+    source = tmp_path / "x.pt"
+    big(source, pad=pad)
+    is_small = pad * 4 <= REST_NBYTES
+    storage = read_torchfile(source).storages["2"]
+    flip(source, storage.offset + storage.nbytes - 2)  # of no tensor
+    if is_small:
+        with pytest.raises(DamagedFileError, match="data/2"):
+            zckpt.consolidate(source, tmp_path / "model.safetensors")
+    else:
+        done = zckpt.consolidate(source, tmp_path / "model.safetensors")
+        assert done.checksummed < done.read_nbytes
+
+
+def test_copies_by_other_processes_are_checked(tmp_path: Path) -> None:
+    source = tmp_path / "x.pt"
+    big(source)
+    slot = open_checkpoint(source).parameters["w"].slots[WEIGHT]
+    hole = Hole(0, "w", slot, Extent.whole(slot.shape), slot.dtype)
+    made = plan([TargetFile("out", hole.nbytes, [], [hole])])
+    with ProcessPoolExecutor(2) as pool:
+        checks = source_checks(open_checkpoint(source).files, made)
+        with running_on(pool):
+            assert write_target(made, tmp_path / "out", checks=checks).nbytes >= slot.nbytes
+        flip(source, in_record(source, "0"))
+        checks = source_checks(open_checkpoint(source).files, made)
+        with running_on(pool), pytest.raises(DamagedFileError):
+            write_target(made, tmp_path / "other", checks=checks)
+    assert not (tmp_path / "other").exists()
+
+
+def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
+    source = tmp_path / "x.pt"
+    big(source)
+    checkpoint = open_checkpoint(source)
+    reads = []
+    for name in ("w", "t"):
+        slot = checkpoint.parameters[name].slots[WEIGHT]
+        reads.append(Read(slot, Extent.whole(slot.shape), "float32", memoryview(bytearray(slot.nbytes))))
+    for damaged in (False, True):
+        checks = source_checks(checkpoint.files)
+        read_all(reads, checks=checks)
+        if damaged:
+            with pytest.raises(DamagedFileError, match="data/1"):
+                checks.finish()
+        else:
+            assert checks.finish().nbytes >= sum(read.slot.nbytes for read in reads)
+        flip(source, in_record(source, "1"))
+
+
+def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
+    """A copy of a whole file runs over its records."""
+    (tmp_path / "source").mkdir()
+    source = tmp_path / "source" / "x.pt"
+    big(source)
+    nbytes = source.stat().st_size
+    slot = Slot("file", "uint8", (nbytes,), (Span(Extent.whole((nbytes,)), str(source), 0, "uint8"),))
+    made = plan([TargetFile("x.pt", nbytes, [], [Hole(0, "x.pt", slot, Extent.whole((nbytes,)), "uint8")])])
+    write_target(made, tmp_path / "copy.pt", checks=source_checks([], made))
+    assert (tmp_path / "copy.pt").read_bytes() == source.read_bytes()
+    flip(source, in_record(source, "1"))
+    with pytest.raises(DamagedFileError, match="data/1"):
+        write_target(made, tmp_path / "other.pt", checks=source_checks([], made))
+
+
+def test_sources_that_are_not_watched_keep_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    with WatchedSources(frozenset()) as sources:
+        sources.read(str(tmp_path / "x"), 0, memoryview(bytearray(3)))
+        assert sources.parts == []
+
+
+def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path: Path) -> None:
+    source = tmp_path / "x.pt"
+    torch.save({"weight": torch.ones(3)}, source)
+    flip(source, source.read_bytes().index(b"weight"))
+    with pytest.raises(DamagedFileError, match=r"data\.pkl is damaged") as caught:
+        zckpt.open(source)
+    assert caught.value.code == CHECKSUM
+    assert not verify(source).sound
+
+
+def test_a_file_that_torch_wrote_without_checksums_is_sound(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        big(tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert verify(tmp_path / "x.pt", deep=True).sound
+    assert zckpt.consolidate(tmp_path / "x.pt", tmp_path / "model.safetensors").checksummed == 0
+
+
+def test_the_command_says_what_was_checked_and_can_salvage(tmp_path: Path) -> None:
+    source, target = tmp_path / "x.pt", tmp_path / "model.safetensors"
+    big(source)
+    assert "of the source agree with the checksums in its files" in succeeded("consolidate", source, target).stderr
+    flip(source, in_record(source, "0"))
+    done = run("consolidate", source, target, "--overwrite")
+    assert done.returncode == 3
+    assert "--no-checksums" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = succeeded("consolidate", source, target, "--overwrite", "--no-checksums", "--json")
+    assert json.loads(done.stdout)["checksummed_nbytes"] == 0
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {one.relative_to(path).as_posix(): one.read_bytes() for one in sorted(path.rglob("*")) if one.is_file()}
+
+
+def test_no_single_flipped_bit_gives_a_wrong_target(tmp_path: Path) -> None:
+    """A flip is refused, or it is in bytes that the target does not depend on."""
+    zckpt.convert(FIXTURES / "s2_bf16_dp3", tmp_path / "native", to="zckpt", world_size=2)
+    verbs = {
+        "consolidate": lambda source, target: zckpt.consolidate(source, target / "model.safetensors", slots="all"),
+        "zckpt": lambda source, target: zckpt.convert(source, target / "t", to="zckpt"),
+        "consolidated": lambda source, target: zckpt.convert(source, target / "t", to="consolidated"),
+    }
+    chance = random.Random(20)
+    refused = 0
+    for number in range(FLIPS):
+        name, verb = SOURCES[number % len(SOURCES)], chance.choice(list(verbs))
+        source = tmp_path / "source" / Path(name).name
+        if not source.exists():
+            origin = tmp_path / name if name == "native" else FIXTURES / name
+            copy = shutil.copytree if origin.is_dir() else shutil.copyfile
+            source.parent.mkdir(exist_ok=True)
+            copy(origin, source)
+        clean = tmp_path / f"{source.name}-{verb}"
+        if not clean.exists():
+            clean.mkdir()
+            verbs[verb](source, clean)
+        files = [path for path in [source, *source.rglob("*")] if path.is_file() and path.name != ".metadata"]
+        path = chance.choices(files, [path.stat().st_size for path in files])[0]
+        at, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
+        target = tmp_path / "target"
+        target.mkdir()
+        flip(path, at, bit)
+        try:
+            verbs[verb](source, target)
+            assert content(target) == content(clean), (path, at, bit)
+        except ZckptError:
+            refused += 1
+        flip(path, at, bit)
+        shutil.rmtree(target)
+    assert refused > FLIPS // 3

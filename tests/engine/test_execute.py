@@ -1,0 +1,604 @@
+"""Plans that run on real files: every byte in its place, whatever the budget of memory and whoever runs the copies."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+import tracemalloc
+import zipfile
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.plans import write_directory
+from tests.strategies import extents, shapes, storages, tilings
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.copy import elements, pieces
+from zckpt.engine.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, fill, plan
+from zckpt.engine.workers import BATCH_NBYTES, LEAST_BUFFER_NBYTES, running_on
+from zckpt.engine.write import BUFFER_NBYTES
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.formats import torch_archive
+from zckpt.operations.target import write_target
+from zckpt.state import Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
+from zckpt.torchfile import OrderedMapping
+
+BUDGETS = [1, 4 << 10, 1 << 20, 64 << 20]
+FILL = 0xAA
+"""What stands before a tensor in the files that these tests make, so that an offset that is off shows."""
+
+
+def stored(path: Path, array: np.ndarray, *, before: int = 0) -> Span:
+    """Write an array's bytes, as they lie in memory, after `before` others; return the span of all its elements."""
+    path.write_bytes(bytes([FILL]) * before + array.tobytes())
+    name = array.dtype.name
+    return Span(
+        Extent.whole(array.shape), str(path), before, name, None, "big" if array.dtype.byteorder == ">" else "little"
+    )
+
+
+def slot_of(*spans: Span, shape: tuple[int, ...] | None = None) -> Slot:
+    return Slot("weight", spans[0].dtype, spans[0].extent.sizes if shape is None else shape, spans)
+
+
+def hole_of(slot: Slot, offset: int = 0, dtype: str | None = None) -> Hole:
+    return Hole(offset, "weight/w", slot, Extent.whole(slot.shape), dtype or slot.dtype)
+
+
+def file_of(*holes: Hole, name: str = "target") -> TargetFile:
+    return TargetFile(name, max(hole.offset + hole.nbytes for hole in holes), holes=list(holes))
+
+
+def written(slot: Slot, target: Path, *, dtype: str | None = None, **options: object) -> np.ndarray:
+    """Execute a plan that writes one slot; return the target's elements in the slot's shape."""
+    write_target(plan([file_of(hole_of(slot, dtype=dtype))]), target, **options)
+    return np.fromfile(target, numpy_dtype(dtype or slot.dtype)).reshape(slot.shape)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def noise(numel: int, dtype: str = "float32") -> np.ndarray:
+    return np.random.default_rng(numel).standard_normal(numel).astype(numpy_dtype(dtype))
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Executor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("forkserver")) as pool:
+        yield pool
+
+
+class Counter:
+    """A reporter that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def begin(self, nbytes: int) -> None:
+        self.told.append(("begin", nbytes))
+
+    def advance(self, nbytes: int) -> None:
+        self.told.append(("advance", nbytes))
+
+    def end(self) -> None:
+        self.told.append(("end", 0))
+
+
+# --- the right bytes in the right place -------------------------------------------------------------------------
+
+SIZES = [
+    0,
+    1,
+    2,
+    4095,
+    4096,
+    4097,
+    BUFFER_NBYTES - 1,
+    BUFFER_NBYTES + 1,
+    BATCH_NBYTES,
+    BATCH_NBYTES + 1,
+    3 * BATCH_NBYTES,
+]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_run_of_any_length_is_copied(nbytes, tmp_path):
+    data = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
+    assert written(slot_of(stored(tmp_path / "s", data, before=3)), tmp_path / "t").tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_budget_of_memory_does_not_change_a_byte(memory, tmp_path):
+    data = noise(1_000_003)
+    slot = slot_of(stored(tmp_path / "s", data, before=5))
+    assert np.array_equal(written(slot, tmp_path / "as it is", memory=memory), data)
+    cast = written(slot, tmp_path / "cast", memory=memory, dtype="bfloat16")
+    assert np.array_equal(cast, data.astype(numpy_dtype("bfloat16")))
+
+
+def test_holes_and_literals_fill_the_file_as_laid_out(tmp_path):
+    a, b = noise(10), noise(7, "float16")
+    slots = [slot_of(stored(tmp_path / "a", a, before=1)), slot_of(stored(tmp_path / "b", b, before=9))]
+    file = TargetFile("t", 80, [Literal(0, b"head"), Literal(58, b"middle"), Literal(78, b"ok")])
+    file.holes = [hole_of(slots[0], 8), hole_of(slots[1], 64)]
+    write_target(plan([file]), tmp_path / "t")
+    found = (tmp_path / "t").read_bytes()
+    assert found == b"head" + bytes(4) + a.tobytes() + bytes(10) + b"middle" + b.tobytes() + b"ok"
+
+
+def test_file_without_tensors_is_its_literals(tmp_path):
+    write_target(plan([TargetFile("t", 5, [Literal(0, b"index")])]), tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == b"index"
+
+
+def test_one_source_is_read_for_several_files(tmp_path):
+    data = noise(100)
+    slot = slot_of(stored(tmp_path / "s", data))
+    files = [file_of(hole_of(slot), name="a"), file_of(hole_of(slot, dtype="float16"), name="b")]
+    write_target(plan(files), tmp_path / "b")
+    assert (tmp_path / "a").read_bytes() == data.tobytes()
+    assert (tmp_path / "b").read_bytes() == data.astype(np.float16).tobytes()
+
+
+def test_directory_holds_each_file_under_its_name(tmp_path):
+    data = noise(10)
+    slot = slot_of(stored(tmp_path / "s", data))
+    write_directory(
+        plan([file_of(hole_of(slot), name="zero/w/fp32.pt"), file_of(hole_of(slot), name="x")]), tmp_path / "t"
+    )
+    assert (tmp_path / "t/zero/w/fp32.pt").read_bytes() == (tmp_path / "t/x").read_bytes() == data.tobytes()
+
+
+def test_more_sources_than_a_worker_keeps_open(tmp_path):
+    parts = [noise(5) + i for i in range(100)]
+    spans = [
+        replace(stored(tmp_path / f"s{i}", part), extent=Extent.flat((500,), 5 * i, 5)) for i, part in enumerate(parts)
+    ]
+    assert np.array_equal(written(slot_of(*spans, shape=(500,)), tmp_path / "t"), np.concatenate(parts))
+
+
+def sliced(tmp_path: Path, whole: np.ndarray, dim: int, ranks: int) -> Slot:
+    """Cut a tensor along a dimension, one file a rank."""
+    at, spans = 0, []
+    for rank, part in enumerate(np.array_split(whole, ranks, dim)):
+        span = stored(tmp_path / f"rank{rank}", np.ascontiguousarray(part), before=rank)
+        offsets = tuple(at if d == dim else 0 for d in range(whole.ndim))
+        spans.append(replace(span, extent=Extent(offsets, part.shape, 0, part.size)))
+        at += part.shape[dim]
+    return slot_of(*spans, shape=whole.shape)
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_tensor_parallel_slices_are_put_together(dim, memory, tmp_path):
+    whole = noise(37 * 61 * 53).reshape(37, 61, 53)
+    slot = sliced(tmp_path, whole, dim, 4)
+    assert np.array_equal(written(slot, tmp_path / "t", memory=memory), whole)
+    assert np.array_equal(written(slot, tmp_path / "c", memory=memory, dtype="float16"), whole.astype(np.float16))
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_slices_of_rows_larger_than_the_budget(memory, tmp_path):
+    whole = noise(3 * 200_000).reshape(3, 200_000)
+    assert np.array_equal(written(sliced(tmp_path, whole, 1, 3), tmp_path / "t", memory=memory), whole)
+
+
+@given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
+def test_pieces_of_any_layout_fill_the_hole_within_their_bound(data, shape, most):
+    assert_pieces_fill(data.draw(tilings(shape)), shape, Extent.whole(shape), most)
+
+
+@given(st.data(), shapes(), st.sampled_from([4, 8, 12, 40, 100, 10_000]))
+def test_pieces_of_any_part_of_any_layout_fill_the_hole_within_their_bound(data, shape, most):
+    assert_pieces_fill(data.draw(tilings(shape)), shape, data.draw(extents(shape)), most)
+
+
+def assert_pieces_fill(tiles: list[Extent], shape: tuple[int, ...], extent: Extent, most: int) -> None:
+    tensor = np.arange(math.prod(shape), dtype="<i4").reshape(shape)
+    with tempfile.NamedTemporaryFile() as file:
+        spans = []
+        for tile in tiles:
+            spans.append(Span(tile, file.name, file.tell(), "int32"))
+            file.write(part_of(tensor, tile).tobytes())
+        file.flush()
+        hole = Hole(100, "w", slot_of(*spans, shape=shape), extent, "int32")
+        found = sorted(pieces(Fill(hole, tuple(fill(hole))), most, most), key=lambda piece: piece.offset)
+        with Sources() as sources:
+            content = [bytes(elements(piece, sources)) for piece in found]
+    assert b"".join(content) == part_of(tensor, extent).tobytes()
+    assert [piece.nbytes for piece in found] == [len(data) for data in content]
+    assert all(0 < piece.nbytes <= most for piece in found)
+
+
+def part_of(tensor: np.ndarray, extent: Extent) -> np.ndarray:
+    box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
+    return box.reshape(-1)[extent.start : extent.start + extent.numel]
+
+
+# --- other element types, orders and layouts of the source ------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_cast_on_the_way_is_torchs(source, target, tmp_path):
+    data = noise(10_001, source)
+    found = written(slot_of(stored(tmp_path / "s", data)), tmp_path / "t", dtype=target, memory=1)
+    expected = torch.frombuffer(bytearray(data.tobytes()), dtype=getattr(torch, source)).to(getattr(torch, target))
+    assert found.tobytes() == expected.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "bool", "complex64"])
+def test_cast_that_is_not_done_leaves_nothing_behind(dtype, tmp_path):
+    slot = slot_of(stored(tmp_path / "s", np.zeros(5, dtype)))
+    with pytest.raises(UnsupportedError):
+        written(slot, tmp_path / "t", dtype="float32")
+    assert names(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("dtype", ["int16", "float32", "float64", "int64", "complex64", "complex128", "uint8", "bool"])
+def test_big_endian_source_is_turned(dtype, tmp_path):
+    data = (np.random.default_rng(0).standard_normal(5000) * 100).astype(np.dtype(dtype).newbyteorder(">"))
+    span = replace(stored(tmp_path / "s", data, before=2), byteorder="big")
+    found = written(slot_of(span), tmp_path / "t", memory=1)
+    assert np.array_equal(found, data.astype(dtype))
+
+
+def test_big_endian_bfloat16_is_turned_and_cast(tmp_path):
+    data = noise(100, "bfloat16")
+    (tmp_path / "s").write_bytes(data.view(np.uint16).astype(">u2").tobytes())
+    span = Span(Extent.whole((100,)), str(tmp_path / "s"), 0, "bfloat16", None, "big")
+    assert np.array_equal(written(slot_of(span), tmp_path / "t", dtype="float32"), data.astype(np.float32))
+
+
+def viewed(tmp_path: Path, view: torch.Tensor, before: int = 3) -> Slot:
+    """Store what a view looks at, as torch.save does, and return the slot of the view."""
+    storage = torch.tensor([], dtype=torch.uint8).set_(view.untyped_storage()).numpy().tobytes()
+    (tmp_path / "s").write_bytes(bytes([FILL]) * before + storage)
+    offset = before + view.storage_offset() * view.itemsize
+    dtype = str(view.dtype).removeprefix("torch.")
+    extent = Extent.whole(tuple(view.shape))
+    return slot_of(Span(extent, str(tmp_path / "s"), offset, dtype, tuple(view.stride())))
+
+
+VIEWS = {
+    "transposed": lambda: torch.randn(300, 200).t(),
+    "permuted": lambda: torch.randn(20, 30, 40).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(8, 3, 16, 16).contiguous(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(50, 1).expand(50, 400),
+    "expanded from a number": lambda: torch.randn(()).expand(100, 100),
+    "every third": lambda: torch.randn(9000)[::3],
+    "one column": lambda: torch.randn(1000, 50)[:, 7],
+    "inner block": lambda: torch.randn(60, 70, 80)[3:50, 10:20, 5:7],
+    "diagonal": lambda: torch.randn(500, 500).diagonal(),
+    "unfolded, overlapping": lambda: torch.randn(1000).unfold(0, 10, 1),
+}
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_view_is_written_in_row_major_order(view, memory, tmp_path):
+    torch.manual_seed(0)
+    tensor = view()
+    slot = viewed(tmp_path, tensor)
+    assert np.array_equal(written(slot, tmp_path / "t", memory=memory), tensor.numpy())
+    assert np.array_equal(written(slot, tmp_path / "c", memory=memory, dtype="float16"), tensor.half().numpy())
+
+
+@given(st.data(), shapes(empty=False))
+def test_tensor_with_any_strides_is_written_in_row_major_order(data, shape):
+    strides, numel = data.draw(storages(shape))
+    storage = torch.arange(numel, dtype=torch.int32)
+    with tempfile.TemporaryDirectory() as directory:
+        tensor = storage.as_strided(shape, strides)
+        assert np.array_equal(written(viewed(Path(directory), tensor), Path(directory, "t"), memory=1), tensor.numpy())
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replicas_are_averaged(dtype, memory, tmp_path):
+    several = [noise(30_000, dtype) * numpy_dtype(dtype).type(i + 1) for i in range(3)]
+    spans = [stored(tmp_path / f"s{i}", one, before=i) for i, one in enumerate(several)]
+    slot = Slot("weight", dtype, (30_000,), spans[:1], tuple((span,) for span in spans[1:]))
+    total = sum(torch.from_numpy(one.astype(np.float32)) for one in several)
+    expected = (total / 3).to(getattr(torch, dtype)).float().numpy()
+    assert np.array_equal(written(slot, tmp_path / "t", memory=memory).astype(np.float32), expected)
+
+
+# --- checksums --------------------------------------------------------------------------------------------------
+
+
+def checked(slot: Slot, target: Path, **options: object) -> None:
+    """Write a slot and its checksum, in two places, and compare it with zlib's."""
+    nbytes = slot.nbytes
+    file = TargetFile("t", nbytes + 20, [Literal(0, b"head"), Literal(nbytes + 4, b"tail")], [hole_of(slot, 4)])
+    file.checksums = [Checksum(4, 4 + nbytes, (nbytes + 8, nbytes + 12)), Checksum(0, nbytes + 8, (nbytes + 16,))]
+    write_target(plan([file]), target, **options)
+    found = target.read_bytes()
+    data, places = found[4 : 4 + nbytes], found[nbytes + 8 :]
+    assert places[:8] == zlib.crc32(data).to_bytes(4, "little") * 2
+    assert places[8:] == zlib.crc32(b"head" + data + b"tail").to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+@pytest.mark.parametrize("nbytes", SIZES[1:])
+def test_checksum_of_a_run(nbytes, memory, tmp_path):
+    checked(
+        slot_of(stored(tmp_path / "s", np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8))),
+        tmp_path / "t",
+        memory=memory,
+    )
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_checksum_of_interleaved_slices(memory, tmp_path):
+    checked(sliced(tmp_path, noise(90 * 110 * 30).reshape(90, 110, 30), 1, 4), tmp_path / "t", memory=memory)
+
+
+def test_checksum_of_nothing(tmp_path):
+    slot = Slot("weight", "float32", (0,), ())
+    file = TargetFile("t", 8, [Literal(0, b"abcd")], [hole_of(slot, 4)], [Checksum(4, 4, (4,))])
+    write_target(plan([file]), tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == b"abcd" + bytes(4)
+
+
+def test_checksum_over_a_gap_that_nothing_fills(tmp_path):
+    data = noise(10)
+    file = TargetFile("t", 100, [Literal(0, b"head")], [hole_of(slot_of(stored(tmp_path / "s", data)), 20)])
+    file.checksums = [Checksum(0, 90, (96,))]
+    write_target(plan([file]), tmp_path / "t")
+    found = (tmp_path / "t").read_bytes()
+    assert found[96:] == zlib.crc32(b"head" + bytes(16) + data.tobytes() + bytes(30)).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_archive_passes_every_reader_of_zip_files(memory, tmp_path):
+    whole = noise(300 * 400).reshape(300, 400)
+    tree = OrderedMapping()
+    tree["plain"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "plain", noise(50_000))), "float32", "plain")
+    tree["cast"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "cast", noise(50_000))), "bfloat16", "cast")
+    tree["sliced"] = torch_archive.SlotTensor(sliced(tmp_path, whole, 1, 3), "float32", "sliced")
+    write_target(plan([torch_archive.lay_out("m.pt", tree)]), tmp_path / "m.pt", memory=memory)
+    assert zipfile.ZipFile(tmp_path / "m.pt").testzip() is None
+    if shutil.which("unzip"):
+        subprocess.run(["unzip", "-tq", tmp_path / "m.pt"], check=True, capture_output=True)
+    for mmap in (False, True):
+        loaded = torch.load(tmp_path / "m.pt", weights_only=True, mmap=mmap)
+        assert np.array_equal(loaded["plain"].numpy(), noise(50_000))
+        assert torch.equal(loaded["cast"], torch.from_numpy(noise(50_000)).bfloat16())
+        assert np.array_equal(loaded["sliced"].numpy(), whole)
+
+
+# --- who runs the copies ----------------------------------------------------------------------------------------
+
+
+def everything(tmp_path: Path) -> tuple[Plan, bytes]:
+    """Return a plan of large, cast, strided and interleaved copies, and the bytes it writes."""
+    large, whole = noise(3_000_000), noise(200 * 300).reshape(200, 300)
+    turned = torch.from_numpy(noise(120 * 50)).reshape(120, 50).t()
+    (tmp_path / "in").mkdir()
+    slots = [slot_of(stored(tmp_path / "in/large", large)), sliced(tmp_path, whole, 1, 3), viewed(tmp_path, turned)]
+    dtypes = ["float32", "bfloat16", "float32"]
+    holes, at = [], 0
+    for slot, dtype in zip(slots, dtypes, strict=True):
+        holes.append(hole_of(slot, at, dtype))
+        at += holes[-1].nbytes
+    expected = large.tobytes() + whole.astype(numpy_dtype("bfloat16")).tobytes() + turned.contiguous().numpy().tobytes()
+    file = replace(file_of(*holes), nbytes=at + 4, checksums=[Checksum(0, at, (at,))])
+    return plan([file]), expected + zlib.crc32(expected).to_bytes(4, "little")
+
+
+def test_processes_write_the_same_bytes_as_threads(processes, tmp_path):
+    made, expected = everything(tmp_path)
+    write_target(made, tmp_path / "threads")
+    with running_on(processes):
+        write_target(made, tmp_path / "processes")
+    assert (tmp_path / "threads").read_bytes() == (tmp_path / "processes").read_bytes() == expected
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_threads_of_the_callers_are_used_and_left_running(workers, tmp_path):
+    made, expected = everything(tmp_path)
+    with ThreadPoolExecutor(workers) as pool:
+        with running_on(pool):
+            write_target(made, tmp_path / "t")
+        assert pool.submit(sum, [1, 2]).result() == 3
+    assert (tmp_path / "t").read_bytes() == expected
+
+
+def test_error_in_another_process_arrives_as_it_is(processes, tmp_path):
+    slot = slot_of(stored(tmp_path / "s", noise(100)))
+    os.truncate(tmp_path / "s", 200)
+    match = r"s: the file ends too early: expected at least 400 bytes, found 200"
+    with running_on(processes), pytest.raises(DamagedFileError, match=match):
+        written(slot, tmp_path / "t")
+    assert names(tmp_path) == ["s"]
+
+
+class Slow(ThreadPoolExecutor):
+    """Two threads that take their time with all tasks but the first; knows all its futures."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.futures: list[Future[object]] = []
+
+    def submit(self, task, *args):
+        wait = 0.2 if self.futures else 0
+        self.futures.append(super().submit(lambda: (time.sleep(wait), task(*args))[1]))
+        return self.futures[-1]
+
+
+def test_no_copy_runs_on_after_a_failure(tmp_path):
+    """A copy still running could write into the file of the next attempt."""
+
+    class Fails(Counter):
+        def advance(self, nbytes: int) -> None:
+            raise RuntimeError("stop")
+
+    slot = slot_of(stored(tmp_path / "s", np.zeros(4 * BATCH_NBYTES, np.uint8)))
+    with Slow() as pool:
+        with running_on(pool), pytest.raises(RuntimeError, match="stop"):
+            written(slot, tmp_path / "t", reporter=Fails())
+        assert len(pool.futures) > 1
+        assert all(future.done() for future in pool.futures)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", BUDGETS)
+def test_progress_adds_up_to_what_was_announced(memory, tmp_path):
+    made, _ = everything(tmp_path)
+    counter = Counter()
+    write_target(made, tmp_path / "t", reporter=counter, memory=memory)
+    assert counter.told[0] == ("begin", made.copy_nbytes)
+    assert counter.told[-1] == ("end", 0)
+    steps = counter.told[1:-1]
+    assert {what for what, _ in steps} == {"advance"}
+    assert sum(nbytes for _, nbytes in steps) == made.copy_nbytes
+
+
+def test_large_copy_is_reported_in_many_steps(tmp_path):
+    counter = Counter()
+    written(slot_of(stored(tmp_path / "s", np.zeros(5 * BATCH_NBYTES, np.uint8))), tmp_path / "t", reporter=counter)
+    assert counter.told.count(("advance", BATCH_NBYTES)) == 5
+
+
+def test_end_is_reported_after_a_failure(tmp_path):
+    slot = slot_of(stored(tmp_path / "s", noise(100)))
+    os.truncate(tmp_path / "s", 200)
+    counter = Counter()
+    with pytest.raises(SourceError):
+        written(slot, tmp_path / "t", reporter=counter)
+    assert counter.told == [("begin", 400), ("end", 0)]
+
+
+# --- sources that changed since they were planned ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"], ids=["as it is", "cast"])
+@pytest.mark.parametrize("kept", [0, 399, BUFFER_NBYTES])
+def test_source_truncated_after_planning_leaves_nothing_behind(kept, dtype, tmp_path):
+    slot = slot_of(stored(tmp_path / "s", noise(BUFFER_NBYTES)))
+    made = plan([file_of(hole_of(slot, dtype=dtype))])
+    os.truncate(tmp_path / "s", kept)
+    with pytest.raises(DamagedFileError, match="ends too early"):
+        write_target(made, tmp_path / "t")
+    assert names(tmp_path) == ["s"]
+
+
+@pytest.mark.parametrize("view", ["one column", "transposed"])
+def test_truncated_source_of_a_view_leaves_nothing_behind(view, tmp_path):
+    slot = viewed(tmp_path, VIEWS[view]())
+    os.truncate(tmp_path / "s", (tmp_path / "s").stat().st_size // 2)
+    with pytest.raises(DamagedFileError, match="ends too early"):
+        written(slot, tmp_path / "t")
+    assert names(tmp_path) == ["s"]
+
+
+def test_source_removed_after_planning_leaves_nothing_behind(tmp_path):
+    slot = slot_of(stored(tmp_path / "s", noise(100)))
+    (tmp_path / "s").unlink()
+    with pytest.raises(SourceError, match="cannot be opened: found No such file"):
+        written(slot, tmp_path / "t")
+    assert names(tmp_path) == []
+
+
+def test_source_that_became_a_directory_leaves_nothing_behind(tmp_path):
+    slot = slot_of(stored(tmp_path / "s", noise(100)))
+    (tmp_path / "s").unlink()
+    (tmp_path / "s").mkdir()
+    with pytest.raises(SourceError, match="is not a regular file"):
+        written(slot, tmp_path / "t")
+    assert names(tmp_path) == ["s"]
+
+
+def test_failure_of_one_file_takes_back_the_whole_directory(tmp_path):
+    good, bad = slot_of(stored(tmp_path / "good", noise(100))), slot_of(stored(tmp_path / "bad", noise(100)))
+    os.truncate(tmp_path / "bad", 10)
+    with pytest.raises(DamagedFileError):
+        write_directory(plan([file_of(hole_of(good), name="a"), file_of(hole_of(bad), name="b")]), tmp_path / "t")
+    assert names(tmp_path) == ["bad", "good"]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+MEBIBYTE = 1 << 20
+
+
+def sparse(path: Path, nbytes: int) -> str:
+    with path.open("wb") as file:
+        file.truncate(nbytes)
+    return str(path)
+
+
+def large_copy(directory: Path) -> Plan:
+    shape = (75 * MEBIBYTE,)
+    return plan(
+        [file_of(hole_of(slot_of(Span(Extent.whole(shape), sparse(directory / "s", 300 * MEBIBYTE), 0, "float32"))))]
+    )
+
+
+def large_cast(directory: Path) -> Plan:
+    shape = (75 * MEBIBYTE,)
+    span = Span(Extent.whole(shape), sparse(directory / "s", 300 * MEBIBYTE), 0, "float32")
+    return plan([file_of(hole_of(slot_of(span), dtype="bfloat16"))])
+
+
+def large_transpose(directory: Path) -> Plan:
+    shape = (4096, 4096)
+    span = Span(Extent.whole(shape), sparse(directory / "s", 64 * MEBIBYTE), 0, "float32", (1, 4096))
+    return plan([file_of(hole_of(slot_of(span)))])
+
+
+def large_slices(directory: Path) -> Plan:
+    """Eight ranks' columns of a tall matrix: millions of runs of 16 bytes."""
+    rows, columns = 1 << 20, 64
+    spans = [
+        Span(Extent((0, 8 * i), (rows, 8), 0, rows * 8), sparse(directory / f"s{i}", rows * 16), 0, "bfloat16")
+        for i in range(8)
+    ]
+    file = file_of(hole_of(slot_of(*spans, shape=(rows, columns))))
+    return plan([replace(file, nbytes=file.nbytes + 4, checksums=[Checksum(0, file.nbytes, (file.nbytes,))])])
+
+
+@pytest.mark.parametrize(
+    "made", [large_copy, large_cast, large_transpose, large_slices], ids=lambda made: made.__name__
+)
+def test_memory_stays_within_its_budget_whatever_the_size(made, tmp_path):
+    small = plan([file_of(hole_of(slot_of(stored(tmp_path / "small", noise(10))), dtype="bfloat16"))])
+    write_target(small, tmp_path / "warm")  # loads what is loaded once
+    large = made(tmp_path)
+    tracemalloc.start()
+    try:
+        write_target(large, tmp_path / "t", memory=8 * MEBIBYTE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 10 * MEBIBYTE
+
+
+def test_smallest_budget_still_reads_more_than_a_page_at_once(tmp_path):
+    """A budget of one byte is met as closely as makes sense, not with a read for every element."""
+    slot = slot_of(stored(tmp_path / "s", noise(1 << 20)))
+    found = pieces(
+        Fill(hole_of(slot, dtype="float16"), tuple(fill(hole_of(slot, dtype="float16")))), LEAST_BUFFER_NBYTES, 1
+    )
+    assert len(list(found)) == (1 << 22) // LEAST_BUFFER_NBYTES
+    assert itemsize("float32") * len(written(slot, tmp_path / "t", memory=1)) == 1 << 22

@@ -1,0 +1,126 @@
+"""Copies of real shards, changed in one way. Needs torch, not DeepSpeed: its few classes have stand-ins here."""
+
+from __future__ import annotations
+
+import enum
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+_CLASSES = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """Let pickle find the classes that DeepSpeed's files mention, so that a file can be read and written again."""
+    modules = {}
+    for name, classes in _CLASSES.items():
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            modules.setdefault(".".join(parts[:depth]), ModuleType(".".join(parts[:depth])))
+        for cls in classes:
+            setattr(modules[name], cls, type(cls, (), {"__module__": name}))
+    config = "deepspeed.runtime.zero.config"
+    stages = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+    modules["deepspeed.runtime.zero"] = ModuleType("deepspeed.runtime.zero")
+    modules[config] = ModuleType(config)
+    modules[config].ZeroStageEnum = enum.IntEnum("ZeroStageEnum", stages, module=config)  # type: ignore[attr-defined]
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def address(numel: int, start: int) -> Any:
+    """A `fragment_address`; to be made inside `edit` only."""
+    made = sys.modules["deepspeed.utils.tensor_fragment"].fragment_address()
+    made.numel, made.start = numel, start
+    return made
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a torch file holds, and write it again."""
+    with _stand_ins():
+        content = torch.load(path, weights_only=False)
+        change(content)
+        torch.save(content, path)
+
+
+def copy(name: str, directory: Path) -> Path:
+    """A copy of a fixture's tag directory."""
+    run = Path(shutil.copytree(FIXTURES / name, directory / Path(name).name))
+    (run / "truth.safetensors").unlink()
+    return run / (run / "latest").read_text().strip()
+
+
+def optimizer_file(tag: Path, rank: int, mp_rank: int = 0) -> Path:
+    (path,) = tag.glob(f"*zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+    return path
+
+
+def model_file(tag: Path, rank: int | None = None) -> Path:
+    prefix = "" if rank is None else f"zero_pp_rank_{rank}_"
+    return tag / f"{prefix}mp_rank_00_model_states.pt"
+
+
+def recut(tag: Path, world: int) -> None:
+    """Cut a stage-2 checkpoint of one rank anew for more ranks, by the rule of DeepSpeed."""
+    only = optimizer_file(tag, 0)
+
+    def cut(rank: int) -> Callable[[dict[str, Any]], None]:
+        def change(content: dict[str, Any]) -> None:
+            z = content["optimizer_state_dict"]
+            mappings: list[dict[str, Any]] = []
+            for group, whole in enumerate(z["single_partition_of_fp32_groups"]):
+                lengths = {name: a.numel for name, a in z["param_slice_mappings"][group].items()}
+                total = sum(lengths.values())
+                size = 2 * math.ceil(total / (2 * world))
+                low, high = rank * size, (rank + 1) * size
+
+                def part(flat: torch.Tensor, low: int = low, size: int = size, total: int = total) -> torch.Tensor:
+                    padded = torch.zeros(size * world)
+                    padded[:total] = flat[:total]
+                    return padded[low : low + size].clone()
+
+                padding = min(max(high - total, 0), size)
+                z["single_partition_of_fp32_groups"][group] = part(whole)[: size - padding]
+                state = z["base_optimizer_state"]["state"][group]
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    state[slot] = part(state[slot])
+                z["group_paddings"][group] = padding
+                z["partition_count"][group] = world
+                at, fragments = 0, {}
+                for name, numel in lengths.items():
+                    first, last = max(at, low), min(at + numel, high)
+                    if first < last:
+                        fragments[name] = address(last - first, first - low)
+                    at += numel
+                mappings.append(fragments)
+            z["param_slice_mappings"] = mappings
+            z.pop("param_alignment_paddings", None)
+
+        return change
+
+    for rank in range(1, world):
+        path = tag / only.name.replace("rank_0_", f"rank_{rank}_", 1)
+        shutil.copy(only, path)
+        edit(path, cut(rank))
+    edit(only, cut(0))
+    edit(model_file(tag), lambda content: content.update(dp_world_size=world))

@@ -1,0 +1,171 @@
+"""What a model file holds beside parameters and buffers, ties that no list names, and tags of several levels."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, run_of
+from tests.formats.deepspeed.shards import copy, edit, model_file
+
+QUANTISED = "frozen_lin.weight"
+BESIDE = {
+    f"{QUANTISED}.absmax": torch.arange(4, dtype=torch.uint8),
+    f"{QUANTISED}.quant_map": torch.linspace(-1, 1, 16),
+    f"{QUANTISED}.quant_state.bitsandbytes__nf4": torch.arange(165, dtype=torch.uint8),
+}
+
+
+def with_quantisation(tag: Path) -> None:
+    """Put beside a frozen weight what bitsandbytes' 4-bit layers do: in every rank's file, in no list."""
+
+    def add(content: dict[str, Any]) -> None:
+        module = content["module"]
+        named = {name: value for name, value in module.items() if name != QUANTISED}
+        before = list(named)[: list(module).index(QUANTISED)]
+        order = [*before, QUANTISED, *BESIDE, *(name for name in named if name not in before)]
+        values = {**module, **BESIDE}
+        module.clear()
+        module.update((name, values[name]) for name in order)
+        module["conv._extra_state"] = None
+
+    for path in tag.glob("*model_states.pt"):
+        edit(path, add)
+
+
+def assert_has_quantisation(source: Path) -> None:
+    found = zckpt.open(source)
+    assert found.warnings == []
+    assert QUANTISED in found.parameters
+    for name, value in BESIDE.items():
+        assert name in found.buffers, name
+        assert torch.equal(found.read(name, "weight"), value), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp3"])
+def test_quantisation_of_frozen_weights_goes_along(name: str, stage: int, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    with_quantisation(tag)
+    assert_has_quantisation(tag)
+    assert zckpt.verify(tag, deep=True).sound
+    zckpt.reshard(tag, tmp_path / "cut", world_size=4, stage=stage, verify=True)
+    assert_has_quantisation(tmp_path / "cut")
+    for path in (tmp_path / "cut").glob("*model_states.pt"):
+        content = content_of(path)
+        assert set(BESIDE) <= set(content["module"])
+        assert content["module"]["conv._extra_state"] is None
+        assert not set(BESIDE) & set(content["frozen_param_shapes"] or {})
+    zckpt.consolidate(tmp_path / "cut", tmp_path / "model.safetensors")
+    consolidated = zckpt.open(tmp_path / "model.safetensors")
+    for key, value in BESIDE.items():
+        assert torch.equal(consolidated.read(key, "weight"), value), key
+
+
+def test_differing_copies_of_quantisation_are_found(tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp3", tmp_path)
+    with_quantisation(tag)
+    other = tag / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    edit(other, lambda content: content["module"][f"{QUANTISED}.absmax"].add_(1))
+    findings = zckpt.verify(tag, deep=True).findings
+    assert f"{QUANTISED}.absmax" in {name for one in findings for name in one.parameters}
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "universal"])
+def test_quantisation_is_converted(to: str, tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp3", tmp_path)
+    with_quantisation(tag)
+    zckpt.convert(tag, tmp_path / "out", to=to)
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=3)
+    assert_has_quantisation(tmp_path / "back")
+
+
+def test_model_without_its_optimizer_has_parameters_all_the_same(tmp_path: Path) -> None:
+    """Then no group says what is trained, and what no list of frozen ones has may well be."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    with_quantisation(tag)
+    zckpt.strip(tag, tmp_path / "out", optimizer=True)
+    found = zckpt.open(tmp_path / "out")
+    assert found.parameters.keys() == zckpt.open(tag).parameters.keys()
+    assert found.buffers.keys() == zckpt.open(tag).buffers.keys()
+
+
+def test_codes_of_a_frozen_weight_are_not_cast(tmp_path: Path) -> None:
+    """The universal form has fp32.pt of each parameter; that of codes holds them as they are."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+    codes = torch.arange(11, dtype=torch.uint8)
+
+    def quantise(content: dict[str, Any]) -> None:
+        content["module"]["frozen_odd"] = content["frozen_param_fragments"]["frozen_odd"] = codes
+
+    edit(model_file(tag), quantise)
+    zckpt.convert(tag, tmp_path / "out", to="universal", verify=True)
+    found = zckpt.open(tmp_path / "out")
+    assert torch.equal(found.read("frozen_odd", "weight"), codes)
+    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tag).text
+
+
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2"])
+def test_tied_parameters_that_no_list_names_are_tied_by_their_storage(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's own writer in Python leaves the list empty."""
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content.update(shared_params={}))
+    found = zckpt.open(tag)
+    assert found.parameters["head.weight"].tied_to == "emb.weight"
+    assert found.parameters.keys() == zckpt.open(run_of(name)).parameters.keys()
+    zckpt.reshard(tag, tmp_path / "cut", world_size=3, stage=3)
+    assert zckpt.open(tmp_path / "cut").parameters["head.weight"].tied_to == "emb.weight"
+
+
+def test_alias_of_a_parameter_that_was_not_saved_has_its_own_weight(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        content["module"]["alias"] = content["module"].pop("frozen_odd").clone()
+        content["shared_params"]["alias"] = "frozen_odd"
+        content["frozen_param_shapes"] = content["frozen_param_fragments"] = None
+
+    edit(model_file(tag), change)
+    found = zckpt.open(tag)
+    assert found.parameters["alias"].frozen
+    assert torch.equal(found.read("alias", "weight"), zckpt.open(run_of("s2_bf16_dp2")).read("frozen_odd", "weight"))
+
+
+def in_levels(tmp_path: Path) -> Path:
+    """A run whose tag has slashes and a blank."""
+    run = tmp_path / "run"
+    shutil.copytree(copy("s2_bf16_dp2", tmp_path), run / "runs/a/step 5")
+    (run / "latest").write_text("runs/a/step 5\n")
+    return run
+
+
+def test_tag_may_have_slashes(tmp_path: Path) -> None:
+    run = in_levels(tmp_path)
+    found = zckpt.open(run)
+    assert found.details["tag"] == "runs/a/step 5"
+    assert zckpt.open(run, tag="runs/a/step 5").details["tag"] == "runs/a/step 5"
+    zckpt.reshard(run, tmp_path / "cut", world_size=3)
+    assert (tmp_path / "cut/latest").read_text() == "runs/a/step 5"
+    assert (tmp_path / "cut/runs/a/step 5/mp_rank_00_model_states.pt").is_file()
+    assert zckpt.fingerprint(tmp_path / "cut").text == zckpt.fingerprint(run).text
+    zckpt.strip(run, tmp_path / "stripped", padding=True)
+    assert zckpt.fingerprint(tmp_path / "stripped").text == zckpt.fingerprint(run).text
+
+
+@pytest.mark.parametrize("name", ["../run/runs/a/step 5", "/etc", "runs//a", "runs/./a", "runs/a/"])
+def test_latest_does_not_lead_out_of_the_run(name: str, tmp_path: Path) -> None:
+    run = in_levels(tmp_path)
+    (run / "latest").write_text(name)
+    with pytest.raises(zckpt.UnknownFormatError, match="names no checkpoint"):
+        zckpt.open(run)
+
+
+def test_tag_of_the_user_leads_no_target_out_of_its_directory(tmp_path: Path) -> None:
+    run = in_levels(tmp_path)
+    zckpt.reshard(run / "runs", tmp_path / "cut", world_size=3, tag="../runs/a/step 5")
+    assert (tmp_path / "cut/latest").read_text() == "step 5"

@@ -1,0 +1,136 @@
+"""Experts whose optimizer is in files of its own: without ZeRO all of it, before 0.19 under ZeRO nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, run_of
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.truth import Truth, assert_consolidated
+
+WITHOUT_ZERO = ["moe_ep2_s0_bf16_dp2", "moe_ep2_s0_fp32_dp4"]
+ONLY_IN_019 = (
+    "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "ds_config",
+    "ds_version", "optimizer", "checkpoint_parallel_dimensions", "ds_autoep_layers",
+)  # fmt: skip
+
+
+def experts_file(tag: Path, rank: int) -> Path:
+    return tag / f"expp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def before_019(name: str, directory: Path) -> Path:
+    """A checkpoint under ZeRO as DeepSpeed 0.14 and 0.16 write it: fewer keys, and files that hold nothing."""
+    tag = copy(name, directory)
+
+    def drop(content: dict[str, Any]) -> None:
+        for key in ONLY_IN_019:
+            content.pop(key, None)
+
+    edit(model_file(tag), drop)
+    for path in tag.glob("*zero_pp_rank_*_optim_states.pt"):
+        edit(path, lambda content: content["optimizer_state_dict"].pop("param_alignment_paddings", None))
+    for rank in range(zckpt.open(run_of(name)).topology.ep):
+        torch.save({"optimizer": None}, experts_file(tag, rank))
+    return tag
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_optimizer_of_experts_is_put_together(name: str) -> None:
+    found, truth = zckpt.open(run_of(name)), Truth(FIXTURES / name)
+    (slot,) = truth.slots
+    assert (found.topology.ep, found.zero_stage, found.unnamed, found.warnings) == (2, 0, {}, [])
+    for key, value in truth.kind(slot).items():
+        assert torch.equal(found.read(key, slot).float(), value), key
+    dense, sparse = found.param_groups
+    assert dense.parameters == truth.facts["order"][0]
+    local = truth.facts["order"][1]
+    assert len(sparse.parameters) == 2 * len(local)
+    assert sparse.parameters[: len(local)] == local
+    assert all(found.parameters[key].group == index for index in (0, 1) for key in found.param_groups[index].parameters)
+
+
+@pytest.mark.parametrize("name", WITHOUT_ZERO)
+def test_copies_of_the_dense_state_are_compared(name: str, tmp_path: Path) -> None:
+    verified = zckpt.verify(run_of(name), deep=True)
+    assert verified.sound, verified.findings
+    tag = copy(name, tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        base = content["optimizer"].get("optimizer_state_dict", content["optimizer"])
+        next(iter(base["state"][0].values())).mul_(2)
+
+    edit(experts_file(tag, 1), change)
+    names = {name for one in zckpt.verify(tag, deep=True).findings for name in one.parameters}
+    assert names == {zckpt.open(tag).param_groups[0].parameters[0]}
+
+
+@pytest.mark.parametrize("to", ["zckpt", "consolidated", "dcp"])
+def test_it_is_converted(to: str, tmp_path: Path) -> None:
+    name = "moe_ep2_s0_bf16_dp2"
+    zckpt.convert(run_of(name), tmp_path / "out", to=to, verify=True)
+    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(run_of(name)).text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_expert_rank_is_named(rank: int, tmp_path: Path) -> None:
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    experts_file(tag, rank).unlink()
+    with pytest.raises(zckpt.ShardError, match="expert ranks are missing"):
+        zckpt.open(tag)
+
+
+def test_number_in_a_name_may_be_any(tmp_path: Path) -> None:
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    experts_file(tag, 1).rename(tag / f"expp_rank_{10**30}_mp_rank_00_optim_states.pt")
+    with pytest.raises(zckpt.ShardError, match="missing"):
+        zckpt.open(tag)
+
+
+def test_expert_rank_of_another_run_is_named(tmp_path: Path) -> None:
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    edit(experts_file(tag, 1), lambda content: content["optimizer"]["param_groups"][0].update(lr=0.5))
+    with pytest.raises(zckpt.ShardError, match="expert rank 1"):
+        zckpt.open(tag)
+
+
+def test_experts_of_several_degrees_are_refused_by_name(tmp_path: Path) -> None:
+    tag = copy("moe_ep2_s0_fp32_dp4", tmp_path)
+    for rank in range(2):
+        edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][1].update(name="ep_size_4"))
+    with pytest.raises(zckpt.ShardError, match="missing"):
+        zckpt.open(tag)
+    for rank in range(2):
+        edit(experts_file(tag, rank), lambda content: content["optimizer"]["param_groups"][0].update(
+            name="ep_size_1", moe=True))  # fmt: skip
+    with pytest.raises(zckpt.UnsupportedError, match="different numbers of ranks"):
+        zckpt.open(tag)
+
+
+@pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
+def test_files_before_019_are_read_and_cut(name: str, tmp_path: Path) -> None:
+    tag, truth = before_019(name, tmp_path), Truth(FIXTURES / name)
+    assert zckpt.verify(tag, deep=True).sound
+    (tmp_path / "own").mkdir()
+    assert_consolidated(tag, truth, tmp_path / "own")
+    assert zckpt.open(tag).metadata["ds_config"] == zckpt.open(run_of(name)).metadata["ds_config"]
+    cut = tmp_path / "cut"
+    zckpt.reshard(tag, cut, world_size=4, expert_parallel_size=4, verify=True)
+    (tmp_path / "its").mkdir()
+    assert_consolidated(cut, truth, tmp_path / "its")
+    assert [content_of(experts_file(cut, rank)) for rank in range(4)] == [{"optimizer": None}] * 4
+    assert "ds_config" not in content_of(model_file(cut))
+    assert content_of(optimizer_file(cut, 3))["ds_config"]["zero_optimization"]["stage"] == 2
+
+
+def test_state_beside_that_of_zero_is_refused(tmp_path: Path) -> None:
+    tag = before_019("moe_ep2_s2_bf16_dp2", tmp_path)
+    torch.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}}, experts_file(tag, 1))
+    with pytest.raises(zckpt.UnsupportedError, match="beside the files of ZeRO") as error:
+        zckpt.open(tag)
+    assert "expp_rank_1" in str(error.value)

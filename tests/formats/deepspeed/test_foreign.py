@@ -1,0 +1,118 @@
+"""What is written of a checkpoint that is none of ZeRO: loss scaling, counters and state are carried, not made up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, run_of, state_of, tag_of
+from tests.formats.deepspeed.shards import edit, model_file
+from zckpt.torchfile import Object, plain
+
+STAGE0 = {"cur_scale": 512.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 3}
+
+
+def converted(source: Path, target: Path, stage: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the first rank's optimizer file holds, and the notes."""
+    done = zckpt.convert(source, target, to="deepspeed", world_size=3, stage=stage)
+    (path,) = tag_of(target).glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return state_of(path), done.notes
+
+
+def values_of(scaler: object) -> dict[str, Any]:
+    assert isinstance(scaler, Object)
+    assert isinstance(scaler.state, dict)
+    return {str(key): plain(value) for key, value in scaler.state.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_dynamic_loss_scale_of_stage_0_goes_on(stage: int, tmp_path: Path) -> None:
+    state, notes = converted(run_of("s0_fp16_dp2"), tmp_path / "out", stage)
+    found = values_of(state["loss_scaler"])
+    assert {key: found[key] for key in STAGE0} == STAGE0
+    # What stage 0 does not hold is that of its configuration.
+    section = content_of(model_file(tag_of(run_of("s0_fp16_dp2"))))["ds_config"]["fp16"]
+    assert (found["delayed_shift"], found["min_scale"]) == (section["hysteresis"], section["min_loss_scale"])
+    stock = state_of(next(tag_of(run_of("s2_fp16_dp2")).glob("zero_pp_rank_0_*optim_states.pt")))["loss_scaler"]
+    assert list(found) == list(values_of(stock))
+    assert state["dynamic_loss_scale"] is True
+    assert zckpt.open(tmp_path / "out").loss_scale == 512.0
+    assert [note for note in notes if "hysteresis" in note]
+
+
+def test_stage_0_keeps_its_loss_scaling_as_metadata(tmp_path: Path) -> None:
+    expected = {**STAGE0, "dynamic_loss_scale": True}
+    assert zckpt.open(run_of("s0_fp16_dp2")).optimizer_metadata == expected
+    zckpt.convert(run_of("s0_fp16_dp2"), tmp_path / "out", to="zckpt")
+    assert zckpt.open(tmp_path / "out").optimizer_metadata == expected
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fixed_loss_scale_of_stage_0_goes_on(stage: int, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(run_of("s0_fp16_dp2"), tmp_path / "run"))
+
+    def fix(content: dict[str, Any]) -> None:
+        optimizer = content["optimizer"]
+        for key in ("last_overflow_iter", "scale_factor", "scale_window"):
+            del optimizer[key]
+        optimizer.update(dynamic_loss_scale=False, cur_scale=128.0)
+
+    edit(model_file(tag_of(run)), fix)
+    state, notes = converted(run, tmp_path / "out", stage)
+    assert values_of(state["loss_scaler"]) == {"cur_scale": 128.0, "dynamic": False}
+    assert state["dynamic_loss_scale"] is False
+    assert any("cur_iter" in note for note in notes)
+
+
+def model_and_optimizer(path: Path, *, dtype: torch.dtype = torch.float32, unused: bool = False) -> Path:
+    """A file of torch.save after a step, in which a layer may not have had a part."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 5), "b": torch.nn.Linear(5, 2)}).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    hidden = model["a"](torch.randn(4, 3, dtype=dtype))
+    (hidden if unused else model["b"](hidden)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_no_loss_scaler_and_no_clipping_where_the_source_has_none(stage: int, tmp_path: Path) -> None:
+    state, notes = converted(model_and_optimizer(tmp_path / "m.pt"), tmp_path / "out", stage)
+    assert not {"loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"} & state.keys()
+    assert notes == ()
+    assert zckpt.open(tmp_path / "out").optimizer_metadata == {}
+    content = content_of(model_file(tag_of(tmp_path / "out")))
+    assert "global_samples" not in content
+    assert content["global_steps"] == 1  # as many as the optimizer has taken
+
+
+@pytest.mark.parametrize(("dtype", "words"), [(torch.float32, "scales by 1"), (torch.float16, "begins as DeepSpeed's")])
+def test_zero3_says_what_it_had_to_make_up(dtype: torch.dtype, words: str, tmp_path: Path) -> None:
+    state, notes = converted(model_and_optimizer(tmp_path / "m.pt", dtype=dtype), tmp_path / "out", 3)
+    assert isinstance(state["loss_scaler"], Object)
+    assert any(words in note for note in notes)
+    assert any("masters" in note for note in notes) == (dtype == torch.float16)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_without_state_are_named(stage: int, tmp_path: Path) -> None:
+    _, notes = converted(model_and_optimizer(tmp_path / "m.pt", unused=True), tmp_path / "out", stage)
+    assert any("b.weight, b.bias of param group 0 have no optimizer state" in note for note in notes)
+
+
+def test_group_of_which_nothing_has_state_gets_none(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "lr": 0.1}])
+    model.weight.grad = torch.randn(5, 3)
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "m.pt")
+    state, notes = converted(tmp_path / "m.pt", tmp_path / "out", 2)
+    assert list(state["base_optimizer_state"]["state"]) == [0]
+    assert notes == ()
+    assert zckpt.fingerprint(tmp_path / "out").text == zckpt.fingerprint(tmp_path / "m.pt").text

@@ -1,0 +1,144 @@
+"""State that is each rank's own: read, shown, compared, carried where the cut is the same, and refused elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import cut, run_of, state_of, tensor_bytes
+from tests.formats.deepspeed.shards import copy, edit, optimizer_file
+
+LAMB, CODES, MUON = "own_lamb_s2_fp32_dp2", "own_blockwise_s3_fp32_dp2", "muon_s2_bf16_dp3"
+KEYS = {LAMB: {"trust_ratio", "weight_norm", "adam_norm"}, CODES: {"__bnb_optimizer_quant_state__"}}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_inspect_lists_it(name: str) -> None:
+    document = zckpt.inspect(zckpt.open(run_of(name)))
+    values = document["per_rank"]
+    assert isinstance(values, list)
+    assert {one["key"] for one in values} == KEYS[name]
+    assert {one["rank"] for one in values} == {0, 1}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_it_is_carried_byte_for_byte_at_the_same_cut(name: str, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", 2, verify=True)
+    for rank in range(2):
+        source = optimizer_file(run_of(name) / "global_step5", rank)
+        before, after = tensor_bytes(source), tensor_bytes(optimizer_file(tag, rank))
+        own = {where: data for where, data in before.items() if KEYS[name] & set(map(str, where))}
+        assert own
+        assert {where: after[where] for where in own} == own
+    assert zckpt.diff(run_of(name), tag).equal
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"world_size": 1}, {"world_size": 3}, {"round_robin": True}, {"parameter_alignment": True}, {"stage": 3}],
+)
+def test_any_other_cut_is_refused_by_name(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError) as error:
+        zckpt.reshard(run_of(LAMB), tmp_path / "cut", **{"world_size": 2, **options})
+    assert all(key in str(error.value) for key in KEYS[LAMB])
+    assert not (tmp_path / "cut").exists()
+
+
+def test_stage_1_is_cut_as_stage_2(tmp_path: Path) -> None:
+    tag = cut(run_of(LAMB), tmp_path / "cut", 2, stage=1)
+    assert len(zckpt.open(tag).per_rank) == len(zckpt.open(run_of(LAMB)).per_rank)
+
+
+def test_diff_tells_another_value(tmp_path: Path) -> None:
+    tag = copy(LAMB, tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["trust_ratio"] = 7.0
+
+    edit(optimizer_file(tag, 1), change)
+    found = zckpt.diff(run_of(LAMB), tag)
+    assert not found.equal
+    assert [one.b for one in found.settings] == [7.0]
+
+
+def test_steps_must_agree_all_the_same(tmp_path: Path) -> None:
+    tag = copy(LAMB, tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["step"] = 6
+
+    edit(optimizer_file(tag, 1), change)
+    with pytest.raises(zckpt.ShardError, match="step of group 0"):
+        zckpt.open(tag)
+
+
+def test_value_that_one_rank_alone_has_computed_is_its_own(tmp_path: Path) -> None:
+    """Of one rank nobody can tell whether others would have the same."""
+    tag = copy("s2_bf16_dp1", tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["scale"] = 0.5
+
+    edit(optimizer_file(tag, 0), change)
+    with pytest.raises(zckpt.UnsupportedError, match="scale"):
+        zckpt.reshard(tag, tmp_path / "cut", world_size=2)
+
+
+def test_codes_without_a_dict_around_them_are_not_taken_for_elements(tmp_path: Path) -> None:
+    """Older versions of bitsandbytes save codes and scales beside the step."""
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            numel = state.pop("exp_avg").numel()
+            del state["exp_avg_sq"]
+            state.update(state1=torch.zeros(numel, dtype=torch.uint8), qmap1=torch.zeros(256),
+                         absmax1=torch.zeros(-(-numel // 256)))  # fmt: skip
+
+    for rank in range(2):
+        edit(optimizer_file(tag, rank), change)
+    found = zckpt.open(tag)
+    assert {one.key for one in found.per_rank} == {"state1", "qmap1", "absmax1"}
+    assert set(found.slot_names()) == {"weight", "master"}
+    with pytest.raises(zckpt.UnsupportedError, match="state1"):
+        zckpt.reshard(tag, tmp_path / "cut", world_size=3)
+
+
+def test_sub_group_that_is_not_there_is_named(tmp_path: Path) -> None:
+    tag = copy(CODES, tmp_path)
+    for rank in range(2):
+        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"]["optimizer_state_dict"][
+            "param_groups"][0].update(params=[0, 7]))  # fmt: skip
+    with pytest.raises(zckpt.LayoutError, match="sub-group"):
+        zckpt.open(tag)
+
+
+def test_muon_is_written_as_whole_matrices(tmp_path: Path) -> None:
+    """A partition of two ranks is two matrices of 310; of four, each rank has those of which it holds a part."""
+    sizes = {}
+    for world_size in (1, 2, 4):
+        tag = cut(run_of(MUON), tmp_path / str(world_size), world_size, verify=True)
+        states = [state_of(optimizer_file(tag, rank))["base_optimizer_state"]["state"][0] for rank in range(world_size)]
+        sizes[world_size] = [state["momentum_buffer"].numel for state in states]
+        assert zckpt.fingerprint(tag).text == zckpt.fingerprint(run_of(MUON)).text
+    assert sizes == {1: [1240], 2: [620, 620], 4: [310, 310, 310, 310]}
+    tag = cut(tmp_path / "2", tmp_path / "3", 3)
+    states = [state_of(optimizer_file(tag, rank))["base_optimizer_state"]["state"][0] for rank in range(3)]
+    assert [state["momentum_buffer"].numel for state in states] == [620, 620, 620]
+    assert zckpt.verify(tag, deep=True).sound
+
+
+def test_copies_of_a_matrix_on_two_ranks_are_compared(tmp_path: Path) -> None:
+    tag = copy(MUON, tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["momentum_buffer"][:310] += 1
+
+    edit(optimizer_file(tag, 1), change)
+    assert {name for one in zckpt.verify(tag, deep=True).findings for name in one.parameters} == {"up.1.weight"}

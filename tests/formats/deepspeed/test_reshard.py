@@ -1,0 +1,412 @@
+"""`reshard` of real checkpoints, without DeepSpeed: nothing is lost, and every file has the form DeepSpeed gives it."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.truth import Truth, assert_consolidated, assert_same, bits
+from zckpt.torchfile import OrderedMapping, Tensor, plain
+
+DENSE = sorted(
+    path.name
+    for path in FIXTURES.iterdir()
+    if any(part in path.name.split("_")[:2] for part in ("s1", "s2", "s3"))
+    and not path.name.startswith(("tp", "pp", "moe"))
+)
+DENSE += ["hf_llama_s2_bf16_dp2", "hf_gpt2_s1_fp32_dp2", "other/accel_ds2_bf16", "other/litsim_ds2"]
+OF_FOUR = ["s1_bf16_dp4", "s2_bf16_dp4", "s2_fp32_dp4", "s1_fp32_dp4_sgdm", "s3_bf16_dp4"]
+OF_THREE = ["s1_bf16_dp3_fused", "s1_fp32_dp3", "s1_fp32_dp3_palign", "s2_bf16_dp3", "s3_bf16_dp3"]
+FLAT = [name for name in DENSE if "s3" not in name]
+PARAMETERWISE = [name for name in DENSE if "s3" in name]
+MANY = 40
+
+
+# --- nothing is lost
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_every_slot_group_and_fact_arrives(name: str, tmp_path: Path) -> None:
+    source = zckpt.open(run_of(name))
+    truth = Truth(FIXTURES / name)
+    masters = truth.masters
+    assert masters
+    for world_size in (1, 3, 7, MANY):
+        target = tmp_path / str(world_size)
+        zckpt.reshard(run_of(name), target, world_size=world_size)
+        found = zckpt.open(target)
+        assert list(found.parameters) == list(source.parameters)
+        assert list(found.buffers) == list(source.buffers)
+        assert found.topology.dp == world_size
+        assert found.zero_stage == source.zero_stage
+        for parameter in source.tensors():
+            copy = found.parameters.get(parameter.name) or found.buffers[parameter.name]
+            about = ("shape", "dtype", "group", "frozen", "tied_to", "state")
+            assert [getattr(copy, key) for key in about] == [getattr(parameter, key) for key in about]
+            assert set(copy.slots) >= set(parameter.slots) - {"weight"}, parameter.name
+            for slot in set(copy.slots) & set(parameter.slots):
+                expected = source.read(parameter.name, slot)
+                assert found.read(parameter.name, slot).dtype == expected.dtype
+                assert_same(found.read(parameter.name, slot), expected, f"{slot}/{parameter.name}")
+        for key, expected in masters.items():
+            if found.owner(key).group is not None:
+                assert_same(found.read(key, "master"), expected, key)
+        for slot in truth.slots:
+            for key, expected in truth.kind(slot).items():
+                assert_same(found.read(key, slot), expected, f"{slot}/{key}")
+        assert [g.parameters for g in found.param_groups] == [g.parameters for g in source.param_groups]
+        for group, old in zip(found.param_groups, source.param_groups, strict=True):
+            assert list(group.hyperparameters.items()) == list(old.hyperparameters.items())
+            assert group.state == old.state
+        assert (found.step, found.loss_scale, found.warnings) == (source.step, source.loss_scale, source.warnings)
+        assert form(without_config(found.metadata)) == form(without_config(source.metadata))
+
+
+def without_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if key != "ds_config"}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_model_comes_out_of_the_target(name: str, tmp_path: Path) -> None:
+    zckpt.reshard(run_of(name), tmp_path / "cut", world_size=3)
+    truth = Truth(FIXTURES / name)
+    without = frozenset(truth.frozen) if "nofrozen" in name else frozenset()
+    assert_consolidated(tmp_path / "cut", truth, tmp_path, without=without)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3", "s2_fp16_dp2", "s3_bf16_dp2_subgroup"])
+def test_state_is_the_same_at_another_stage(name: str, stage: int, tmp_path: Path) -> None:
+    source = zckpt.open(run_of(name))
+    zckpt.reshard(run_of(name), tmp_path / "cut", world_size=2, stage=stage)
+    target = zckpt.open(tmp_path / "cut")
+    assert (target.zero_stage, target.topology.dp, target.step) == (stage, 2, source.step)
+    assert [g.parameters for g in target.param_groups] == [g.parameters for g in source.param_groups]
+    assert [g.hyperparameters for g in target.param_groups] == [g.hyperparameters for g in source.param_groups]
+    assert [g.state for g in target.param_groups] == [g.state for g in source.param_groups]
+    expected, found = slots(source), slots(target)
+    assert set(found) == set(expected)
+    for key, value in expected.items():
+        assert torch.equal(bits(found[key]), bits(value)), key
+
+
+def slots(checkpoint: zckpt.OpenedCheckpoint) -> dict[str, torch.Tensor]:
+    """Every slot of every parameter but the weights, which ZeRO-3 has none of."""
+    return {
+        f"{key}/{name}": checkpoint.read(name, key)
+        for name, parameter in checkpoint.parameters.items()
+        for key in parameter.slots
+        if key != "weight" or parameter.frozen
+    }
+
+
+@pytest.mark.parametrize("name", [*OF_FOUR, *OF_THREE, "s2_bf16_dp2_lion"])
+def test_there_and_back_gives_the_same_files(name: str, tmp_path: Path) -> None:
+    ranks, between = (4, 6) if name in OF_FOUR else (3, 5) if name in OF_THREE else (2, 7)
+    cut(run_of(name), tmp_path / "between", between)
+    back = cut(tmp_path / "between", tmp_path / "back", ranks)
+    original = tag_of(run_of(name))
+    names = sorted(path.name for path in original.glob("*.pt"))
+    assert sorted(path.name for path in back.iterdir()) == names
+    assert (tmp_path / "back" / "latest").read_text() == (run_of(name) / "latest").read_text().strip()
+    for one in names:
+        found, expected = content_of(back / one), content_of(original / one)
+        assert form(found) == form(expected), one
+        mine, theirs = tensor_bytes(back / one), tensor_bytes(original / one)
+        assert list(mine) == list(theirs)
+        if "s3" in name:
+            mine, theirs = (without_shard_padding(x, original / one, ranks) for x in (mine, theirs))
+        elif "_optim_" in one:
+            mine, theirs = (without_group_padding(x, original / one) for x in (mine, theirs))
+        assert mine == theirs, one
+
+
+def without_group_padding(found: dict[tuple[object, ...], bytes], path: Path) -> dict[tuple[object, ...], bytes]:
+    """The tensors of a flat file without the elements that the file itself says are padding."""
+    paddings = state_of(path)["group_paddings"]
+    shown = {}
+    for where, data in found.items():
+        group = next((step for step in where if type(step) is int), None)
+        padded = "base_optimizer_state" in where and where[-1] != "step"
+        cut_off = 4 * paddings[group] if padded and group is not None else 0
+        shown[where] = data[: len(data) - cut_off]
+    return shown
+
+
+def without_shard_padding(
+    found: dict[tuple[object, ...], bytes], path: Path, ranks: int
+) -> dict[tuple[object, ...], bytes]:
+    """The tensors of a ZeRO-3 file without the last elements of each parameter's last shards."""
+    rank = int(path.name.split("zero_pp_rank_")[1].split("_")[0])
+    shapes = content_of(model_file(path.parent, rank))["param_shapes"]
+    frozen = content_of(model_file(path.parent, rank))["frozen_param_shapes"] or {}
+    shown = {}
+    for where, data in found.items():
+        if "frozen_param_fragments" in where:
+            numel = math.prod(frozen[where[-1]])
+            size = len(data) // max(math.ceil(numel / ranks), 1)
+            kept = data[: size * min(max(numel - rank * math.ceil(numel / ranks), 0), math.ceil(numel / ranks))]
+        elif where[-1] != "step" and ("fp32_flat_groups" in where or "state" in where):
+            group = next(step for step in where if type(step) is int)
+            kept, at = b"", 0
+            for shape in shapes[group].values():
+                shard = math.ceil(math.prod(shape) / ranks)
+                real = min(max(math.prod(shape) - rank * shard, 0), shard)
+                kept += data[4 * at : 4 * (at + real)]
+                at += shard
+            assert 4 * at == len(data)
+        else:
+            kept = data
+        shown[where] = kept
+    return shown
+
+
+# --- the form of the files
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7, MANY])
+@pytest.mark.parametrize("name", FLAT)
+def test_flat_files_say_how_they_are_cut(name: str, world_size: int, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", world_size)
+    model = content_of(model_file(tag))
+    assert model["dp_world_size"] == world_size
+    itemsize = 4 if "fp32" in name or "gpt2" in name else 2
+    for rank in range(world_size):
+        state = state_of(optimizer_file(tag, rank))
+        assert state["partition_count"] == [world_size] * len(model["param_shapes"])
+        for group, shapes in enumerate(model["param_shapes"]):
+            numels = [math.prod(shape) for shape in shapes.values()]
+            pads = [0] * len(numels)
+            if "palign" in name:
+                pads = [-n % (16 // itemsize) for n in numels[:-1]] + [0]
+            total = sum(numels) + sum(pads)
+            partition = 2 * math.ceil(total / (2 * world_size))
+            padding = min(max((rank + 1) * partition - total, 0), partition)
+            assert state.get("param_alignment_paddings", [pads] * (group + 1))[group] == pads
+            is_last = rank == world_size - 1
+            whole = (world_size * partition - total) * is_last
+            assert state["group_paddings"][group] == (whole if "bf16opt" in name else padding)
+            master = state["single_partition_of_fp32_groups"][group]
+            assert master.shape == ((partition,) if "bf16opt" in name else (partition - padding,))
+            assert master.storage.nbytes == partition * master.itemsize
+            wanted, at = {}, 0
+            for key, n, pad in zip(shapes, numels, pads, strict=True):
+                first, last = max(at, rank * partition), min(at + n, (rank + 1) * partition)
+                if first < last:
+                    wanted[key] = (last - first, first - rank * partition)
+                at += n + pad
+            mapping = state["param_slice_mappings"][group]
+            assert type(mapping) is OrderedMapping
+            assert list(mapping) == list(wanted)
+            assert {key: (a.get("numel"), a.get("start")) for key, a in mapping.items()} == wanted
+            base = state["base_optimizer_state"]
+            slots = base[group] if isinstance(base, list) else base["state"].get(group, {})
+            length = partition - padding if isinstance(base, list) else partition
+            matrices = isinstance(base, dict) and base["param_groups"][group].get("use_muon")
+            if matrices:  # whole ones
+                length = sum(n for key, n in zip(shapes, numels, strict=True) if key in wanted)
+            tensors = [v for v in slots.values() if isinstance(v, Tensor) and v.shape != ()]
+            assert tensors or (matrices and not wanted)
+            assert {tensor.shape for tensor in tensors} <= {(length,)}
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 7, MANY])
+@pytest.mark.parametrize("name", PARAMETERWISE)
+def test_files_of_stage_3_say_how_they_are_cut(name: str, world_size: int, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", world_size)
+    numels: dict[str, int] = {}
+    for rank in range(world_size):
+        model = content_of(model_file(tag, rank))
+        state = state_of(optimizer_file(tag, rank))
+        assert model["dp_world_size"] == state["partition_count"] == world_size
+        numels = {key: math.prod(shape) for shapes in model["param_shapes"] for key, shape in shapes.items()}
+        held = sum(math.ceil(n / world_size) for n in numels.values())
+        assert sum(master.numel for master in state["fp32_flat_groups"]) == held
+        inner = state["optimizer_state_dict"]
+        for number, master in enumerate(state["fp32_flat_groups"]):
+            for tensor in inner["state"][number].values():
+                assert not isinstance(tensor, Tensor) or tensor.shape in ((), master.shape)
+        assert [n for g in inner["param_groups"] for n in g["params"]] == list(range(len(state["fp32_flat_groups"])))
+        for key, fragment in (model["frozen_param_fragments"] or {}).items():
+            assert fragment.shape == (math.ceil(math.prod(model["frozen_param_shapes"][key]) / world_size),)
+        assert all(model["module"][key].shape == (0,) for key in numels if key in model["module"])
+    assert numels
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_round_robin_can_be_switched(there: bool, tmp_path: Path) -> None:
+    name = "s2_bf16_dp4" if there else "s2_bf16_dp2_rr"
+    tag = cut(run_of(name), tmp_path / "cut", 3, round_robin=there)
+    target = zckpt.open(tag)
+    assert target.details["round_robin_gradients"] is there
+    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+    order = list(content_of(model_file(tag))["param_shapes"][0])
+    assert (order == target.param_groups[0].parameters) is not there
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_parameter_alignment_can_be_switched(there: bool, tmp_path: Path) -> None:
+    name = "s1_fp32_dp3" if there else "s1_fp32_dp3_palign"
+    tag = cut(run_of(name), tmp_path / "cut", 2, parameter_alignment=there)
+    pads = state_of(optimizer_file(tag, 0))["param_alignment_paddings"]
+    assert any(any(group) for group in pads) is there
+    assert_consolidated(tag, Truth(FIXTURES / name), tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_fp32_dp4", "s3_bf16_dp3"])
+def test_config_and_stage_are_those_of_the_target(name: str, stage: int, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", 6, stage=stage)
+    for path in sorted(tag.iterdir()):
+        config = content_of(path)["ds_config"]
+        assert config["zero_optimization"]["stage"] == stage
+        assert config["train_batch_size"] == 12
+        assert config["train_micro_batch_size_per_gpu"] == 2
+    (argument,) = state_of(optimizer_file(tag, 5))["zero_stage"].args
+    assert argument == stage
+    found, truth = zckpt.open(tag), Truth(FIXTURES / name)
+    assert found.zero_stage == stage
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        for key, value in expected.items():
+            if found.owner(key).group is not None:
+                assert_same(found.read(key, slot), value, f"{slot}/{key}")
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_archives_are_sound_and_the_same_each_time(name: str, tmp_path: Path) -> None:
+    first, second = (cut(run_of(name), tmp_path / str(number) / "run", 3) for number in made(tmp_path, 2))
+    files = sorted(path.name for path in first.iterdir())
+    assert files == sorted(path.name for path in second.iterdir())
+    for one in files:
+        assert zipfile.ZipFile(first / one).testzip() is None
+        assert (first / one).read_bytes() == (second / one).read_bytes()
+
+
+def made(directory: Path, count: int) -> range:
+    for number in range(count):
+        (directory / str(number)).mkdir()
+    return range(count)
+
+
+@pytest.mark.parametrize("name", ["s1_bf16_dp4", "s2_fp16_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp2_zerodim"])
+def test_torch_loads_the_model_file_weights_only(name: str, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", 3)
+    expected = torch.load(model_file(tag_of(run_of(name))), weights_only=True)["module"]
+    for mmap in (False, True):
+        module = torch.load(model_file(tag), weights_only=True, mmap=mmap)["module"]
+        assert list(module) == list(expected)
+        for key, value in expected.items():
+            assert module[key].dtype == value.dtype
+            assert module[key].shape == value.shape
+            assert torch.equal(bits(module[key]), bits(value)), key
+        assert module["head.weight"].data_ptr() == module["emb.weight"].data_ptr()
+        assert len({module[key].untyped_storage().data_ptr() for key in ("emb.weight", "fc1.weight", "odd3d")}) == 1
+
+
+@pytest.mark.parametrize("name", ["s1_bf16_dp2", "s2_bf16_dp2", "s3_bf16_dp2", "s1_bf16_dp2_empty"])
+def test_tied_weights_are_two_views_of_one_storage(name: str, tmp_path: Path) -> None:
+    """As DeepSpeed has them: two tensors, so that neither goes where the other is put."""
+    tag = cut(run_of(name), tmp_path / "cut", 3)
+    content = content_of(model_file(tag, 0 if "s3" in name else None))
+    one, other = content["module"]["head.weight"], content["module"]["emb.weight"]
+    assert one is not other
+    assert one.storage is other.storage
+    assert (one.shape, one.storage_offset) == (other.shape, other.storage_offset)
+
+
+def test_what_is_not_meant_is_none(tmp_path: Path) -> None:
+    old = content_of(model_file(tag_of(run_of("s2_bf16_dp2_client"))))
+    new = content_of(model_file(cut(run_of("s2_bf16_dp2_client"), tmp_path / "cut", 3, stage=1)))
+    assert list(new) == list(old)
+    assert new["frozen_param_shapes"] is new["frozen_param_fragments"] is None
+    for key in ("lr_scheduler", "global_steps", "note", "args", "py_rng", "dtype", "dev", "epoch"):
+        assert new[key] == old[key], key
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client"])
+def test_the_clients_own_keys_stay_as_they_are(name: str, tmp_path: Path) -> None:
+    old = content_of(model_file(tag_of(run_of(name))))
+    new = content_of(model_file(cut(run_of(name), tmp_path / "cut", 5)))
+    assert list(new) == list(old)
+    for key in ("epoch", "consumed", "rng", "np_rng", "py_rng", "args", "note", "arr", "nested", "lr_scheduler"):
+        assert form(new[key]) == form(old[key])
+    assert plain(new["nested"]["set"]) == plain(old["nested"]["set"])
+
+
+# --- what every rank of ZeRO-3 saved for itself
+
+
+def personal(tmp_path: Path) -> Path:
+    """A checkpoint of four ranks, each with a random state, an epoch and a buffer of its own."""
+    tag = copy("s3_bf16_dp4", tmp_path)
+    for rank in range(4):
+
+        def change(content: dict[str, Any], rank: int = rank) -> None:
+            content["random_state"] = torch.full((9,), rank, dtype=torch.uint8)
+            content["sampler"] = {"position": 10 * rank}
+            content["note"] = "of all"
+            content["module"]["counter"] = torch.tensor(rank)
+
+        edit(model_file(tag, rank), change)
+    return tag.parent
+
+
+def saved_by(tag: Path, rank: int) -> tuple[int, int, int]:
+    content, tensors = content_of(model_file(tag, rank)), tensor_bytes(model_file(tag, rank))
+    counter = int.from_bytes(tensors["module", "counter"], "little")
+    return tensors["random_state",][8], content["sampler"]["position"] // 10, counter
+
+
+@pytest.mark.parametrize(
+    ("world_size", "expected", "fate"),
+    [
+        (4, [0, 1, 2, 3], None),
+        (2, [0, 1], "ranks below 2 keep theirs, the others' are left out"),
+        (6, [0, 1, 2, 3, 0, 0], "ranks below 4 keep theirs, the new ones get rank 0's"),
+    ],
+)
+def test_each_rank_keeps_what_it_saved(world_size: int, expected: list[int], fate: str | None, tmp_path: Path) -> None:
+    done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=world_size)
+    tag = tag_of(tmp_path / "cut")
+    assert [saved_by(tag, rank) for rank in range(world_size)] == [(rank, rank, rank) for rank in expected]
+    named = ["random_state", "sampler", "buffer counter"] if fate else []
+    assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
+
+
+def test_one_model_file_holds_one_rank_of_it(tmp_path: Path) -> None:
+    done = zckpt.reshard(personal(tmp_path), tmp_path / "cut", world_size=4, stage=2)
+    content = content_of(model_file(tag_of(tmp_path / "cut")))
+    assert content["sampler"] == {"position": 0}
+    fate = "rank 0's is carried, the others' are left out, for there is one model file"
+    named = ["random_state", "sampler", "buffer counter"]
+    assert sorted(done.notes) == sorted(f"{key} differs between ranks: {fate}" for key in named)
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("s3_bf16_dp4", 6), ("s2_bf16_dp4", 3), ("s3_fp32_dp2", 2)])
+def test_first_rank_alone_lists_tied_parameters(name: str, world_size: int, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", world_size, stage=3)
+    listed = [content_of(model_file(tag, rank))["shared_params"] for rank in range(world_size)]
+    assert listed == [{"head.weight": "emb.weight"}, *[{}] * (world_size - 1)]
+    assert zckpt.open(tag).parameters["head.weight"].tied_to == "emb.weight"
+
+
+def test_sub_groups_are_listed_and_bear_their_own_ids(tmp_path: Path) -> None:
+    run = run_of("s3_bf16_dp2_subgroup")
+    tag = cut(run, tmp_path / "cut", 2)
+    for rank in range(2):
+        mine, theirs = (content_of(model_file(at, rank))["param_shapes"] for at in (tag, tag_of(run)))
+        assert form(mine) == form(theirs)
+        ids = [
+            [tensor.attributes for tensor in state_of(optimizer_file(at, rank))["fp32_flat_groups"]]
+            for at in (tag, tag_of(run))
+        ]
+        assert len({str(one) for one in ids[0]}) == 7
+        assert ids[0] == ids[1]

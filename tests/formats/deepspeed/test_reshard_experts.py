@@ -1,0 +1,214 @@
+"""Experts over other numbers of ranks: what real checkpoints hold, and the form of the files. Without DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.truth import Truth, assert_consolidated, assert_same
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed import regroup
+from zckpt.formats.deepspeed.experts import spread_experts
+
+NAMES = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
+EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
+
+
+@pytest.mark.parametrize(("world_size", "experts"), [(1, 1), (2, 2), (4, 4), (6, 2), (3, 1), (8, 4), (40, 4)])
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_arrives(name: str, world_size: int, experts: int, tmp_path: Path) -> None:
+    source = zckpt.open(run_of(name))
+    tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
+    found, truth = zckpt.open(tag), Truth(FIXTURES / name)
+    assert (found.topology.dp, found.topology.ep) == (world_size, experts)
+    assert set(found.parameters) == set(source.parameters)
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        assert expected
+        for key, value in expected.items():
+            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_consolidated(tag, truth, tmp_path)
+    assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
+    for group, old in zip(found.param_groups, source.param_groups, strict=True):
+        assert set(group.parameters) == set(old.parameters)
+        assert {**group.hyperparameters, "name": None} == {**old.hyperparameters, "name": None}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_group_bears_the_name_of_its_degree(name: str, tmp_path: Path) -> None:
+    """DeepSpeed calls a group after its degree, and torch takes a group's name from the file."""
+    target = zckpt.open(cut(run_of(name), tmp_path / "cut", 4, expert_parallel_size=4))
+    assert [group.hyperparameters["name"] for group in target.param_groups] == ["dense", "ep_size_4"]
+
+
+@pytest.mark.parametrize("experts", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_files_say_how_they_are_cut(name: str, experts: int, tmp_path: Path) -> None:
+    world_size = 8
+    tag = cut(run_of(name), tmp_path / "cut", world_size, expert_parallel_size=experts)
+    model = content_of(model_file(tag))
+    dense, sparse = model["param_shapes"]
+    assert all(type(shape) is tuple for shape in [*dense.values(), *sparse.values()])
+    assert {int(key.removeprefix(EXPERT).split(".")[0]) for key in sparse} == set(range(4 // experts))
+    assert not any(key.startswith(EXPERT) for key in model["module"])
+    for rank in range(world_size):
+        state = state_of(optimizer_file(tag, rank))
+        assert state["partition_count"] == [world_size, world_size // experts]
+        for group, shapes in enumerate((dense, sparse)):
+            share = world_size // (experts if group else 1)
+            position = rank // (experts if group else 1)
+            total = sum(math.prod(shape) for shape in shapes.values())
+            partition = 2 * math.ceil(total / (2 * share))
+            padding = min(max((position + 1) * partition - total, 0), partition)
+            assert state["group_paddings"][group] == padding
+            assert state["single_partition_of_fp32_groups"][group].shape == (partition - padding,)
+            assert len(state["param_alignment_paddings"][group]) == len(shapes)
+            wanted, at = {}, 0
+            for key, shape in shapes.items():
+                first, last = max(at, position * partition), min(at + math.prod(shape), (position + 1) * partition)
+                if first < last:
+                    wanted[key] = (last - first, first - position * partition)
+                at += math.prod(shape)
+            mapping = state["param_slice_mappings"][group]
+            assert {key: (a.get("numel"), a.get("start")) for key, a in mapping.items()} == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "between"),
+    [
+        ("moe_ep1_s2_bf16_dp2", 2, {"world_size": 8, "expert_parallel_size": 4}),
+        ("moe_ep2_s2_bf16_dp2", 2, {"world_size": 3, "expert_parallel_size": 1, "stage": 1}),
+        ("moe_ep2_s2_fp32_dp4", 4, {"world_size": 6}),
+        ("moe_ep2_s2_fp32_dp4", 4, {"world_size": 4, "expert_parallel_size": 4, "round_robin": True}),
+    ],
+)
+def test_there_and_back_gives_the_same_files(name: str, ranks: int, between: dict[str, Any], tmp_path: Path) -> None:
+    original = tag_of(run_of(name))
+    zckpt.reshard(run_of(name), tmp_path / "between", **between)
+    experts = 1 if "ep1" in name else 2
+    back = cut(tmp_path / "between", tmp_path / "back", ranks, expert_parallel_size=experts, stage=2, round_robin=False)
+    names = sorted(path.name for path in original.glob("*.pt"))
+    assert sorted(path.name for path in back.iterdir()) == names
+    for one in names:
+        assert form(content_of(back / one)) == form(content_of(original / one)), one
+        mine, theirs = tensor_bytes(back / one), tensor_bytes(original / one)
+        assert list(mine) == list(theirs)
+        for where, data in theirs.items():
+            unpadded = len(data)
+            if "base_optimizer_state" in where and where[-1] != "step":
+                group = next(step for step in where if type(step) is int)
+                unpadded -= 4 * state_of(original / one)["group_paddings"][group]
+            assert mine[where][:unpadded] == data[:unpadded], (one, where)
+
+
+@pytest.mark.parametrize("name", ["moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"])
+def test_files_of_experts_are_the_same_at_any_degree(name: str, tmp_path: Path) -> None:
+    tag = cut(run_of(name), tmp_path / "cut", 3, expert_parallel_size=1)
+    files = sorted(path.name for path in tag_of(run_of(name)).glob("layer_*"))
+    assert len(files) == 4
+    assert sorted(path.name for path in tag.glob("layer_*")) == files
+    for one in files:
+        assert tensor_bytes(tag / one) == tensor_bytes(tag_of(run_of(name)) / one)
+
+
+def test_degree_that_divides_nothing_is_refused(tmp_path: Path) -> None:
+    source = run_of("moe_ep2_s2_fp32_dp4")
+    for options in ({"world_size": 3}, {"world_size": 4, "expert_parallel_size": 3}):
+        with pytest.raises(UsageError, match="give another --expert-parallel-size"):
+            zckpt.reshard(source, tmp_path / "cut", **options)
+    with pytest.raises(UsageError, match=r"4 experts of .* cannot be spread over 8 ranks"):
+        zckpt.reshard(source, tmp_path / "cut", world_size=8, expert_parallel_size=8)
+    with pytest.raises(UsageError, match="at least 1"):
+        zckpt.reshard(source, tmp_path / "cut", world_size=4, expert_parallel_size=0)
+    with pytest.raises(UsageError, match="no experts"):
+        zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=4, expert_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="ZeRO-3"):
+        zckpt.reshard(source, tmp_path / "cut", world_size=4, stage=3)
+    with pytest.raises(UnsupportedError, match="tensor parallelism"):
+        zckpt.reshard(source, tmp_path / "cut", world_size=4, tensor_parallel_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_are_numbered_otherwise_are_refused(tmp_path: Path) -> None:
+    """With `use_data_before_expert_parallelism` other ranks share an expert: read as usual, it would be wrong."""
+    tag = copy("moe_ep2_s2_fp32_dp4", tmp_path)
+    edit(model_file(tag), lambda content: content["ds_config"].update(use_data_before_expert_parallelism=True))
+    with pytest.raises(UnsupportedError, match="data-parallel first"):
+        zckpt.open(tag)
+
+
+# --- param groups that are split by size
+
+
+def layers(experts: int, ranks: int) -> list[list[str]]:
+    """The experts' parameters of each rank, in the model's order."""
+    share = experts // ranks
+    return [
+        [
+            f"{layer}.deepspeed_experts.{number}.{kind}"
+            for layer in ("a", "b")
+            for number in range(rank * share, (rank + 1) * share)
+            for kind in ("weight", "bias")
+        ]
+        for rank in range(ranks)
+    ]
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_experts_are_dealt_layer_by_layer(ranks: int, others: int) -> None:
+    assert spread_experts(layers(12, ranks), others, "file") == layers(12, others)
+
+
+def test_other_orders_are_refused() -> None:
+    names = [sorted(one, key=lambda name: name.rpartition(".")[2]) for one in layers(4, 2)]
+    with pytest.raises(UnsupportedError, match="not the model's"):
+        spread_experts(names, 4, "file")
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12))
+def test_groups_are_split_as_deepspeed_splits_them(numels: list[int]) -> None:
+    """Its own loop, as a list of sizes: a group ends before the parameter that makes it too large."""
+    expected: list[list[int]] = []
+    group: list[int] = []
+    size = 0
+    for index, numel in enumerate(numels):
+        if size + numel <= 40:
+            group.append(index)
+            size += numel
+        else:
+            expected.append(group)
+            group, size = [index], numel
+    expected.append(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regroup, "EXPERT_GROUP_NUMEL", 40)
+        assert regroup.expert_groups(numels) == expected
+
+
+def test_more_groups_where_a_rank_has_more_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert has 195 elements: at four expert ranks one group is enough, at one rank there are four, and back."""
+    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 200)
+    source, truth = run_of("moe_ep2_s2_fp32_dp4"), Truth(FIXTURES / "moe_ep2_s2_fp32_dp4")
+    zckpt.reshard(source, tmp_path / "four", world_size=4, expert_parallel_size=4)
+    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 390)
+    zckpt.reshard(tmp_path / "four", tmp_path / "two", world_size=4, expert_parallel_size=2)
+    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 200)
+    zckpt.reshard(tmp_path / "four", tmp_path / "one", world_size=2, expert_parallel_size=1)
+    zckpt.reshard(tmp_path / "one", tmp_path / "back", world_size=8, expert_parallel_size=4)
+    zckpt.reshard(tmp_path / "one", tmp_path / "halves", world_size=4, expert_parallel_size=2)
+    counts = {"four": 2, "two": 2, "one": 5, "back": 2, "halves": 3}
+    for place, count in counts.items():
+        found = zckpt.open(tmp_path / place)
+        assert len(found.param_groups) == count, place
+        for key, value in truth.masters.items():
+            assert_same(found.read(key, "master"), value, key)
+        names = [group.parameters for group in found.param_groups[1:]]
+        assert sorted(name for group in names for name in group) == sorted(
+            name for name in truth.masters if "deepspeed_experts" in name
+        )

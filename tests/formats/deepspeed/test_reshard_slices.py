@@ -1,0 +1,386 @@
+"""Slices for other numbers of tensor-parallel ranks: every way of slicing, padding, what drifts, whose rules hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed import sliced
+from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.truth import Truth, assert_consolidated, assert_same
+from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError
+
+FIXED = ["tp2_s1_bf16_dp2", "tp2_s2_fp32_dp2", "tp2_s3_bf16_dp2"]
+
+
+def made(tmp_path: Path, degree: int = 4, dp: int = 2, **options: Any) -> Path:
+    return sliced.make(tmp_path / "source", degree, dp, **options)
+
+
+def sizes(tag: Path, rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model-parallel rank's module."""
+    module = content_of(tag / f"mp_rank_{rank:02d}_model_states.pt")["module"]
+    return {name: tensor.shape for name, tensor in module.items()}
+
+
+def loaded(tag: Path, rank: int) -> dict[str, torch.Tensor]:
+    path = tag / f"mp_rank_{rank:02d}_model_states.pt"
+    return torch.load(path, weights_only=False)["module"]
+
+
+# --- what real trainings wrote
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3, 7])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", FIXED)
+def test_everything_arrives(name: str, stage: int, world_size: int, degree: int, tmp_path: Path) -> None:
+    source = zckpt.open(run_of(name))
+    tag = cut(run_of(name), tmp_path / "cut", world_size, tensor_parallel_size=degree, stage=stage)
+    found, truth = zckpt.open(tag), Truth(FIXTURES / name)
+    assert (found.topology.dp, found.topology.tp, found.zero_stage) == (world_size, degree, stage)
+    assert list(found.parameters) == list(source.parameters)
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        assert expected
+        for key, value in expected.items():
+            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_consolidated(tag, truth, tmp_path)
+    assert [g.parameters for g in found.param_groups] == [g.parameters for g in source.param_groups]
+    assert [g.hyperparameters for g in found.param_groups] == [g.hyperparameters for g in source.param_groups]
+    assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
+    assert found.warnings == source.warnings
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_there_and_back_at_the_same_degree_gives_the_same_files(name: str, tmp_path: Path) -> None:
+    """Also what drifts apart and the rows of the padding: nothing is put together where nothing has to be."""
+    original = tag_of(run_of(name))
+    cut(run_of(name), tmp_path / "between", 3)
+    back = cut(tmp_path / "between", tmp_path / "back", 2)
+    names = sorted(path.name for path in original.glob("*.pt"))
+    assert sorted(path.name for path in back.iterdir()) == names
+    for one in names:
+        assert form(content_of(back / one)) == form(content_of(original / one)), one
+        if "model_states" in one:
+            assert tensor_bytes(back / one) == tensor_bytes(original / one), one
+        elif "s3" not in name:
+            key = "single_partition_of_fp32_groups"
+            mine, theirs = (
+                {where: data for where, data in tensor_bytes(tag / one).items() if key in where}
+                for tag in (back, original)
+            )
+            assert theirs
+            assert mine == theirs, one
+
+
+# --- every way of slicing
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("degree", "other"), [(4, 2), (4, 1), (2, 4), (1, 4), (1, 2), (2, 1), (4, 4), (1, 1)])
+def test_each_rank_has_what_torch_would_cut(degree: int, other: int, stage: int, tmp_path: Path) -> None:
+    run = made(tmp_path, degree)
+    tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=other, stage=stage)
+    found = zckpt.open(tag)
+    for name in sliced.names():
+        rows = sliced.VOCABULARY if name == "embedding.weight" else None
+        for slot in sliced.SLOTS:
+            expected = sliced.mean(slot, degree) if name == sliced.DRIFTING else sliced.whole(name, slot)
+            assert_same(found.read(name, slot), expected[:rows] if rows else expected, f"{slot}/{name}")
+    if stage == 3:
+        return
+    for rank in range(other):
+        module = loaded(tag, rank)
+        for name in sliced.WAYS:
+            expected = sliced.local(name, "weight" if "frozen" in name else "master", rank, other)
+            if name == sliced.DRIFTING and degree != other:
+                expected = sliced.mean("master", degree)
+            assert torch.equal(module[name], expected), (rank, name)
+        assert module["head.weight"].data_ptr() == module["embedding.weight"].data_ptr()
+        assert module["counter"] == 7
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (3, 2), (1, 3)])
+@pytest.mark.parametrize("between", [1, 2])
+def test_there_and_back_gives_the_same_state(between: int, stages: tuple[int, int], tmp_path: Path) -> None:
+    run = made(tmp_path)
+    zckpt.reshard(run, tmp_path / "between", world_size=3, tensor_parallel_size=between, stage=stages[0])
+    zckpt.reshard(tmp_path / "between", tmp_path / "stage", world_size=5, stage=stages[1])
+    back = cut(tmp_path / "stage", tmp_path / "back", 2, tensor_parallel_size=4, stage=2)
+    original = tag_of(run)
+    assert sorted(path.name for path in back.iterdir()) == sorted(path.name for path in original.iterdir())
+    for path in sorted(original.iterdir()):
+        mine, theirs = tensor_bytes(back / path.name), tensor_bytes(path)
+        assert set(mine) == set(theirs)
+        if "model" in path.name:
+            differing = {where for where in theirs if mine[where] != theirs[where]}
+            assert {where[-1] for where in differing} <= {sliced.DRIFTING, "rng_state"}
+        else:
+            drifts = where_it_drifts(original, path)
+            for where, data in theirs.items():
+                parts = zip(elements(mine[where]), elements(data), strict=True)
+                assert {at for at, (a, b) in enumerate(parts) if a != b} <= drifts.get(group_of(where), set()), where
+
+
+def elements(data: bytes) -> list[bytes]:
+    return [data[at : at + 4] for at in range(0, len(data), 4)]
+
+
+def group_of(where: tuple[object, ...]) -> object:
+    return next((step for step in where if type(step) is int), None)
+
+
+def where_it_drifts(tag: Path, path: Path) -> dict[object, set[int]]:
+    """Positions, by group, of the elements of one rank's partition that are those of the parameter that drifts."""
+    dp_rank, mp_rank = int(path.name.split("_")[3]), int(path.name.split("_")[6])
+    shapes = content_of(tag / f"mp_rank_{mp_rank:02d}_model_states.pt")["param_shapes"][1]
+    begin = 0
+    for name, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        if name == sliced.DRIFTING:
+            state = state_of(path)
+            size = state["base_optimizer_state"]["state"][1]["exp_avg"].numel
+            return {1: {at - dp_rank * size for at in range(begin, begin + numel)}}
+        begin += numel
+    raise AssertionError(sliced.DRIFTING)
+
+
+def test_model_files_are_true_of_the_target(tmp_path: Path) -> None:
+    tag = cut(made(tmp_path), tmp_path / "cut", 3, tensor_parallel_size=2)
+    for rank in range(2):
+        content = content_of(tag / f"mp_rank_{rank:02d}_model_states.pt")
+        assert (content["dp_world_size"], content["mp_world_size"]) == (3, 2)
+        assert content["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": 2}
+        assert content["shared_params"] == (sliced.TIED if rank == 0 else {})
+        shapes = {name: shape for group in content["param_shapes"] for name, shape in group.items()}
+        assert shapes["layer.row.weight"] == (7, 4)
+        assert shapes["layer.qkv.weight"] == (14, 6)
+        assert content["frozen_param_shapes"] == {"frozen.column": (4, 3), "frozen.norm": (3,)}
+
+
+def test_widths_of_parts_are_those_of_the_target(tmp_path: Path) -> None:
+    """Without them, version 0.4 of DeepSpeed's own converter refuses; those of another degree would be wrong."""
+    widths = {r"layer\.qkv\.weight$": [[4] * 4, [2] * 4, [1] * 4]}
+    run = made(tmp_path, rules=sliced.RULES | {"sub_param_shard_widths": widths})
+    tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=2)
+    info = content_of(tag / "mp_rank_01_model_states.pt")["universal_checkpoint_info"]
+    assert info["sub_param_shard_widths"] == {r"layer\.qkv\.weight$": [[8, 8], [4, 4], [2, 2]]}
+    assert info["parameter_with_sub_params"] == sliced.RULES["parameter_with_sub_params"]
+    assert_same(zckpt.open(tag).read("layer.qkv.weight", "exp_avg"), sliced.whole("layer.qkv.weight", "exp_avg"), "")
+
+
+def test_tied_head_of_every_rank_is_tied(tmp_path: Path) -> None:
+    """DeepSpeed lets the first rank alone say what is tied; on the others it is no frozen parameter for that."""
+    tag = cut(made(tmp_path), tmp_path / "cut", 3)
+    for rank in range(4):
+        content = content_of(tag / f"mp_rank_{rank:02d}_model_states.pt")
+        assert list(content["frozen_param_shapes"]) == ["frozen.column", "frozen.norm"]
+
+
+# --- the vocabulary's padding
+
+
+def test_padding_rows_keep_their_values(tmp_path: Path) -> None:
+    tag = cut(made(tmp_path), tmp_path / "cut", 3, tensor_parallel_size=2)
+    rows = torch.cat([loaded(tag, rank)["embedding.weight"] for rank in range(2)])
+    assert torch.equal(rows, sliced.whole("embedding.weight", "master"))
+    assert rows[sliced.VOCABULARY :].abs().sum() > 0
+
+
+def test_tp1_keeps_its_padding_rows(tmp_path: Path) -> None:
+    """A training that was never sliced may have a padded vocabulary all the same, and its model expects it."""
+    edits = {"original_vocab_size": 30, "vocabulary_parameter_patterns": ["emb.weight"]}
+    run = tmp_path / "source"
+    original = tag_of(run_of("s2_bf16_dp2_ucinfo"))
+    (run / "global_step5").mkdir(parents=True)
+    (run / "latest").write_text("global_step5")
+    for path in original.iterdir():
+        (run / "global_step5" / path.name).write_bytes(path.read_bytes())
+    model = run / "global_step5" / "mp_rank_00_model_states.pt"
+    edit(model, lambda content: content["universal_checkpoint_info"].update(edits))
+    assert zckpt.open(run).parameters["emb.weight"].shape[0] == 30
+    tag = cut(run, tmp_path / "cut", 3)
+    written = content_of(tag / model.name)
+    assert written["module"]["emb.weight"].shape[0] == written["param_shapes"][0]["emb.weight"][0] == 37
+    mine, theirs = tensor_bytes(tag / model.name), tensor_bytes(model)
+    assert mine["module", "emb.weight"] == theirs["module", "emb.weight"]
+    back = cut(tmp_path / "cut", tmp_path / "back", 2)
+    for path in original.glob("*optim*"):
+        mine, theirs = tensor_bytes(back / path.name), tensor_bytes(path)
+        masters = [where for where in theirs if "single_partition_of_fp32_groups" in where]
+        assert masters
+        assert all(mine[where] == theirs[where] for where in masters)
+
+
+@pytest.mark.parametrize(("degree", "rows"), [(1, 37), (1, 40), (1, 64), (2, 38), (4, 40), (4, 128)])
+def test_padded_size_is_as_asked(degree: int, rows: int, tmp_path: Path) -> None:
+    options = {"tensor_parallel_size": degree, "padded_vocab_size": rows}
+    tag = cut(made(tmp_path), tmp_path / "cut", 3, **options)
+    found = torch.cat([loaded(tag, rank)["embedding.weight"] for rank in range(degree)])
+    expected = torch.zeros(rows, 6)
+    kept = min(rows, sliced.PADDED)
+    expected[:kept] = sliced.whole("embedding.weight", "master")[:kept]
+    assert torch.equal(found, expected)
+    info = content_of(tag / "mp_rank_00_model_states.pt")["universal_checkpoint_info"]
+    assert info["padded_vocab_size"] == rows
+    opened = zckpt.open(tag)
+    for slot in sliced.SLOTS:
+        whole = sliced.whole("embedding.weight", slot)[: sliced.VOCABULARY]
+        assert_same(opened.read("embedding.weight", slot), whole, slot)
+    if degree == 4:  # the same degree: all else stays what it was, on each rank
+        for rank in range(4):
+            assert torch.equal(loaded(tag, rank)[sliced.DRIFTING], sliced.local(sliced.DRIFTING, "master", rank, 4))
+
+
+def test_rows_are_added_where_they_do_not_divide(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    zckpt.reshard(run, tmp_path / "one", world_size=2, tensor_parallel_size=1, padded_vocab_size=37)
+    tag = cut(tmp_path / "one", tmp_path / "two", 2, tensor_parallel_size=2)
+    assert [sizes(tag, rank)["embedding.weight"] for rank in range(2)] == [(19, 6), (19, 6)]
+    assert loaded(tag, 1)["embedding.weight"][-1].tolist() == [0] * 6
+
+
+def test_stage_3_pads_as_well(tmp_path: Path) -> None:
+    options = {"stage": 3, "tensor_parallel_size": 2, "padded_vocab_size": 64}
+    zckpt.reshard(made(tmp_path), tmp_path / "three", world_size=3, **options)
+    tag = cut(tmp_path / "three", tmp_path / "one", 2, tensor_parallel_size=1, stage=1)
+    found = loaded(tag, 0)["embedding.weight"]
+    assert torch.equal(found[:40], sliced.whole("embedding.weight", "master"))
+    assert found[40:].shape == (24, 6)
+    assert not found[40:].any()
+
+
+@pytest.mark.parametrize("rows", [36, 39, 0, -4])
+def test_padded_size_that_cannot_be(rows: int, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="padded size"):
+        zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=2, padded_vocab_size=rows)
+    assert not (tmp_path / "cut").exists()
+
+
+# --- whose rules hold
+
+
+def rules_file(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps(sliced.RULES | changes))
+    return path
+
+
+@pytest.mark.parametrize("other", [1, 2, 4])
+def test_rules_from_a_file(other: int, tmp_path: Path) -> None:
+    run = made(tmp_path, rules=None)
+    tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=other, tp_rules=rules_file(tmp_path))
+    found = zckpt.open(tag)
+    for name in sliced.names():
+        expected = sliced.mean("exp_avg", 4) if name == sliced.DRIFTING else sliced.whole(name, "exp_avg")
+        rows = sliced.VOCABULARY if name == "embedding.weight" else expected.shape[0] if expected.shape else None
+        assert_same(found.read(name, "exp_avg"), expected[:rows] if rows else expected, name)
+    info = content_of(tag / "mp_rank_00_model_states.pt")["universal_checkpoint_info"]
+    assert info["parameter_with_sub_params"] == sliced.RULES["parameter_with_sub_params"]  # tuples, as DeepSpeed asks
+
+
+def test_file_is_used_instead_of_the_checkpoints_own(tmp_path: Path) -> None:
+    wrong = sliced.RULES["parameter_with_row_parallelism_patterns"] + [r"layer\.column"]
+    run = made(tmp_path, rules=sliced.RULES | {"parameter_with_row_parallelism_patterns": wrong})
+    with pytest.raises(LayoutError, match=r"layer\.column\.bias"):
+        zckpt.open(run)
+    tag = cut(run, tmp_path / "cut", 3, tensor_parallel_size=1, tp_rules=rules_file(tmp_path))
+    assert torch.equal(loaded(tag, 0)["layer.column.weight"], sliced.whole("layer.column.weight", "master"))
+    assert zckpt.open(tag).parameters["layer.column.weight"].shape == (12, 5)
+
+
+@pytest.mark.parametrize("degree", [None, 1, 2, 4])
+def test_without_rules_slices_are_refused(degree: int | None, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"17 parameters \(embedding.weight, layer.qkv.weight, .*no rules"):
+        zckpt.reshard(made(tmp_path, rules=None), tmp_path / "cut", world_size=3, tensor_parallel_size=degree)
+    assert not (tmp_path / "cut").exists()
+
+
+def test_without_rules_nothing_is_sliced(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"emb\.weight.*no rules how to cut"):
+        zckpt.reshard(run_of("s2_bf16_dp2"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="which parameters every rank has whole"):
+        zckpt.reshard(run_of("s2_bf16_dp2_ucinfo"), tmp_path / "cut", world_size=3, tensor_parallel_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameter_that_does_not_divide_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"layer\.qkv\.weight cannot be cut for 3"):
+        zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tensor_parallel_size=3)
+    assert not (tmp_path / "cut").exists()
+
+
+@pytest.mark.parametrize("missing", [r".*\.norm", "scale$"])
+def test_copies_that_no_rule_names_are_noticed(missing: str, tmp_path: Path) -> None:
+    """In shapes alone, two copies of a norm are slices of one twice as long."""
+    patterns = [pattern for pattern in sliced.RULES["tp_replicated_parameter_patterns"] if pattern != missing]
+    run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
+    with pytest.raises((WeightMismatchError, LayoutError), match=r"layer\.norm\.weight is the same|scale"):
+        zckpt.reshard(run, tmp_path / "cut", world_size=2, tensor_parallel_size=2)
+    assert not (tmp_path / "cut").exists()
+
+
+def test_copies_that_differ_are_noticed(tmp_path: Path) -> None:
+    patterns = [*sliced.RULES["tp_replicated_parameter_patterns"], ".*drifting"]
+    run = made(tmp_path, rules=sliced.RULES | {"tp_replicated_parameter_patterns": patterns})
+    with pytest.raises(WeightMismatchError, match=r"layer\.drifting\.weight differs"):
+        zckpt.reshard(run, tmp_path / "cut", world_size=2, tensor_parallel_size=2)
+    assert not (tmp_path / "cut").exists()
+    zckpt.reshard(run, tmp_path / "same", world_size=3)
+    tag = cut(run, tmp_path / "taken", 2, tensor_parallel_size=1, weight_check=False)
+    assert torch.equal(loaded(tag, 0)[sliced.DRIFTING], sliced.local(sliced.DRIFTING, "master", 0, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", "no tensor-parallel rules"),
+        ('{"tp_replicated_patterns": []}', "unknown tensor-parallel rules"),
+        ('{"tp_replicated_parameter_patterns": "x"}', "unreadable"),
+        ('{"tp_replicated_parameter_patterns": ["("]}', "unreadable"),
+        ('{"tp_replicated_parameter_patterns": ["(a*)*b"]}', "take for ever"),
+        ('{"parameter_with_sub_params": [{}]}', "sub-parameters"),
+        ('{"parameter_with_sub_params": [{"patterns": ["a"], "shape": [1000000000], "partition_dim": 0}]}', "too many"),
+        (" " * (1 << 21), "too large"),
+    ],
+)
+def test_rules_that_cannot_be_used(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "rules.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, tp_rules=path)
+    with pytest.raises(UsageError, match="cannot be opened"):
+        zckpt.reshard(tmp_path / "source", tmp_path / "cut", world_size=2, tp_rules=tmp_path / "no")
+
+
+def test_padded_size_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    rules = rules_file(tmp_path, vocabulary_parameter_patterns=[])
+    with pytest.raises(UsageError, match="a padded size does not apply"):
+        zckpt.reshard(made(tmp_path), tmp_path / "cut", world_size=2, padded_vocab_size=40, tp_rules=rules)
+    assert not (tmp_path / "cut").exists()
+
+
+# --- what ranks saved for themselves
+
+
+def test_what_differs_between_slices_is_named(tmp_path: Path) -> None:
+    run = made(tmp_path)
+    done = zckpt.reshard(run, tmp_path / "two", world_size=2, tensor_parallel_size=2)
+    assert done.notes == ("rng_state differs between model-parallel ranks: mp_rank 0's is carried to all",)
+    tag = tag_of(tmp_path / "two")
+    states = [tensor_bytes(tag / f"mp_rank_{rank:02d}_model_states.pt")["rng_state",] for rank in range(2)]
+    assert states == [bytes(8)] * 2
+    same = zckpt.reshard(run, tmp_path / "four", world_size=3)
+    assert same.notes == ("rng_state is carried over as it was saved at another number of ranks",)
+    tag = tag_of(tmp_path / "four")
+    states = [tensor_bytes(tag / f"mp_rank_{rank:02d}_model_states.pt")["rng_state",] for rank in range(4)]
+    assert states == [bytes([rank]) * 8 for rank in range(4)]

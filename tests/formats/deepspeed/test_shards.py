@@ -1,0 +1,703 @@
+"""The files of a DeepSpeed checkpoint when some are missing, there twice, old, stale, swapped or damaged."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.cli.console import command, environment
+from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
+from tests.truth import Truth, assert_consolidated
+from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
+
+
+def assert_still_the_truth(tag: Path, name: str, tmp_path: Path, **options: Any) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    assert_consolidated(tag, Truth(FIXTURES / name), output, **options)
+
+
+def outcome(*steps: Callable[[], object]) -> ZckptError | None:
+    """Run steps; return zckpt's own error, one line long. Any other exception is a failure of the test."""
+    try:
+        for step in steps:
+            step()
+    except ZckptError as error:
+        found = error
+    else:
+        return None
+    assert len(str(found).splitlines()) == 1
+    return found
+
+
+def refusal(kind: type[ZckptError], *arguments: Any, **options: Any) -> str:
+    """The one line of the error that opening, or else consolidating, must raise."""
+    source, *rest = arguments
+    with pytest.raises(kind) as caught:
+        zckpt.consolidate(zckpt.open(source, **options), *(rest or [source.parent / "unwritten.safetensors"]))
+    assert type(caught.value) is kind or kind in (SourceError, ZckptError)
+    assert not (source.parent / "unwritten.safetensors").exists()
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    return text
+
+
+# --- missing files
+
+
+@pytest.mark.parametrize("ranks", [[0], [1], [3], [0, 3], [1, 2, 3]])
+@pytest.mark.parametrize(
+    "name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "ds0145_s2_bf16_dp4"]
+)
+def test_missing_ranks_are_named(name: str, ranks: list[int], tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    for rank in ranks:
+        optimizer_file(tag, rank).unlink()
+    text = refusal(ShardError, tag)
+    assert re.search(rf"missing for ranks? {', '.join(map(str, ranks))}:", text)
+    assert "4 ranks" in text
+    assert "--root" in text
+
+
+@pytest.mark.parametrize("ranks", [[1], [2, 3], [0]])
+def test_missing_model_files_of_stage_3_are_named(ranks: list[int], tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp4", tmp_path)
+    for rank in ranks:
+        model_file(tag, rank).unlink()
+    assert re.search(rf"ranks? {', '.join(map(str, ranks))}:", refusal(ShardError, tag))
+
+
+def test_missing_model_file_is_named(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    model_file(tag).unlink()
+    assert "mp_rank_00_model_states.pt" in refusal(ShardError, tag)
+
+
+def test_no_optimizer_file_at_all_names_every_rank(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        optimizer_file(tag, rank).unlink()
+    assert re.search(r"ranks 0, 1:", refusal(ShardError, tag))
+
+
+@pytest.mark.parametrize("mp_rank", [0, 1])
+def test_missing_tensor_parallel_rank_is_named(mp_rank: int, tmp_path: Path) -> None:
+    tag = copy("tp2_s1_bf16_dp2", tmp_path)
+    for path in tag.glob(f"*mp_rank_{mp_rank:02d}_*"):
+        path.unlink()
+    assert re.search(rf"model-parallel ranks? {mp_rank}\b", refusal(ShardError, tag))
+
+
+def test_missing_data_parallel_rank_of_a_tensor_parallel_rank_is_named_with_both(tmp_path: Path) -> None:
+    tag = copy("tp2_s1_bf16_dp2", tmp_path)
+    optimizer_file(tag, 0, mp_rank=1).unlink()
+    text = refusal(ShardError, tag)
+    assert "mp_rank 1" in text
+    assert re.search(r"missing for ranks? 0:", text)
+
+
+@pytest.mark.parametrize("name", ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2"])
+def test_missing_expert_is_named(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    (tag / "layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    assert re.search(r"expert.* 2\b", refusal(ShardError, tag))
+
+
+def test_directory_without_files_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="no checkpoint recognised"):
+        zckpt.open(tmp_path)
+
+
+def limited(tag: Path) -> subprocess.CompletedProcess[str]:
+    """Inspect with little memory: what a file claims must not decide how much is taken."""
+    return subprocess.run(
+        command("inspect", tag),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)),
+    )
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**9, 1 << 40, 1 << 70])
+def test_number_of_ranks_that_cannot_be_is_refused(size: int, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content.update(dp_world_size=size))
+    for rank in (0, 1):
+        edit(
+            optimizer_file(tag, rank),
+            lambda content: content["optimizer_state_dict"].update(partition_count=[size] * 3),
+        )
+    done = limited(tag)
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("size", [10**9, 1 << 70])
+def test_number_of_model_parallel_ranks_that_cannot_be_is_refused(size: int, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content.update(mp_world_size=size))
+    done = limited(tag)
+    assert done.returncode == 3, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# --- several roots
+
+
+def test_two_roots_are_merged(tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp4", tmp_path)
+    node = tmp_path / "node" / tag.name
+    node.mkdir(parents=True)
+    for rank in (1, 3):
+        for path in tag.glob(f"*rank_{rank}_mp*"):
+            path.rename(node / path.name)
+    opened = zckpt.open(tag.parent, roots=[node.parent])
+    assert opened.topology.dp == 4
+    output = tmp_path / "output"
+    output.mkdir()
+    zckpt.consolidate(tag.parent, output / "model.safetensors", roots=[node.parent])
+    model = load_file(output / "model.safetensors")
+    for name, value in Truth(FIXTURES / "s3_bf16_dp4").masters.items():
+        assert torch.equal(model[name], value)
+
+
+def test_root_may_be_the_run_or_the_tag_directory_of_the_other_node(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    node = tmp_path / "node" / tag.name
+    node.mkdir(parents=True)
+    shard = optimizer_file(tag, 1)
+    shard.rename(node / shard.name)
+    for source, root in ((tag, node), (tag.parent, node), (tag.parent, node.parent)):
+        assert zckpt.open(source, roots=[root]).topology.dp == 2
+
+
+def test_rank_that_two_roots_have_is_named(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    other = Path(shutil.copytree(tag.parent, tmp_path / "other"))
+    model_file(other / tag.name).unlink()
+    optimizer_file(other / tag.name, 0).unlink()
+    text = refusal(ShardError, tag.parent, roots=[other])
+    assert "rank 1" in text
+    assert "twice" in text
+    assert str(tag) in text
+    assert str(other) in text
+
+
+def test_rank_that_is_there_under_two_names_is_named(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    shard = optimizer_file(tag, 1)
+    shutil.copy(shard, shard.with_name(shard.name.removeprefix("bf16_")))
+    assert "rank 1" in refusal(ShardError, tag)
+
+
+def test_the_same_file_reached_twice_is_no_duplicate(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(tag.parent)
+    assert zckpt.open(tag.parent, roots=[tag.parent, link]).topology.dp == 2
+
+
+def test_files_that_are_links_are_followed(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for path in list(tag.iterdir()):
+        blob = path.rename(tmp_path / f"blob-{path.name}")
+        path.symlink_to(blob)
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+# --- leftovers and stale files
+
+
+@pytest.mark.parametrize("larger", ["s2_bf16_dp4"])
+def test_ranks_left_over_from_a_larger_run_are_named_and_not_used(larger: str, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for rank in (2, 3):
+        shutil.copy(optimizer_file(FIXTURES / larger / "global_step5", rank), tag)
+    (warning,) = zckpt.open(tag).warnings
+    assert "ranks 2, 3" in warning
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+def test_rank_of_another_world_size_in_the_place_of_one_is_named(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    shutil.copy(optimizer_file(FIXTURES / "s2_bf16_dp4" / "global_step5", 1), optimizer_file(tag, 1))
+    text = refusal(ShardError, tag)
+    assert "rank 1" in text
+    assert "2 ranks" in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_file_of_an_earlier_step_is_named(rank: int, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2_multitag", tmp_path)
+    shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
+    text = refusal(ShardError, tag)
+    assert str(optimizer_file(tag, rank)) in text
+    assert f"rank {rank} " in text
+    assert "step" in text
+
+
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_bf16_dp4", "s3_bf16_dp4"])
+def test_rank_with_another_step_is_named_among_many(name: str, rank: int, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+
+    def one_step_back(content: dict[str, Any]) -> None:
+        z = content["optimizer_state_dict"]
+        base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
+        for state in base["state"].values():
+            state["step"] = torch.tensor(4.0)
+
+    edit(optimizer_file(tag, rank), one_step_back)
+    text = refusal(ShardError, tag)
+    assert f"rank {rank} " in text
+    assert "4" in text.split("found")[1]
+
+
+def test_all_optimizer_files_of_an_earlier_step_than_the_model_are_an_error(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2_multitag", tmp_path)
+    for rank in (0, 1):
+        shutil.copy(optimizer_file(tag.parent / "global_step3", rank), tag)
+    refusal(SourceError, tag)
+
+
+def test_model_file_of_another_step_in_stage_3_is_named(tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp2", tmp_path)
+    edit(model_file(tag, 1), lambda content: content.update(global_steps=4))
+    assert "rank 1" in refusal(ShardError, tag)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_sgdm", "s2_bf16_dp2_lion"])
+def test_stale_rank_without_a_step_is_found_by_the_weights(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+
+    def drift(content: dict[str, Any]) -> None:
+        for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+            master.data.mul_(1.125)
+
+    edit(optimizer_file(tag, 1), drift)
+    text = refusal(WeightMismatchError, tag)
+    parameters = Truth(FIXTURES / name).masters
+    assert any(f"master of {parameter} " in text for parameter in parameters)
+    assert str(optimizer_file(tag, 1)) in text
+    assert "--no-weight-check" in text
+
+
+def test_no_weight_check_takes_a_stale_rank_as_it_is(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2_sgdm", tmp_path)
+
+    def drift(content: dict[str, Any]) -> None:
+        for master in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+            master.data.mul_(1.125)
+
+    edit(optimizer_file(tag, 1), drift)
+    zckpt.consolidate(tag, tmp_path / "model.safetensors", weight_check=False)
+    model = load_file(tmp_path / "model.safetensors")
+    truth = Truth(FIXTURES / "s2_bf16_dp2_sgdm").masters
+    assert torch.equal(model["odd3d"], truth["odd3d"])  # on rank 0
+    assert torch.equal(model["unused.weight"], truth["unused.weight"] * 1.125)
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+@pytest.mark.parametrize("parameter", sorted(Truth(FIXTURES / "s2_bf16_dp4").masters))
+def test_weight_check_samples_every_parameter(parameter: str, position: str, tmp_path: Path) -> None:
+    """An element at either end of any parameter that does not fit is found, whatever rank holds it."""
+    tag = copy("s2_bf16_dp4", tmp_path)
+
+    def change(content: dict[str, Any]) -> None:
+        weight = content["module"][parameter].reshape(-1)
+        weight[0 if position == "first" else -1] += 1
+
+    edit(model_file(tag), change)
+    assert f"master of {parameter} " in refusal(WeightMismatchError, tag)
+
+
+# --- a layout that contradicts itself
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "s2_bf16_dp2", "s1_bf16_dp2", "s2_fp32_dp2", "s1_fp32_dp2", "s2_bf16_dp2_rr", "s2_bf16_dp2_palign",
+        "s2_bf16_dp2_elastic", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_sgdm", "ds0145_s1_fp32_dp2",
+        "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2",
+    ],
+)  # fmt: skip
+def test_swapped_ranks_are_refused(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    first, second = optimizer_file(tag, 0), optimizer_file(tag, 1)
+    aside = first.rename(tmp_path / "aside")
+    second.rename(first)
+    aside.rename(second)
+    refusal(SourceError, tag)
+
+
+def test_param_shapes_in_another_order_are_refused(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def swap(content: dict[str, Any]) -> None:
+        shapes = content["param_shapes"][0]
+        shapes.move_to_end("fc1.weight")
+
+    edit(model_file(tag), swap)
+    text = refusal(LayoutError, tag)
+    assert "param_slice_mappings disagree on" in text
+    assert any(name in text for name in Truth(FIXTURES / "s2_bf16_dp2").masters)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp4", "s1_fp32_dp3", "s2_bf16_dp2_palign"])
+def test_wrong_slice_mapping_names_the_parameter_and_the_rank(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    chosen = []
+
+    def shift(content: dict[str, Any]) -> None:
+        mapping = content["optimizer_state_dict"]["param_slice_mappings"][0]
+        parameter = list(mapping)[-1]
+        chosen.append(parameter)
+        mapping[parameter] = address(mapping[parameter].numel, mapping[parameter].start + 2)
+
+    edit(optimizer_file(tag, 1), shift)
+    text = refusal(LayoutError, tag)
+    assert chosen[0] in text
+    assert "rank 1" in text
+    assert str(optimizer_file(tag, 1)) in text
+
+
+def test_wrong_mapping_under_round_robin_is_what_deepspeed_writes(tmp_path: Path) -> None:
+    assert_still_the_truth(copy("s2_bf16_dp2_rr", tmp_path), "s2_bf16_dp2_rr", tmp_path)
+
+
+def test_param_shapes_in_another_order_under_round_robin_are_found_by_the_weights(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2_rr", tmp_path)
+    edit(model_file(tag), lambda content: content["param_shapes"][0].move_to_end("fc1.weight"))
+    refusal(WeightMismatchError, tag)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("change", [-2, 2, 1000])
+def test_wrong_padding_is_refused(change: int, rank: int, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def pad(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["group_paddings"][0] += change
+
+    edit(optimizer_file(tag, rank), pad)
+    text = refusal(LayoutError, tag)
+    assert f"rank {rank}" in text
+    assert "padding" in text
+
+
+def test_partition_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def shorten(content: dict[str, Any]) -> None:
+        masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[0] = masters[0][:-10].clone()
+
+    edit(optimizer_file(tag, 0), shorten)
+    refusal(LayoutError, tag)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
+def test_optimizer_state_that_is_too_short_is_refused(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+
+    def shorten(content: dict[str, Any]) -> None:
+        z = content["optimizer_state_dict"]
+        base = z["optimizer_state_dict"] if "fp32_flat_groups" in z else z["base_optimizer_state"]
+        for state in base["state"].values():
+            state["exp_avg"] = state["exp_avg"][: len(state["exp_avg"]) // 2].clone()
+
+    edit(optimizer_file(tag, 0), shorten)
+    with pytest.raises(SourceError, match="exp_avg"):
+        zckpt.consolidate(tag, tmp_path / "m.safetensors", slots="all")
+
+
+def test_masters_may_be_stored_without_their_padding(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+
+    def clone(content: dict[str, Any]) -> None:
+        masters = content["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        masters[:] = [master.detach().clone() for master in masters]
+
+    for rank in (0, 1):
+        edit(optimizer_file(tag, rank), clone)
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+def test_shards_of_stage_3_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(model_file(tag, rank), lambda content: content["param_shapes"][0].update(odd3d=torch.Size([1, 1, 9])))
+    assert "rank 0" in refusal(LayoutError, tag)
+
+
+# --- damage
+
+
+def files_of(name: str) -> list[str]:
+    return sorted(p.name for p in (FIXTURES / name / "global_step5").iterdir())
+
+
+CUTS = [0.0, 0.0001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.9999]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("name", "file"), [(n, f) for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)]
+)
+def test_truncated_file_is_named(name: str, file: str, cut: float, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    size = (tag / file).stat().st_size
+    os.truncate(tag / file, int(size * cut))
+    assert str(tag / file) in refusal(SourceError, tag)
+
+
+def test_file_that_grew_is_named_or_still_right(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    with optimizer_file(tag, 0).open("ab") as file:
+        file.write(bytes(100_000))
+    assert str(optimizer_file(tag, 0)) in refusal(SourceError, tag)
+
+
+@pytest.mark.parametrize("file", files_of("s2_bf16_dp2"))
+def test_flipped_bytes_are_an_error_or_do_no_harm(file: str, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    whole = (tag / file).read_bytes()
+    generator = random.Random(file)
+    refused = 0
+    for _ in range(250):
+        data = bytearray(whole)
+        for _ in range(generator.choice((1, 1, 2, 8))):
+            data[generator.randrange(len(data))] ^= generator.randrange(1, 256)
+        (tag / file).write_bytes(data)
+        refused += bool(
+            outcome(
+                lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors", slots="all", dry_run=True),
+                lambda: zckpt.inspect(zckpt.open(tag), include_globals=True),
+            )
+        )
+    assert refused
+
+
+@pytest.mark.parametrize("file", files_of("s3_bf16_dp2"))
+def test_flipped_bytes_of_the_pickle_are_an_error_or_do_no_harm(file: str, tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp2", tmp_path)
+    whole = (tag / file).read_bytes()
+    begin = whole.index(b"data.pkl")
+    end = whole.index(b"PK\x07\x08") if b"PK\x07\x08" in whole else begin + 4000
+    generator = random.Random(file)
+    for _ in range(250):
+        data = bytearray(whole)
+        data[generator.randrange(begin, end)] ^= generator.randrange(1, 256)
+        (tag / file).write_bytes(data)
+        outcome(lambda: zckpt.inspect(zckpt.open(tag), include_globals=True))
+
+
+@pytest.mark.parametrize("content", [{}, [], None, 3, {"module": None}, {"module": {}}, {"module": {"a": 1}}])
+def test_model_file_with_something_else_in_it_is_refused(content: object, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    torch.save(content, model_file(tag))
+    refusal(SourceError, tag)
+
+
+KEYS = [
+    "base_optimizer_state", "single_partition_of_fp32_groups", "partition_count", "group_paddings",
+    "param_slice_mappings", "loss_scaler", "zero_stage", "param_alignment_paddings",
+]  # fmt: skip
+OTHER = [None, [], {}, "x", -1, [None], [[]], {"state": {}}, [torch.zeros(())], 10**6, float("nan")]
+
+
+@pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
+@pytest.mark.parametrize("key", KEYS)
+def test_optimizer_entry_of_another_kind_is_an_error_or_does_no_harm(key: str, value: object, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    edit(optimizer_file(tag, 0), lambda content: content["optimizer_state_dict"].update({key: value}))
+    unharmed_or_refused(tag, "s2_bf16_dp2", tmp_path)
+
+
+MODEL_ENTRIES = [
+    "module", "param_shapes", "buffer_names", "shared_params", "frozen_param_shapes", "frozen_param_fragments",
+    "dp_world_size", "mp_world_size", "global_steps", "ds_config", "optimizer", "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info", "ds_version",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
+@pytest.mark.parametrize("key", MODEL_ENTRIES)
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
+def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(
+    name: str, key: str, value: object, tmp_path: Path
+) -> None:
+    tag = copy(name, tmp_path)
+    edit(model_file(tag, 0 if name.startswith("s3") else None), lambda content: content.update({key: value}))
+    outcome(
+        lambda: zckpt.inspect(zckpt.open(tag)),
+        lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors", dry_run=True),
+    )
+
+
+def unharmed_or_refused(tag: Path, name: str, tmp_path: Path) -> None:
+    """Either an error, or every master as it was."""
+    error = outcome(lambda: zckpt.inspect(zckpt.open(tag)), lambda: zckpt.consolidate(tag, tmp_path / "m.safetensors"))
+    if error is not None:
+        return
+    model = load_file(tmp_path / "m.safetensors")
+    for parameter, value in Truth(FIXTURES / name).masters.items():
+        assert torch.equal(model[parameter], value), parameter
+
+
+# --- names of files
+
+
+@pytest.mark.parametrize("world", [5, 11, 12, 101])
+def test_ranks_are_sorted_as_numbers(world: int, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp1", tmp_path)
+    recut(tag, world)
+    opened = zckpt.open(tag)
+    assert opened.topology.dp == world
+    assert [f.dp_rank for f in opened.files if f.role == "optimizer"] == list(range(world))
+    assert_still_the_truth(tag, "s2_bf16_dp1", tmp_path)
+
+
+def test_many_missing_ranks_are_counted(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp1", tmp_path)
+    recut(tag, 40)
+    for rank in range(5, 40):
+        optimizer_file(tag, rank).unlink()
+    text = refusal(ShardError, tag)
+    assert "5, 6, 7" in text
+    assert "more" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("_optim_states.pt", "optim_states.pt"),
+        ("bf16_", "fp16_"),
+        ("bf16_", ""),
+    ],
+)
+def test_old_names_are_known(old: str, new: str, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        path = optimizer_file(tag, rank)
+        path.rename(path.with_name(path.name.replace(old, new)))
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+def test_prefixes_may_be_mixed(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp3", tmp_path)
+    path = optimizer_file(tag, 1)
+    path.rename(path.with_name(path.name.removeprefix("bf16_")))
+    assert_still_the_truth(tag, "s2_bf16_dp3", tmp_path)
+
+
+def test_other_files_are_let_be(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    (tag / "zero_to_fp32.py").write_text("raise SystemExit")
+    (tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt.tmp").write_bytes(b"")
+    (tag / "zero_pp_rank_8_mp_rank_00_optim_states.pt").mkdir()
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+    (tag / "notes.pt").write_bytes(b"no checkpoint")
+    with pytest.raises(zckpt.LeftOutError, match=r"notes\.pt"):
+        zckpt.consolidate(tag, tmp_path / "m.safetensors")
+    zckpt.consolidate(tag, tmp_path / "m.safetensors", drop=["notes.pt"])
+
+
+# --- files of older versions
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s2_bf16_dp3", "s1_fp32_dp2", "s2_bf16_dp2_adagrad1g"])
+def test_param_shapes_as_one_dict_of_all_groups(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+
+    def join(content: dict[str, Any]) -> None:
+        content["param_shapes"] = {k: v for group in content["param_shapes"] for k, v in group.items()}
+
+    edit(model_file(tag), join)
+    assert_still_the_truth(tag, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3", "s2_bf16_dp2_rr", "hf_llama_s2_bf16_dp2"])
+def test_without_shared_params_ties_are_told_by_the_storage(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content.pop("shared_params"))
+    assert_still_the_truth(tag, name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["s2_bf16_dp2", "s1_bf16_dp4", "s2_fp32_dp4", "moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"],
+)
+def test_without_param_shapes_the_slice_mappings_give_the_order(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    edit(model_file(tag), lambda content: content.pop("param_shapes"))
+    assert_still_the_truth(tag, name, tmp_path)
+
+
+def test_without_param_shapes_round_robin_is_refused(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2_rr", tmp_path)
+    edit(model_file(tag), lambda content: content.pop("param_shapes"))
+    assert "round_robin" in refusal(SourceError, tag)
+
+
+def test_without_param_shapes_stage_3_is_refused(tmp_path: Path) -> None:
+    tag = copy("s3_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(model_file(tag, rank), lambda content: content.pop("param_shapes"))
+    assert "param_shapes" in refusal(LayoutError, tag)
+
+
+@pytest.mark.parametrize("key", ["group_paddings", "param_alignment_paddings", "param_slice_mappings", "ds_version"])
+def test_keys_that_older_versions_lack_are_not_needed(key: str, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].pop(key, None))
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+@pytest.mark.parametrize("key", ["buffer_names", "frozen_param_shapes", "dp_world_size", "mp_world_size", "ds_config"])
+def test_model_keys_that_older_versions_lack_are_not_needed(key: str, tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    edit(model_file(tag), lambda content: content.pop(key, None))
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+def test_partition_count_may_be_one_number(tmp_path: Path) -> None:
+    tag = copy("s2_bf16_dp2", tmp_path)
+    for rank in (0, 1):
+        edit(optimizer_file(tag, rank), lambda content: content["optimizer_state_dict"].update(partition_count=2))
+    assert_still_the_truth(tag, "s2_bf16_dp2", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp3", "s2_bf16_dp4"])
+def test_padding_may_be_written_for_the_last_rank_only(name: str, tmp_path: Path) -> None:
+    tag = copy(name, tmp_path)
+    world = int(name[-1])
+    shapes = Truth(FIXTURES / name).facts["shapes"]
+    groups = Truth(FIXTURES / name).facts["order"]
+    for rank in range(world):
+
+        def change(content: dict[str, Any], rank: int = rank) -> None:
+            for group, names in enumerate(groups):
+                total = sum(math.prod(shapes[n]) for n in names)
+                padding = -total % (2 * world)
+                content["optimizer_state_dict"]["group_paddings"][group] = padding if rank == world - 1 else 0
+
+        edit(optimizer_file(tag, rank), change)
+    assert_still_the_truth(tag, name, tmp_path)

@@ -1,0 +1,241 @@
+"""One thing is changed in a copy of a real checkpoint: it is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.operations.diff.checkpoints import copied, flip, optimizer_files, resave, rewrite, slot_of
+
+SEED = 7
+
+
+@dataclass
+class Expected:
+    """What is to be reported: (name, slot) of what differs, what only one has, and keys of settings."""
+
+    changed: set[tuple[str, str]] = field(default_factory=set)
+    only_in_a: set[tuple[str, str | None]] = field(default_factory=set)
+    only_in_b: set[tuple[str, str | None]] = field(default_factory=set)
+    settings: set[str] = field(default_factory=set)
+    count: int | None = None
+    first: int | None = None
+
+
+Mutation = Callable[[Path, random.Random], Expected]
+
+
+def trained(copy: Path) -> dict[str, tuple[int, ...]]:
+    parameters = zckpt.open(copy).parameters.values()
+    return {p.name: p.shape for p in parameters if "master" in p.slots and p.numel > 1}
+
+
+def drawn(copy: Path, chance: random.Random, key: str) -> tuple[str, int]:
+    """A parameter and one of its elements."""
+    name = chance.choice(sorted(trained(copy)))
+    return name, chance.randrange(slot_of(copy, name, key).numel)
+
+
+def one_element(key: str, change: Callable[[Any], Any]) -> Mutation:
+    def mutate(copy: Path, chance: random.Random) -> Expected:
+        name, element = drawn(copy, chance, key)
+        rewrite(copy, name, key, element, change)
+        return Expected({(name, key)}, count=1, first=element)
+
+    return mutate
+
+
+def one_bit(key: str, bits: int) -> Mutation:
+    def mutate(copy: Path, chance: random.Random) -> Expected:
+        name, element = drawn(copy, chance, key)
+        flip(copy, name, key, element, chance.randrange(bits))
+        return Expected({(name, key)}, count=1, first=element)
+
+    return mutate
+
+
+def swapped_parameters(copy: Path, chance: random.Random) -> Expected:
+    shapes = trained(copy)
+    one, other = next((a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b])
+    opened = zckpt.open(copy)
+    values = {name: opened.read(name, "exp_avg").reshape(-1) for name in (one, other)}
+    for element in range(len(values[one])):
+        rewrite(copy, one, "exp_avg", element, lambda _, e=element: float(values[other][e]))
+        rewrite(copy, other, "exp_avg", element, lambda _, e=element: float(values[one][e]))
+    return Expected({(one, "exp_avg"), (other, "exp_avg")})
+
+
+def in_optimizer_files(change: Callable[[dict[str, Any]], Any], expected: Expected) -> Mutation:
+    def mutate(copy: Path, chance: random.Random) -> Expected:
+        for path in optimizer_files(copy):
+            resave(path, lambda content: change(content["optimizer_state_dict"]))
+        return expected
+
+    return mutate
+
+
+def learning_rate(state: dict[str, Any]) -> None:
+    state["base_optimizer_state"]["param_groups"][1]["lr"] *= 2
+
+
+def stale_step(state: dict[str, Any]) -> None:
+    for one in state["base_optimizer_state"]["state"].values():
+        one["step"] = one["step"] - 1
+
+
+def betas(state: dict[str, Any]) -> None:
+    state["base_optimizer_state"]["param_groups"][0]["betas"] = (0.9, 0.5)
+
+
+def dropped_slot(copy: Path, chance: random.Random) -> Expected:
+    names = {(name, "exp_avg_sq") for name, p in zckpt.open(copy).parameters.items() if "exp_avg_sq" in p.slots}
+
+    def drop(content: dict[str, Any]) -> None:
+        for one in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            del one["exp_avg_sq"]
+
+    for path in optimizer_files(copy):
+        resave(path, drop)
+    return Expected(only_in_a=names)
+
+
+def in_model_file(change: Callable[[dict[str, Any]], Any], expected: Expected) -> Mutation:
+    def mutate(copy: Path, chance: random.Random) -> Expected:
+        (path,) = copy.rglob("mp_rank_00_model_states.pt")
+        resave(path, change)
+        return expected
+
+    return mutate
+
+
+def buffer_changed(content: dict[str, Any]) -> None:
+    content["module"][sorted(content["buffer_names"])[0]].view(-1)[0] += 1
+
+
+def frozen_widened(content: dict[str, Any]) -> None:
+    content["module"]["frozen_odd"] = content["module"]["frozen_odd"].float()
+
+
+def frozen_reshaped(content: dict[str, Any]) -> None:
+    weight = content["module"]["frozen_odd"]
+    content["module"]["frozen_odd"] = weight.reshape(1, *weight.shape)
+    if content.get("frozen_param_shapes"):
+        content["frozen_param_shapes"]["frozen_odd"] = content["module"]["frozen_odd"].shape
+
+
+def buffer_lost(content: dict[str, Any]) -> None:
+    name = sorted(content["buffer_names"])[0]
+    content["buffer_names"].remove(name)
+    del content["module"][name]
+
+
+def client_value(content: dict[str, Any]) -> None:
+    content["client_note"] = "new"
+
+
+def counter(content: dict[str, Any]) -> None:
+    content["global_samples"] += 1
+
+
+def scheduler(content: dict[str, Any]) -> None:
+    content["lr_scheduler"] = {"last_batch_iteration": 4}
+
+
+FIRST_BUFFER = next(iter(sorted(zckpt.open(FIXTURES / "s2_bf16_dp2").buffers)))
+
+MUTATIONS: dict[str, tuple[str, Mutation]] = {
+    "one element of a master": ("s2_bf16_dp4", one_element("master", lambda x: x + 1)),
+    "one element of a weight": ("s2_bf16_dp4", one_element("weight", lambda x: -x - 1)),
+    "sign of a first moment": ("s1_bf16_dp4", one_element("exp_avg", lambda x: -x if x else 1)),
+    "NaN in a second moment": ("s2_bf16_dp2_rr", one_element("exp_avg_sq", lambda x: float("nan"))),
+    "Inf in a weight": ("s2_bf16_dp2", one_element("weight", lambda x: float("inf"))),
+    "one bit of a master": ("s1_fp32_dp3", one_bit("master", 32)),
+    "one bit of a weight": ("s2_bf16_dp3", one_bit("weight", 16)),
+    "one bit of a shard of ZeRO-3": ("s3_bf16_dp3", one_bit("exp_avg", 32)),
+    "one bit of a momentum": ("s2_bf16_dp2_sgdm", one_bit("momentum_buffer", 32)),
+    "parameters of one shape swapped": ("s2_bf16_dp2", swapped_parameters),
+    "learning rate": ("s2_bf16_dp2", in_optimizer_files(learning_rate, Expected(settings={"param_groups[1].lr"}))),
+    "betas": ("s2_bf16_dp2", in_optimizer_files(betas, Expected(settings={"param_groups[0].betas[1]"}))),
+    "step": (
+        "s2_bf16_dp2",
+        in_optimizer_files(stale_step, Expected(settings={f"param_groups[{i}].state.step" for i in range(3)})),
+    ),
+    "slot dropped": ("s2_bf16_dp2", dropped_slot),
+    "buffer": ("s2_bf16_dp2", in_model_file(buffer_changed, Expected({(FIRST_BUFFER, "weight")}, count=1, first=0))),
+    "buffer lost": ("s2_bf16_dp2", in_model_file(buffer_lost, Expected(only_in_a={(FIRST_BUFFER, None)}))),
+    "dtype": ("s2_bf16_dp2", in_model_file(frozen_widened, Expected({("frozen_odd", "weight")}, count=0))),
+    "shape": ("s2_bf16_dp2", in_model_file(frozen_reshaped, Expected({("frozen_odd", "weight")}))),
+    "client state": ("s2_bf16_dp2", in_model_file(client_value, Expected(settings={"metadata.client_note"}))),
+    "counter": ("s2_bf16_dp2", in_model_file(counter, Expected(settings={"metadata.global_samples"}))),
+    "scheduler": (
+        "s2_bf16_dp2",
+        in_model_file(scheduler, Expected(settings={"metadata.lr_scheduler.last_batch_iteration"})),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MUTATIONS)
+def test_mutation_is_named_and_nothing_else(what: str, tmp_path: Path) -> None:
+    name, mutate = MUTATIONS[what]
+    copy = copied(name, tmp_path)
+    assert zckpt.diff(FIXTURES / name, copy).equal
+    before = zckpt.fingerprint(copy)
+    expected = mutate(copy, random.Random(f"{SEED} {what}"))
+    found = zckpt.diff(FIXTURES / name, copy)
+    assert {(one.match.name, one.match.slot) for one in found.changed} == expected.changed
+    assert (set(found.only_in_a), set(found.only_in_b)) == (expected.only_in_a, expected.only_in_b)
+    assert {one.key for one in found.settings} == expected.settings
+    assert not found.equal
+    if expected.count is not None:
+        (difference,) = (one.difference for one in found.changed)
+        assert difference is not None
+        assert (difference.figures.num_different, difference.figures.first) == (expected.count, expected.first)
+    if expected.changed or expected.only_in_a or "step" in what:
+        assert zckpt.fingerprint(copy) != before
+
+
+def test_nan_and_inf_are_counted_on_their_side(tmp_path: Path) -> None:
+    copy = copied("s2_bf16_dp2", tmp_path)
+    rewrite(copy, "fc1.weight", "master", 3, lambda _: float("nan"))
+    rewrite(copy, "fc1.weight", "master", 5, lambda _: float("-inf"))
+    (changed,) = zckpt.diff(FIXTURES / "s2_bf16_dp2", copy).changed
+    assert changed.difference is not None
+    figures = changed.difference.figures
+    assert (figures.nan_a, figures.nan_b, figures.inf_a, figures.inf_b, figures.num_different) == (0, 1, 0, 1, 2)
+    assert figures.max_abs is None
+
+
+def test_random_state_in_client_state_is_compared_byte_by_byte(tmp_path: Path) -> None:
+    copy = copied("s2_bf16_dp2_client", tmp_path)
+    (path,) = copy.rglob("mp_rank_00_model_states.pt")
+    keys = []
+
+    def change(content: dict[str, Any]) -> None:
+        for key, value in content.items():
+            if isinstance(value, torch.Tensor) and value.dtype == torch.uint8:
+                value[100] ^= 1
+                keys.append(key)
+
+    def add(content: dict[str, Any]) -> None:
+        content["some_rng"] = torch.arange(200, dtype=torch.uint8)
+
+    resave(path, add)
+    first = tmp_path / "first"
+    copy.rename(first)
+    second = tmp_path / "second"
+    shutil.copytree(first, second)
+    (path,) = second.rglob("mp_rank_00_model_states.pt")
+    resave(path, change)
+    assert "some_rng" in keys
+    found = zckpt.diff(first, second)
+    assert {one.key for one in found.settings} == {f"metadata.{key}" for key in keys}
+    assert [one.b for one in found.settings if one.key == "metadata.some_rng"] == ["differs in 1 of 200"]

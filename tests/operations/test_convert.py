@@ -1,0 +1,107 @@
+"""`convert`: every readable format in every writable one, without losing anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.logical import assert_same_state
+from tests.truth import Truth, assert_consolidated, bits
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+DENSE = sorted(
+    path.name
+    for path in FIXTURES.iterdir()
+    if path.name.startswith(("s1_", "s2_", "s3_", "ds0145_", "hf_")) and (path / "latest").is_file()
+)
+TARGETS: dict[str, dict[str, Any]] = {
+    "universal": {},
+    "consolidated": {},
+    "zckpt": {"world_size": 3},
+    "dcp": {"world_size": 2},
+    "zero-redundancy": {"world_size": 3},
+}
+RING = [*TARGETS, "deepspeed"]
+
+
+def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoint:
+    """Without what depends on stage and ranks: the configuration, and clipping, which files of ZeRO-3 do not hold."""
+    assert checkpoint.metadata.pop("ds_config") is not None
+    checkpoint.optimizer_metadata.pop("clip_grad", None)
+    return checkpoint
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", DENSE)
+def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
+    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s1_fp32_dp3", "s3_bf16_dp3", "s2_bf16_dp2_lion", "s1_fp32_dp4_sgdm"])
+def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
+    assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp3", "s1_fp32_dp3", "s2_fp16_dp2"])
+def test_deepspeed_is_written_anew_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=5, stage=stage)
+    back = zckpt.open(tmp_path / "back")
+    assert (back.format, back.zero_stage, back.topology.dp) == ("deepspeed", stage, 5)
+    assert_same_state(but_for_the_cut(back), but_for_the_cut(zckpt.open(FIXTURES / name)))
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp4", "s1_fp32_dp4_sgdm", "s2_bf16_dp2_zerodim"])
+@pytest.mark.parametrize("first", range(len(RING)))
+def test_the_ring_of_all_formats_loses_nothing(name: str, first: int, tmp_path: Path) -> None:
+    at = FIXTURES / name
+    for number, to in enumerate(RING[first:] + RING[:first]):
+        options = {"world_size": 3, "stage": 2} if to == "deepspeed" else TARGETS[to]
+        zckpt.convert(at, tmp_path / str(number), to=to, **options)
+        at = tmp_path / str(number)
+    assert_same_state(but_for_the_cut(zckpt.open(at)), but_for_the_cut(zckpt.open(FIXTURES / name)))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("name", ["tp2_s1_bf16_dp2", "tp2_s3_bf16_dp2", "pp2_s1_fp32_dp2", "moe_ep2_s2_bf16_dp2"])
+def test_slices_stages_and_experts_come_together(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
+    assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name), means_are_rounded=True)
+
+
+@pytest.mark.parametrize("to", [to for to in TARGETS if to != "universal"])
+@pytest.mark.parametrize("name", ["plain_adamw", "plain_bf16", "plain_legacy", "plain_mixed"])
+def test_file_of_torch_save_is_a_source_like_any(name: str, to: str, tmp_path: Path) -> None:
+    source = FIXTURES / "other" / name / "ckpt.pt"
+    names = list(Truth(source.parent).numbers.values())
+    zckpt.convert(source, tmp_path / "out", to=to, names=names, **TARGETS[to])
+    assert_same_state(zckpt.open(tmp_path / "out", names=names), zckpt.open(source, names=names))
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_elastic", "ds0145_s2_bf16_dp2_elastic_fused"])
+def test_elastic_source_has_no_hyperparameters_to_write(name: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to="zckpt")
+    assert not any(group.hyperparameters for group in zckpt.open(tmp_path / "out").param_groups)
+    with pytest.raises(zckpt.UnsupportedError, match="hyperparameters"):
+        zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=2, stage=2)
+
+
+@pytest.mark.parametrize("to", ["consolidated", "dcp", "zero-redundancy"])
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s3_bf16_dp3"])
+def test_float32_model_of_a_16_bit_run_holds_its_masters(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, dtype="float32", verify=True)
+    found, source = zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name)
+    for parameter in source.parameters.values():
+        if parameter.group is not None:
+            weight, master = found.read(parameter.name, "weight"), source.read(parameter.name, "master")
+            assert (weight.dtype, master.dtype) == (torch.float32, torch.float32)
+            assert torch.equal(bits(weight), bits(master)), parameter.name

@@ -1,0 +1,144 @@
+"""Every verb takes a path or an open checkpoint, and the same words for where the rest of it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import run
+from zckpt.cli import cli
+from zckpt.operations.inspect import inspect as describe
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+SOURCE = FIXTURES / "s2_bf16_dp2"
+
+Verb = Callable[..., Any]
+READING: dict[str, Verb] = {
+    "diff": lambda source, _, **where: zckpt.diff(source, SOURCE, **where).equal,
+    "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
+    "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).document(),
+}
+WRITING: dict[str, Verb] = {
+    "consolidate": lambda source, target, **where: zckpt.consolidate(source, target / "m.safetensors", **where),
+    "convert": lambda source, target, **where: zckpt.convert(source, target / "dcp", to="dcp", **where),
+    "convert to deepspeed": lambda source, target, **where: zckpt.convert(
+        source, target / "d", to="deepspeed", **where
+    ),
+    "reshard": lambda source, target, **where: zckpt.reshard(source, target / "d3", world_size=3, **where),
+    "strip": lambda source, target, **where: zckpt.strip(source, target / "s", padding=True, optimizer=True, **where),
+}
+VERBS = READING | WRITING
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """What lies below a directory, by name; of what is different in every checkpoint, nothing."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "checkpoint.json"
+    }
+
+
+def looked(verb: str, source: object, target: Path, **where: Any) -> object:
+    """What a verb returns, or what it wrote."""
+    target.mkdir()
+    found = VERBS[verb](source, target, **where)
+    return found if verb in READING else contents(target)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("place", ["s2_bf16_dp2", "s2_bf16_dp2/global_step5"])
+def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(
+    place: str, verb: str, tmp_path: Path
+) -> None:
+    source = FIXTURES / place
+    opened = zckpt.open(source)
+    before = json.dumps(describe(opened, include_inventory=True))
+    parameters = {name: dict(one.slots) for name, one in opened.parameters.items()}
+    assert looked(verb, opened, tmp_path / "open") == looked(verb, source, tmp_path / "path")
+    assert json.dumps(describe(opened, include_inventory=True)) == before
+    assert {name: one.slots for name, one in opened.parameters.items()} == parameters
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "where", [{"tag": "global_step5"}, {"roots": ["x"]}, {"names": ["a"]}, {"tp_rules": "rules.json"}]
+)
+def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UsageError, match=f"{next(iter(where))}: the checkpoint is open already"):
+        VERBS[verb](zckpt.open(SOURCE), tmp_path, **where)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "name", ["open", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
+)
+def test_every_verb_has_the_same_words_for_where(name: str) -> None:
+    assert {"roots", "tag", "names", "tp_rules"} <= inspect.signature(getattr(zckpt, name)).parameters.keys()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_shards_on_two_nodes_and_a_tag(verb: str, tmp_path: Path) -> None:
+    first, second = tmp_path / "node0", tmp_path / "node1"
+    shutil.copytree(SOURCE, first)
+    (first / "latest").write_text("gone")
+    [moved] = first.glob("*/*_1_*optim_states.pt")
+    (second / moved.parent.name).mkdir(parents=True)
+    moved.rename(second / moved.parent.name / moved.name)
+    with pytest.raises(zckpt.ZckptError):
+        zckpt.open(first, tag="global_step5")
+    where: dict[str, Any] = {"roots": [second], "tag": "global_step5"}
+    from_paths = looked(verb, first, tmp_path / "paths", **where)
+    assert looked(verb, zckpt.open(first, **where), tmp_path / "open") == from_paths
+
+
+def test_both_sides_of_a_diff_may_need_words(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(SOURCE, tmp_path / name)
+        (tmp_path / name / "latest").write_text("gone")
+    tag = "global_step5"
+    assert zckpt.diff(tmp_path / "a", tmp_path / "b", tag=tag, tag_b=tag).equal
+    with pytest.raises(zckpt.SourceError):
+        zckpt.diff(tmp_path / "a", tmp_path / "b", tag=tag)
+    with pytest.raises(zckpt.UsageError, match="open already"):
+        zckpt.diff(tmp_path / "a", zckpt.open(SOURCE), tag=tag, tag_b=tag)
+
+
+def test_names_that_were_given_are_those_of_what_is_written(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    names = ["weight", "bias"]
+    opened = zckpt.open(tmp_path / "optimizer.pt", names=names)
+    zckpt.strip(tmp_path / "optimizer.pt", tmp_path / "a.pt", keep_slots=["exp_avg"], names=names)
+    zckpt.strip(opened, tmp_path / "b.pt", keep_slots=["exp_avg"])
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    kept = zckpt.open(tmp_path / "a.pt", names=names)
+    assert torch.equal(kept.read("weight", "exp_avg"), opened.read("weight", "exp_avg"))
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"demo"}))
+def test_every_verb_of_the_command_line_has_the_same_options_for_where(name: str) -> None:
+    options = {one for parameter in cli.commands[name].params for one in parameter.opts}
+    assert {"--tag", "--root", "--names", "--tp-rules"} <= options
+    assert "--drop" in options or "--dry-run" not in options
+
+
+def test_command_line_of_a_diff_opens_each_side_with_its_own_words(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(SOURCE, tmp_path / name)
+        (tmp_path / name / "latest").write_text("gone")
+    sides = ["diff", tmp_path / "a", tmp_path / "b", "--tag", "global_step5"]
+    assert run(*sides, "--tag-b", "global_step5").returncode == 0
+    assert run(*sides).returncode == 3
+    assert run("diff", "--series", *sides[1:]).returncode == 2

@@ -1,0 +1,65 @@
+"""`verify --against`: what is no longer as it was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.operations.verify.mutation import copy, set_element
+from zckpt.compare.digests import FILE_NAME, Fingerprint, read_digests, root, write_digests
+from zckpt.operations.fingerprint import fingerprint
+from zckpt.operations.verify import verify
+
+RUN = "s2_bf16_dp2"
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint, and the file of its digests."""
+    run = copy(RUN, tmp_path)
+    digests = tmp_path / FILE_NAME
+    write_digests(fingerprint(zckpt.open(run)), digests)
+    return run, digests
+
+
+def test_same_checkpoint_agrees(recorded: tuple[Path, Path]) -> None:
+    run, digests = recorded
+    found = verify(run, against=digests)
+    assert found.findings == []
+    assert found.fingerprint == json.loads(digests.read_text())["fingerprint"]
+
+
+def test_every_format_agrees(recorded: tuple[Path, Path], tmp_path: Path) -> None:
+    run, digests = recorded
+    zckpt.convert(run, tmp_path / "own", to="zckpt", world_size=3)
+    assert verify(tmp_path / "own", against=digests, deep=True).findings == []
+
+
+def test_change_that_nothing_else_shows_is_found(recorded: tuple[Path, Path]) -> None:
+    run, digests = recorded
+    set_element(run, "fc1.weight", "exp_avg", 50, 0.125)
+    assert verify(run, deep=True).findings == []
+    (finding,) = verify(run, against=digests).findings
+    assert (finding.code, finding.parameters) == ("ZC-301", ("fc1.weight",))
+    assert "exp_avg" in finding.message
+    assert finding.expected != finding.found
+
+
+def test_missing_and_added_values_are_found(recorded: tuple[Path, Path]) -> None:
+    run, digests = recorded
+    entries = read_digests(digests).entries
+    entries["another"] = entries.pop("fc1.weight")
+    del entries["fc2.weight"]["exp_avg"]
+    write_digests(Fingerprint(root(entries), entries), digests, overwrite=True)
+    found = {(f.code, f.parameters) for f in verify(run, against=digests).findings}
+    assert found == {("ZC-302", ("another",)), ("ZC-303", ("fc1.weight",)), ("ZC-303", ("fc2.weight",))}
+
+
+def test_file_that_holds_no_digests_is_refused(recorded: tuple[Path, Path]) -> None:
+    run, digests = recorded
+    digests.write_text("{}")
+    with pytest.raises(zckpt.DamagedFileError):
+        verify(run, against=digests)

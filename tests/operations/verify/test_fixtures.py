@@ -1,0 +1,136 @@
+"""Checkpoints that nobody has touched are sound, and everything in them has been looked at."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.operations.verify.mutation import copy
+from zckpt.operations.verify import verify
+
+RUNS = [p.parent.name for p in sorted(FIXTURES.glob("*/truth.json"))]
+UNIVERSAL = [f"universal/{p.name}" for p in sorted((FIXTURES / "universal").iterdir())]
+OTHERS = [
+    p.relative_to(FIXTURES).as_posix()
+    for folder in sorted((FIXTURES / "other").iterdir())
+    for p in sorted(folder.iterdir())
+    if not p.name.startswith("truth")
+]
+NOT_READ = "pp2_s0_fp32_dp2"
+"""Without ZeRO, each model-parallel rank numbers its optimizer's parameters by itself; their state is left out."""
+
+EVERY = [name for name in (*RUNS, *UNIVERSAL, *OTHERS) if name != NOT_READ]
+
+NO_HYPERPARAMETERS = "the elastic form of the optimizer state does not hold hyperparameters"
+NUMBERED = "several of the model's tensors fit them"
+
+REMARKS = {
+    "ds0145_s2_bf16_dp2_elastic_fused": [NO_HYPERPARAMETERS],
+    "s1_bf16_dp2_elastic": [NO_HYPERPARAMETERS],
+    "s2_bf16_dp2_elastic": [NO_HYPERPARAMETERS],
+    "s2_bf16_dp2_elastic_fused": [NO_HYPERPARAMETERS],
+    "s0_fp32_dp2": [NUMBERED],
+    "other/plain_adamw/ckpt.pt": [NUMBERED],
+    "other/plain_bf16/ckpt.pt": [NUMBERED],
+    "other/plain_legacy/ckpt.pt": [NUMBERED],
+    "other/plain_proto4/ckpt.pt": [NUMBERED],
+    "other/zro_dp2_adamw/ckpt": [NUMBERED],
+    "other/zro_dp3_sgdm_1g/ckpt": [NUMBERED],
+    "other/dcphf_sharded_dp3/ckpt": ["one missing after the last could not be seen"],
+}
+"""What is true of some of them: a part that the files do not say, or that is not read, so that it is not verified."""
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_untouched_checkpoint_is_sound(name: str, deep: bool) -> None:
+    found = verify(FIXTURES / name, deep=deep)
+    assert found.sound
+    assert {f.code for f in found.findings} <= {"ZC-130"}
+    expected = REMARKS.get(name, [])
+    assert len(found.findings) == len(expected)
+    for part in expected:
+        assert any(part in finding.message for finding in found.findings)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_optimizer_that_nothing_reads_is_an_error(deep: bool) -> None:
+    found = verify(FIXTURES / NOT_READ, deep=deep)
+    assert {f.code for f in found.findings if f.severity == "error"} == {"ZC-131"}
+    assert any("the optimizer's state is left out" in f.message for f in found.findings)
+
+
+@pytest.mark.parametrize(
+    "name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "universal/s2_bf16_dp4", "s2_fp16_dp2"]
+)
+def test_every_record_of_every_file_is_read_once(name: str) -> None:
+    checkpoint = zckpt.open(FIXTURES / name)
+    found = verify(FIXTURES / name, deep=True)
+    records = [entry for file in checkpoint.files for entry in zipfile.ZipFile(file.path).infolist()]
+    assert found.checked.checksums == len(records)
+    again = sum(2 * one.slot.nbytes for one in checkpoint.duplicates)  # copies are read beside their originals
+    assert found.checked.nbytes == sum(entry.file_size for entry in records) + again
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "s1_bf16_dp2_empty"])
+def test_every_element_is_looked_at(name: str) -> None:
+    checkpoint = zckpt.open(FIXTURES / name)
+    elements = sum(slot.numel for p in checkpoint.tensors() for slot in p.slots.values())
+    padding = sum(run.nbytes for one in checkpoint.padding for run in one.zeros)
+    assert verify(FIXTURES / name, deep=True).checked.elements == elements + padding
+
+
+@pytest.mark.parametrize("to", ["zckpt", "deepspeed", "universal", "consolidated", "dcp", "zero-redundancy"])
+@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s1_fp32_dp3_palign", "s3_bf16_dp2", "s2_bf16_dp2_zerodim"])
+def test_what_zckpt_writes_is_sound(name: str, to: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / name, tmp_path / "target", to=to)
+    assert verify(tmp_path / "target", deep=True).findings == []
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_padding_that_zckpt_writes_is_zero(world_size: int, tmp_path: Path) -> None:
+    zckpt.reshard(FIXTURES / "s2_bf16_dp2_palign", tmp_path / "target", world_size=world_size)
+    checkpoint = zckpt.open(tmp_path / "target")
+    assert sum(run.nbytes for one in checkpoint.padding for run in one.zeros) > 0
+    assert verify(tmp_path / "target", deep=True).findings == []
+
+
+def test_little_memory_finds_the_same(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2", tmp_path)
+    assert verify(run, deep=True, memory=1).findings == []
+
+
+def test_missing_source_and_unknown_files_are_nothing_to_verify(tmp_path: Path) -> None:
+    with pytest.raises(zckpt.SourceError):
+        verify(tmp_path / "nowhere")
+    with pytest.raises(zckpt.UnknownFormatError):
+        verify(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    with pytest.raises(zckpt.UnknownFormatError):
+        verify(tmp_path)
+    with pytest.raises(zckpt.UnknownFormatError):
+        verify(tmp_path / "notes.txt")
+
+
+def test_several_checkpoints_of_which_none_is_meant_are_nothing_to_verify(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2_multitag", tmp_path)
+    assert verify(run).sound
+    (run / "latest").unlink()
+    with pytest.raises(zckpt.UnknownFormatError, match="--tag"):
+        verify(run)
+    assert verify(run, tag="global_step5").sound
+
+
+def test_all_leftovers_are_named(tmp_path: Path) -> None:
+    run = copy("s2_bf16_dp2", tmp_path)
+    for rank in (2, 3):
+        name = f"global_step5/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        shutil.copy(FIXTURES / "s2_bf16_dp4" / name, run / name)
+    found = verify(run)
+    assert found.sound
+    assert [(f.code, f.ranks) for f in found.findings] == [("ZC-114", (2,)), ("ZC-114", (3,))]

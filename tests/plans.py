@@ -1,0 +1,26 @@
+"""Plans written into directories, and slots read whole, for tests."""
+
+from __future__ import annotations
+
+import os
+
+from zckpt.engine.cast import Array
+from zckpt.engine.checking import Checked
+from zckpt.engine.plan import Plan
+from zckpt.engine.read import read_extent
+from zckpt.operations.target import write_target
+from zckpt.state import Extent, Slot
+from zckpt.storage.files import Sources
+from zckpt.storage.ownership import Owned
+
+
+def write_directory(made: Plan, target: str | os.PathLike[str], *, owned: Owned | None = None, **options) -> Checked:
+    """Write a plan into a directory; by default it may replace one that holds files of the plan's names only."""
+    names = {one.file.name for one in made.files}
+    return write_target(made, target, owned=owned or Owned(names.__contains__), **options)
+
+
+def read_slot(slot: Slot) -> Array:
+    """All elements of a slot, in its shape."""
+    with Sources() as sources:
+        return read_extent(slot, Extent.whole(slot.shape), sources).reshape(slot.shape)

@@ -1,0 +1,592 @@
+"""A target appears whole or not at all: whatever is there already, whatever goes wrong, whoever else is writing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.plans import write_directory
+from zckpt.engine.plan import Hole, Literal, Plan, TargetFile, plan
+from zckpt.engine.workers import BATCH_NBYTES
+from zckpt.errors import TargetError, TargetExistsError, ZckptError
+from zckpt.operations.target import write_target
+from zckpt.state import Extent, Slot, Span
+from zckpt.storage.durable import check_space, written_directory, written_files
+from zckpt.storage.ownership import Owned, partial_name
+
+NBYTES = 3 * BATCH_NBYTES
+"""Enough for several batches, so that something can go wrong between them."""
+
+OLD = b"the old target"
+
+ANYTHING = Owned(lambda _: True)
+"""A format that has files of any name of its own."""
+
+
+def content(nbytes: int = NBYTES) -> bytes:
+    return bytes(i * 7 % 251 for i in range(251)) * (nbytes // 251 + 1)
+
+
+def copying(directory: Path, *names: str, nbytes: int = NBYTES) -> Plan:
+    """Return a plan that copies one source, made in `directory`, to files of these names."""
+    source = directory / "source"
+    source.write_bytes(content(nbytes)[:nbytes])
+    extent = Extent.whole((nbytes,))
+    slot = Slot("weight", "uint8", (nbytes,), (Span(extent, str(source), 0, "uint8"),))
+    return plan([TargetFile(name, nbytes, holes=[Hole(0, "w", slot, extent, "uint8")]) for name in names])
+
+
+def listing(directory: Path) -> list[str]:
+    """Return all names in a directory, hidden ones too, but for the source."""
+    return sorted(path.name for path in directory.iterdir() if path.name != "source")
+
+
+def is_whole(path: Path, nbytes: int = NBYTES) -> bool:
+    return path.read_bytes() == content(nbytes)[:nbytes]
+
+
+class Reporter:
+    """Does nothing; a base for those that make trouble."""
+
+    def begin(self, nbytes: int) -> None:
+        pass
+
+    def advance(self, nbytes: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+class Raises(Reporter):
+    """Raises an exception at a certain moment."""
+
+    def __init__(self, moment: str, error: BaseException) -> None:
+        def trouble(*_: object) -> None:
+            raise error
+
+        setattr(self, moment, trouble)
+
+
+# --- what is there already --------------------------------------------------------------------------------------
+
+
+def test_existing_file_is_refused_and_untouched(tmp_path):
+    (tmp_path / "t").write_bytes(OLD)
+    with pytest.raises(TargetExistsError, match=r"t: exists already; .*--overwrite"):
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == OLD
+    assert listing(tmp_path) == ["t"]
+
+
+def test_existing_directory_is_refused_and_untouched(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/old").write_bytes(OLD)
+    for run in (lambda p: write_directory(p, tmp_path / "t"), lambda p: write_target(p, tmp_path / "t")):
+        with pytest.raises(TargetExistsError):
+            run(copying(tmp_path, "new"))
+    assert listing(tmp_path) == ["t"]
+    assert listing(tmp_path / "t") == ["old"]
+
+
+def test_one_existing_target_of_several_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "b").write_bytes(OLD)
+    with pytest.raises(TargetExistsError):
+        write_target(copying(tmp_path, "a", "b"), tmp_path / "b")
+    assert listing(tmp_path) == ["b"]
+
+
+def test_link_to_nothing_counts_as_there(tmp_path):
+    (tmp_path / "t").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(TargetExistsError):
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
+    assert listing(tmp_path) == ["t"]
+
+
+def test_overwriting_replaces_a_file(tmp_path):
+    (tmp_path / "t").write_bytes(OLD)
+    write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
+    assert is_whole(tmp_path / "t")
+    assert listing(tmp_path) == ["t"]
+
+
+def test_overwriting_replaces_a_directory_as_a_whole(tmp_path):
+    (tmp_path / "t/below").mkdir(parents=True)
+    (tmp_path / "t/below/old").write_bytes(OLD)
+    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+    assert listing(tmp_path) == ["t"]
+    assert listing(tmp_path / "t") == ["new"]
+    assert is_whole(tmp_path / "t/new")
+
+
+def test_overwriting_does_not_replace_a_file_by_a_directory(tmp_path):
+    (tmp_path / "t").write_bytes(OLD)
+    with pytest.raises(TargetExistsError, match="cannot be replaced: expected a directory, found a file"):
+        write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+    assert listing(tmp_path) == ["t"]
+    assert (tmp_path / "t").read_bytes() == OLD
+
+
+def test_overwriting_does_not_replace_a_directory_by_a_file(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/old").write_bytes(OLD)
+    with pytest.raises(TargetError):
+        write_target(copying(tmp_path, "t"), tmp_path / "t", overwrite=True)
+    assert (tmp_path / "t/old").read_bytes() == OLD
+    assert listing(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_overwriting_that_fails_keeps_the_old_target(directory, tmp_path):
+    made = copying(tmp_path, "t")
+    os.truncate(tmp_path / "source", 10)
+    if directory:
+        (tmp_path / "t").mkdir()
+    old = tmp_path / "t/old" if directory else tmp_path / "t"
+    old.write_bytes(OLD)
+    with pytest.raises(ZckptError, match="ends too early"):
+        write(made, tmp_path / "t", directory=directory, overwrite=True)
+    assert old.read_bytes() == OLD
+    assert listing(tmp_path) == ["t"]
+
+
+def write(made: Plan, target: Path, *, directory: bool = False, **options: object) -> None:
+    if directory:
+        write_directory(made, target, owned=ANYTHING, **options)
+    else:
+        write_target(made, target, **options)
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_target_that_appears_while_a_run_writes_is_not_replaced_unasked(directory, tmp_path):
+    class Other(Reporter):
+        def begin(self, nbytes: int) -> None:
+            (tmp_path / "t").mkdir() if directory else (tmp_path / "t").write_bytes(OLD)
+
+    with pytest.raises(TargetExistsError):
+        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=Other())
+    assert listing(tmp_path) == ["t"]
+    assert listing(tmp_path / "t") == [] if directory else (tmp_path / "t").read_bytes() == OLD
+
+
+# --- places where nothing can be written ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_parent_that_is_missing_is_refused_with_advice(directory, tmp_path):
+    with pytest.raises(TargetError, match="create it first"):
+        write(copying(tmp_path, "t"), tmp_path / "missing/t", directory=directory)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_parent_that_is_a_file_is_refused(directory, tmp_path):
+    (tmp_path / "file").write_bytes(OLD)
+    with pytest.raises(TargetError, match="expected a directory"):
+        write(copying(tmp_path, "t"), tmp_path / "file/t", directory=directory)
+    assert (tmp_path / "file").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("target", ["x" * 300, "x" * 300 + "/t"], ids=["name", "parent"])
+def test_name_that_is_too_long_is_refused(target, directory, tmp_path):
+    with pytest.raises(TargetError, match="File name too long"):
+        write(copying(tmp_path, "t"), tmp_path / target, directory=directory)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("target", [".", "/", "..", "a/.."])
+def test_target_without_a_name_of_its_own_is_refused(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for directory in (False, True):
+        with pytest.raises(TargetError):
+            write(copying(tmp_path, "t"), Path(target), directory=directory, overwrite=True)
+    assert listing(tmp_path) == []
+
+
+def test_device_that_takes_no_files_is_refused(tmp_path):
+    with pytest.raises(TargetError):
+        write_target(copying(tmp_path, "t", nbytes=10), "/proc/self/t")
+
+
+def test_file_system_without_room_is_refused_before_anything_is_written(tmp_path):
+    huge = plan([TargetFile("t", 1 << 60)])
+    with pytest.raises(TargetError, match="not enough space: expected 1152921504606846976 bytes free"):
+        write_target(huge, tmp_path / "t")
+    with pytest.raises(TargetError, match="not enough space"):
+        check_space(tmp_path, 1 << 62)
+    assert listing(tmp_path) == []
+
+
+def child(script: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run a script in another process."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    return subprocess.run(command, check=check, capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_disk_that_fills_up_leaves_nothing_behind(directory, tmp_path):
+    """A limit on the size of files stands for the disk: writing fails in the middle of the run."""
+    script = """
+        import resource, signal, sys
+        from pathlib import Path
+        from tests.storage.test_durable import copying, write
+        from zckpt.errors import TargetError
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        made = copying(Path(sys.argv[1]), "t")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            write(made, Path(sys.argv[1], "t"), directory=sys.argv[2] == "True")
+        except TargetError as error:
+            print(error)
+    """
+    found = child(script, tmp_path, directory).stdout
+    assert found == f"{tmp_path}/t: cannot be written: found File too large; nothing was left behind\n"
+    assert listing(tmp_path) == []
+
+
+# --- runs that end too early ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("moment", ["begin", "advance", "end"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("bar"), KeyboardInterrupt(), SystemExit(1)], ids=lambda e: type(e).__name__
+)
+def test_whatever_is_raised_leaves_nothing_behind(error, moment, directory, tmp_path):
+    with pytest.raises(type(error)):
+        write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, reporter=Raises(moment, error))
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_after_a_failure_the_next_run_succeeds(directory, tmp_path):
+    made = copying(tmp_path, "t")
+    with pytest.raises(KeyboardInterrupt):
+        write(made, tmp_path / "t", directory=directory, reporter=Raises("advance", KeyboardInterrupt()))
+    write(made, tmp_path / "t", directory=directory)
+    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
+
+
+def test_interrupt_from_the_keyboard_leaves_nothing_behind(tmp_path):
+    script = """
+        import os, signal, sys
+        from pathlib import Path
+        from tests.storage.test_durable import Reporter, copying, write
+
+        class Interrupts(Reporter):
+            def advance(self, nbytes):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+        try:
+            write(copying(Path(sys.argv[1]), "t"), Path(sys.argv[1], "t"), reporter=Interrupts())
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    assert child(script, tmp_path).stdout == "interrupted\n"
+    assert listing(tmp_path) == []
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from tests.storage.test_durable import Reporter, copying, write
+
+    class Kills(Reporter):
+        def advance(self, nbytes):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made = copying(Path(sys.argv[1]), "t")
+    write(made, Path(sys.argv[1], "t"), directory=sys.argv[2] == "True", overwrite=True, reporter=Kills())
+"""
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_killed_run_leaves_no_target_and_the_next_one_cleans_up(directory, tmp_path):
+    assert child(KILLED, tmp_path, directory, check=False).returncode == -signal.SIGKILL
+    assert listing(tmp_path) == [".t.zckpt-partial"]
+    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
+    assert listing(tmp_path) == ["t"]
+    assert is_whole(tmp_path / "t/t" if directory else tmp_path / "t")
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_killed_run_leaves_the_old_target(directory, tmp_path):
+    if directory:
+        (tmp_path / "t").mkdir()
+    old = tmp_path / "t/old" if directory else tmp_path / "t"
+    old.write_bytes(OLD)
+    assert child(KILLED, tmp_path, directory, check=False).returncode == -signal.SIGKILL
+    assert old.read_bytes() == OLD
+    write(copying(tmp_path, "t"), tmp_path / "t", directory=directory, overwrite=True)
+    assert listing(tmp_path) == ["t"]
+
+
+def test_longer_file_of_a_killed_run_does_not_show_through(tmp_path):
+    partial_name(tmp_path / "t").write_bytes(b"x" * 1000)
+    write_target(plan([TargetFile("t", 5, [Literal(3, b"ab")])]), tmp_path / "t")
+    assert (tmp_path / "t").read_bytes() == b"\0\0\0ab"
+
+
+def test_what_a_killed_run_left_is_emptied_before_it_is_used(tmp_path):
+    partial_name(tmp_path / "t").write_bytes(OLD)
+    with written_files([tmp_path / "t"], overwrite=False) as (partial,):
+        assert partial.read_bytes() == b""
+
+
+def test_everything_in_the_directory_of_a_killed_run_is_removed(tmp_path):
+    partial = partial_name(tmp_path / "t")
+    (partial / "below/it").mkdir(parents=True)
+    (partial / "file").write_bytes(OLD)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/keep").write_bytes(OLD)
+    (partial / "link").symlink_to(tmp_path / "elsewhere")
+    write_directory(copying(tmp_path, "new"), tmp_path / "t")
+    assert listing(tmp_path / "t") == ["new"]
+    assert listing(tmp_path / "elsewhere") == ["keep"]
+
+
+def test_old_directory_of_a_run_that_was_killed_after_the_rename_is_removed(tmp_path):
+    for name in (".t.zckpt-old", "t"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(OLD)
+    write_directory(copying(tmp_path, "new"), tmp_path / "t", overwrite=True, owned=ANYTHING)
+    assert listing(tmp_path) == ["t"]
+    assert listing(tmp_path / "t") == ["new"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_old_directory_of_a_run_that_was_killed_before_the_rename_is_the_target_again(overwrite, tmp_path):
+    """It is the only one there is; whether it is replaced is for this run to say."""
+    (tmp_path / ".t.zckpt-old").mkdir()
+    (tmp_path / ".t.zckpt-old/file").write_bytes(OLD)
+    made = copying(tmp_path, "new")
+    if overwrite:
+        write_directory(made, tmp_path / "t", overwrite=True, owned=ANYTHING)
+    else:
+        with pytest.raises(TargetExistsError):
+            write_directory(made, tmp_path / "t")
+    assert listing(tmp_path) == ["t"]
+    assert listing(tmp_path / "t") == (["new"] if overwrite else ["file"])
+
+
+def test_partial_name_that_is_taken_by_something_else_is_refused(tmp_path):
+    partial_name(tmp_path / "t").mkdir()
+    with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created"):
+        write_target(copying(tmp_path, "t"), tmp_path / "t")
+    partial_name(tmp_path / "u").write_bytes(b"")
+    with pytest.raises(TargetError, match=r"\.u\.zckpt-partial: cannot be created"):
+        write_directory(copying(tmp_path, "t"), tmp_path / "u")
+
+
+# --- several runs at once ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that is writing to the file `t` and the directory `d`, until it is told to finish."""
+    script = """
+        import sys
+        from pathlib import Path
+        from tests.storage.test_durable import copying, write_directory, write_target
+        from zckpt.engine import SilentReporter
+
+        class Waits(SilentReporter):
+            def __init__(self, then):
+                self.then = then
+
+            def begin(self, nbytes):
+                self.then()
+
+        def until_told():
+            print("writing", flush=True)
+            sys.stdin.readline()
+
+        here = Path(sys.argv[1])
+        made = copying(here, "t")
+        both = Waits(lambda: write_directory(made, here / "d", reporter=Waits(until_told)))
+        write_target(made, here / "t", reporter=both)
+    """
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "writing\n"
+        yield run
+        if run.poll() is None:
+            run.kill()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("target", ["t", "d"])
+def test_second_run_to_one_target_is_refused_and_does_not_disturb_the_first(target, overwrite, other_run, tmp_path):
+    made = copying(tmp_path, "t")
+    with pytest.raises(TargetError, match="another run is writing this target"):
+        write(made, tmp_path / target, directory=target == "d", overwrite=overwrite)
+    assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
+    other_run.communicate("\n", timeout=60)
+    assert other_run.returncode == 0
+    assert listing(tmp_path) == ["d", "t"]
+    assert is_whole(tmp_path / "t")
+    assert is_whole(tmp_path / "d/t")
+
+
+def test_run_to_another_target_is_not_refused(other_run, tmp_path):
+    write_target(copying(tmp_path, "u"), tmp_path / "u")
+    assert is_whole(tmp_path / "u")
+
+
+def test_second_of_two_targets_that_is_being_written_leaves_nothing_of_the_first(other_run, tmp_path):
+    with pytest.raises(TargetError, match="another run"):
+        write_target(copying(tmp_path, "a", "t"), tmp_path / "t")
+    assert listing(tmp_path) == [".d.zckpt-partial", ".t.zckpt-partial"]
+
+
+def test_lock_of_a_killed_run_does_not_outlive_it(other_run, tmp_path):
+    other_run.kill()
+    other_run.wait()
+    write_target(copying(tmp_path, "t"), tmp_path / "t")
+    assert is_whole(tmp_path / "t")
+
+
+def test_one_target_given_twice_is_refused(tmp_path):
+    with pytest.raises(TargetError, match="another run"):
+        write_target(copying(tmp_path, "t", "t"), tmp_path / "t")
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_run_that_ends_just_before_ours_takes_the_lock_keeps_its_target(directory, tmp_path, monkeypatch):
+    """Between opening and locking the partial name, the other run renames what we opened to the target."""
+    target, partial = tmp_path / "t", partial_name(tmp_path / "t")
+    flock = fcntl.flock
+
+    def later(descriptor: int, operation: int) -> None:
+        if not target.exists():
+            (partial / "file" if directory else partial).write_bytes(OLD)
+            partial.replace(target)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", later)
+    with pytest.raises(TargetExistsError):
+        write(copying(tmp_path, "new"), target, directory=directory)
+    assert (target / "file" if directory else target).read_bytes() == OLD
+    assert listing(tmp_path) == ["t"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_run_that_fails_just_before_ours_takes_the_lock_leaves_us_a_new_one(directory, tmp_path, monkeypatch):
+    """Between opening and locking, the other run removes what we opened: a lock on it would keep nobody out."""
+    partial = partial_name(tmp_path / "t")
+    flock, removed = fcntl.flock, []
+
+    def later(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(partial.rmdir() if directory else partial.unlink())
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", later)
+    with (written_any if directory else written_one)(tmp_path / "t", overwrite=False) as found:
+        assert removed
+        with pytest.raises(TargetError, match="another run"):
+            write(copying(tmp_path, "t"), tmp_path / "t", directory=directory)
+        (found / "file" if directory else found).write_bytes(OLD)
+    assert (tmp_path / "t/file" if directory else tmp_path / "t").read_bytes() == OLD
+
+
+@contextmanager
+def written_any(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    with written_directory(target, overwrite=overwrite, owned=ANYTHING) as partial:
+        yield partial
+
+
+@contextmanager
+def written_one(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    with written_files([target], overwrite=overwrite) as (partial,):
+        yield partial
+
+
+RACER = """
+    import sys
+    from pathlib import Path
+    from zckpt.storage.durable import written_directory, written_files
+    from zckpt.errors import TargetError
+    from zckpt.storage.ownership import Owned
+
+    own, rounds, here = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    for _ in range(rounds):
+        try:
+            with written_files([here / "t"], overwrite=True) as (partial,):
+                partial.write_text(own * 1000)
+        except TargetError:
+            pass
+        try:
+            with written_directory(here / "d", overwrite=True, owned=Owned("file".__eq__)) as partial:
+                (partial / "file").write_text(own * 1000)
+        except TargetError:
+            pass
+"""
+
+
+def test_runs_that_race_for_a_target_never_leave_it_empty_or_mixed(tmp_path):
+    """Locking and renaming are several steps; whatever their order, the target is one run's, whole."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])}
+    script = textwrap.dedent(RACER)
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, own, "60", str(tmp_path)], env=environment, stderr=subprocess.PIPE
+        )
+        for own in "abcd"
+    ]
+    seen = set()
+    while any(run.poll() is None for run in runs):
+        if (tmp_path / "t").exists():
+            seen.add((tmp_path / "t").read_text())
+    errors = [run.communicate()[1].decode() for run in runs]
+    assert errors == [""] * 4
+    assert seen <= {own * 1000 for own in "abcd"}
+    assert seen
+    assert (tmp_path / "d/file").read_text() in {own * 1000 for own in "abcd"}
+    assert listing(tmp_path) == ["d", "t"]
+
+
+# --- the order in which things appear ---------------------------------------------------------------------------
+
+
+def test_files_appear_only_when_all_of_them_are_written(tmp_path):
+    targets = [tmp_path / "optimizer", tmp_path / "model"]
+    with written_files(targets, overwrite=False) as partials:
+        for partial in partials:
+            partial.write_bytes(OLD)
+        assert listing(tmp_path) == [".model.zckpt-partial", ".optimizer.zckpt-partial"]
+    assert listing(tmp_path) == ["model", "optimizer"]
+
+
+def test_last_file_is_not_there_where_an_earlier_one_could_not_be_renamed(tmp_path):
+    (tmp_path / "optimizer").mkdir()
+    with pytest.raises(OSError), written_files([tmp_path / "optimizer", tmp_path / "model"], overwrite=True):  # noqa: PT011
+        pass
+    assert listing(tmp_path) == ["optimizer"]
+
+
+def test_directory_appears_only_when_all_of_it_is_written(tmp_path):
+    with written_any(tmp_path / "d", overwrite=False) as partial:
+        (partial / "file").write_bytes(OLD)
+        assert listing(tmp_path) == [".d.zckpt-partial"]
+    assert listing(tmp_path) == ["d"]
+    assert (tmp_path / "d/file").read_bytes() == OLD

@@ -1,0 +1,308 @@
+"""A run that is killed at any moment leaves the old target or the new one: never neither, never some of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zckpt.engine.plan import plan
+from zckpt.errors import SourceError, TargetError, TargetExistsError
+from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.operations.target import write_target
+from zckpt.storage.durable import interrupted, recover, written_directory, written_files
+from zckpt.storage.ownership import Owned
+
+FILES = ("file", "below/file")
+OURS = Owned(FILES.__contains__)
+
+DRIVER = """
+    import importlib, os, signal, sys
+    from pathlib import Path
+    from tests.storage import test_naming
+
+    module = importlib.import_module(sys.argv[1])
+    prepare, act = getattr(module, sys.argv[2]), getattr(module, sys.argv[3])
+    if sys.argv[4] == "True":
+        test_naming.pretend_there_is_no_exchange()
+    for number in range(1000):
+        here = Path(sys.argv[5], str(number))
+        here.mkdir()
+        prepare(here)
+        child = os.fork()
+        if not child:
+            test_naming.kill_before(number)
+            act(here)
+            os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL:
+            print(number)
+            break
+"""
+
+
+def pretend_there_is_no_exchange() -> None:
+    from zckpt.storage import disk
+
+    disk._renameat2 = lambda: None  # type: ignore[assignment]
+
+
+def kill_before(number: int) -> None:
+    """Kill this process before its call of that number that changes a name or makes one last."""
+    from zckpt.storage import disk
+
+    left = [number]
+
+    def count() -> None:
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        changing = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")
+        made = event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT
+        if event in changing or made:
+            count()
+
+    def counting(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            count()
+            return function(*arguments)
+
+        return call
+
+    os.fsync, os.write = counting(os.fsync), counting(os.write)  # type: ignore[assignment]
+    function = disk._renameat2()
+    if function is not None:
+        counted = counting(function)
+        disk._renameat2 = lambda: counted  # type: ignore[assignment, return-value]
+    sys.addaudithook(audit)
+
+
+def killed(
+    prepare: str, act: str, directory: Path, *, without_exchange: bool = False, module: str = __name__
+) -> list[Path]:
+    """Let runs be killed one call later each, until one comes to its end; return what each has left, that one last."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path]), "OMP_NUM_THREADS": "1"}
+    names = [module, prepare, act, str(without_exchange), str(directory)]
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), *names]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120)
+    return [directory / str(number) for number in range(int(done.stdout) + 1)]
+
+
+# --- a directory
+
+
+def old_directory(here: Path) -> None:
+    write_directory(here, content="old")
+
+
+def nothing(here: Path) -> None:
+    pass
+
+
+def write_directory(here: Path, *, content: str = "new") -> None:
+    with written_directory(here / "t", overwrite=True, owned=OURS) as partial:
+        (partial / "below").mkdir()
+        for name in FILES:
+            (partial / name).write_text(content)
+
+
+def content_of(directory: Path) -> str | None:
+    """The content that all files of a directory have."""
+    if not directory.is_dir():
+        return None
+    found = {(directory / name).read_text() for name in FILES}
+    assert len(found) == 1
+    return found.pop()
+
+
+def test_a_directory_is_there_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
+    left = killed("old_directory", "write_directory", tmp_path)
+    assert len(left) > 12
+    found = [content_of(here / "t") for here in left]
+    assert set(found) == {"old", "new"}
+    assert found == sorted(found, reverse=True)  # the old one, until it is the new one
+    assert [path.name for path in left[-1].iterdir()] == ["t"]
+    for here in left:
+        assert interrupted(here / "t") is None
+        write_directory(here, content="newer")
+        assert content_of(here / "t") == "newer"
+        assert [path.name for path in here.iterdir()] == ["t"]
+
+
+def test_without_an_exchange_the_old_directory_is_kept_and_comes_back(tmp_path: Path) -> None:
+    left = killed("old_directory", "write_directory", tmp_path, without_exchange=True)
+    missing = [here for here in left if not (here / "t").exists()]
+    assert len(missing) in (1, 2)  # between two renames, and no more
+    for here in left:
+        if here in missing:
+            assert str(here / ".t.zckpt-old") in (interrupted(here / "t") or "")
+            assert content_of(here / ".t.zckpt-old") == "old"
+        else:
+            assert content_of(here / "t") in ("old", "new")
+        was = content_of(here / "t")
+        recover(here / "t")
+        assert content_of(here / "t") == (was or "old")
+        with pytest.raises(TargetExistsError), written_directory(here / "t", overwrite=False, owned=OURS):
+            pass
+        write_directory(here, content="newer")
+        assert [path.name for path in here.iterdir()] == ["t"]
+
+
+def test_a_new_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    found = [content_of(here / "t") for here in killed("nothing", "write_directory", tmp_path)]
+    assert set(found) == {None, "new"}
+    assert found[-1] == "new"
+
+
+# --- a pair of files
+
+PAIR = ("m.optimizer", "m")
+
+
+def old_pair(here: Path) -> None:
+    write_pair(here, content="old")
+
+
+def write_pair(here: Path, *, content: str = "new") -> None:
+    with written_files([here / name for name in PAIR], overwrite=True) as partials:
+        for partial in partials:
+            partial.write_text(content)
+
+
+def pair_of(here: Path) -> tuple[str | None, str | None]:
+    """The contents of the optimizer and of the model."""
+    optimizer, model = ((here / name).read_text() if (here / name).exists() else None for name in PAIR)
+    return optimizer, model
+
+
+@pytest.mark.parametrize("without_exchange", [False, True])
+def test_no_new_file_is_ever_beside_an_old_one(without_exchange: bool, tmp_path: Path) -> None:
+    left = killed("old_pair", "write_pair", tmp_path, without_exchange=without_exchange)
+    assert len(left) > 12
+    found = [pair_of(here) for here in left]
+    assert set(found) == {("old", "old"), (None, "old"), (None, "new"), ("new", "new")}
+    for here, pair in zip(left, found, strict=True):
+        if None in pair:
+            assert "killed while it was naming" in (interrupted(here / "m") or "")
+        with pytest.raises(TargetExistsError), written_files([here / "m"], overwrite=False):
+            pass
+        settled = pair_of(here)
+        assert settled in {("old", "old"), ("new", "new")}
+        assert None not in pair or settled == ("new", "new")
+        assert interrupted(here / "m") is None
+        write_pair(here, content="newer")
+        assert sorted(path.name for path in here.iterdir()) == sorted(PAIR)
+        assert pair_of(here) == ("newer", "newer")
+
+
+def test_of_a_new_pair_the_target_appears_last(tmp_path: Path) -> None:
+    left = killed("nothing", "write_pair", tmp_path)
+    assert {pair_of(here) for here in left} == {(None, None), ("new", None), ("new", "new")}
+    for here in left:
+        was = pair_of(here)
+        try:
+            with written_files([here / name for name in PAIR], overwrite=False) as partials:
+                for partial in partials:
+                    partial.write_text("newer")
+        except TargetExistsError:
+            assert pair_of(here) == ("new", "new")
+        else:
+            assert was == (None, None)
+            assert pair_of(here) == ("newer", "newer")
+
+
+def test_an_interrupt_while_files_are_named_names_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zckpt.storage import durable
+
+    old_pair(tmp_path)
+    name_one, seen = durable._name_one, []
+
+    def interrupts(directory: Path, one: durable._Waiting) -> None:
+        name_one(directory, one)
+        if len(seen) < 1:
+            seen.append(one)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(durable, "_name_one", interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        write_pair(tmp_path)
+    assert pair_of(tmp_path) == ("new", "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(PAIR)
+
+
+def test_a_disk_that_fails_while_files_are_named_is_told_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zckpt.storage import durable
+
+    old_pair(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "_name_one", failing)
+        with pytest.raises(TargetError, match=r"could not be named: .*it is kept"):
+            write_pair(tmp_path)
+    assert pair_of(tmp_path) == (None, "old")
+    with pytest.raises(TargetExistsError), written_files([tmp_path / "m"], overwrite=False):
+        pass
+    assert pair_of(tmp_path) == ("new", "new")
+
+
+def failing(*_: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        b"", b"[", b"{}", b"[]", b"7", b'[["m.optimizer"]]', b'[["../x", 3, 1], ["m", 3, 1]]', b'[[7, 3, 1]]',
+        json.dumps([["m.optimizer", 3, 1], ["m", 3, 1]]).encode(),
+    ],
+)  # fmt: skip
+def test_a_list_that_is_torn_or_somebody_elses_names_nothing(listed: bytes, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    old_pair(here)
+    for name in (".m.zckpt-partial", ".m.optimizer.zckpt-partial", "../.x.zckpt-partial"):
+        (here / name).write_bytes(b"new")
+    (tmp_path / "x").write_text("precious")
+    (here / ".m.zckpt-naming").write_bytes(listed)
+    with pytest.raises(TargetExistsError), written_files([here / "m"], overwrite=False):
+        pass
+    assert pair_of(here) == ("old", "old")
+    assert (tmp_path / "x").read_text() == "precious"
+    assert not (here / ".m.zckpt-naming").exists()
+
+
+def test_files_of_several_directories_are_not_named_together(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with (
+        pytest.raises(TargetError, match="several directories"),
+        written_files([tmp_path / "d" / "a", tmp_path / "b"], overwrite=False),
+    ):
+        pass
+    assert [path.name for path in tmp_path.rglob("*")] == ["d"]
+
+
+# --- what who opens it is told
+
+
+def test_opening_a_target_that_a_kill_left_nameless_says_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / ".t.zckpt-old").mkdir()
+    with pytest.raises(SourceError, match=rf"what was there is {tmp_path}/\.t\.zckpt-old"):
+        open_checkpoint(tmp_path / "t")
+
+
+def test_opening_a_file_whose_companion_is_not_named_yet_warns(tmp_path: Path) -> None:
+    model = tmp_path / "m.safetensors"
+    write_target(plan([safetensors_file.lay_out(model.name, [])]), model)
+    assert open_checkpoint(model).warnings == []
+    (tmp_path / ".m.safetensors.zckpt-naming").touch()
+    assert "names the rest" in open_checkpoint(model).warnings[0]

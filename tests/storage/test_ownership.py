@@ -1,0 +1,139 @@
+"""What is there already: only a regular file, or a directory that is shown to be of the format, is ever replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zckpt.errors import TargetError, TargetExistsError
+from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.ownership import Owned, check_target
+
+OURS = Owned(lambda name: name in ("a.bin", "zero/b.bin"))
+
+
+@pytest.fixture(params=["FIFO", "socket", "character device", "link to a file", "link to a directory", "broken link"])
+def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Something that is neither a regular file nor a directory."""
+    path = tmp_path / "t"
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "a.bin").write_text("precious")
+    if request.param == "FIFO":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            monkeypatch.chdir(tmp_path)  # a socket's address is short
+            one.bind("t")
+    elif request.param == "character device":
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    else:
+        path.symlink_to({"link to a file": "file", "link to a directory": "directory"}.get(request.param, "nowhere"))
+    yield path
+    assert (tmp_path / "file").read_text() == (tmp_path / "directory" / "a.bin").read_text() == "precious"
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_file_and_no_directory_stays(overwrite: bool, directory: bool, odd: Path) -> None:
+    before = odd.lstat()
+    with pytest.raises(TargetExistsError) as caught:
+        write(odd, directory=directory, overwrite=overwrite)
+    assert odd.lstat() == before
+    if overwrite:
+        assert any(word in str(caught.value) for word in ("FIFO", "socket", "device", "symbolic link"))
+    assert sorted(path.name for path in odd.parent.iterdir()) == ["directory", "file", "t"]
+
+
+def write(path: Path, *, directory: bool, overwrite: bool) -> None:
+    if directory:
+        with written_directory(path, overwrite=overwrite, owned=OURS) as partial:
+            (partial / "a.bin").write_text("new")
+    else:
+        with written_files([path], overwrite=overwrite) as [partial]:
+            partial.write_text("new")
+
+
+@pytest.mark.parametrize(
+    "foreign", ["src/train.py", "notes.txt", "a.bin.bak", "zero/notes.txt", ".git/", "zero/cache/", "b.bin"]
+)
+def test_a_directory_with_anything_else_in_it_stays(foreign: str, tmp_path: Path) -> None:
+    write(tmp_path / "t", directory=True, overwrite=False)
+    path = tmp_path / "t" / foreign
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir() if foreign.endswith("/") else path.write_text("precious")
+    with pytest.raises(TargetExistsError, match="holds other files") as caught:
+        write(tmp_path / "t", directory=True, overwrite=True)
+    assert foreign in str(caught.value)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_link_in_a_directory_is_something_else_whatever_its_name(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "t", directory=True, overwrite=False)
+    (tmp_path / "elsewhere").mkdir()
+    name = "a.bin" if kind == "file" else "zero"
+    (tmp_path / "t" / name).unlink(missing_ok=True)
+    (tmp_path / "t" / name).symlink_to(tmp_path / "elsewhere" / ("x" if kind == "file" else ""))
+    with pytest.raises(TargetExistsError, match=f"found {name};"):
+        write(tmp_path / "t", directory=True, overwrite=True)
+
+
+def test_a_directory_of_the_format_or_an_empty_one_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    write(tmp_path / "t", directory=True, overwrite=True)
+    (tmp_path / "t" / "zero").mkdir()
+    for name in ("a.bin", "zero/b.bin", "fingerprint.json"):
+        (tmp_path / "t" / name).write_text("old")
+    write(tmp_path / "t", directory=True, overwrite=True)
+    assert [path.name for path in (tmp_path / "t").rglob("*")] == ["a.bin"]
+    assert (tmp_path / "t" / "a.bin").read_text() == "new"
+
+
+def test_names_are_not_enough_where_a_format_has_a_mark(tmp_path: Path) -> None:
+    marked = Owned(OURS.is_own, lambda path: (path / "a.bin").read_text() == "ours")
+    (tmp_path / "t").mkdir()
+    check_target(tmp_path / "t", overwrite=True, owned=marked)
+    (tmp_path / "t" / "a.bin").write_text("theirs")
+    with pytest.raises(TargetExistsError, match=r"a\.bin"):
+        check_target(tmp_path / "t", overwrite=True, owned=marked)
+    (tmp_path / "t" / "a.bin").write_text("ours")
+    check_target(tmp_path / "t", overwrite=True, owned=marked)
+
+
+def test_what_is_put_there_while_a_run_writes_is_not_removed(tmp_path: Path) -> None:
+    write(tmp_path / "t", directory=True, overwrite=False)
+    made = written_directory(tmp_path / "t", overwrite=True, owned=OURS)
+    (made.__enter__() / "a.bin").write_text("newer")
+    (tmp_path / "t" / "thesis.tex").write_text("precious")
+    with pytest.raises(TargetExistsError, match=r"thesis\.tex"):
+        made.__exit__(None, None, None)
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == ["a.bin", "thesis.tex"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("way", ["mkdir", "write_bytes"])
+def test_what_appears_in_the_last_moment_is_not_replaced_unasked(
+    way: str, directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last look and the rename; an empty directory would be replaced by a plain rename of another."""
+    from zckpt.storage import durable
+
+    def check_and_make(path: Path, **options: object) -> None:
+        if not path.exists():
+            path.mkdir() if way == "mkdir" else path.write_bytes(b"precious")
+
+    monkeypatch.setattr(durable, "check_target", check_and_make)
+    with pytest.raises(TargetError):
+        write(tmp_path / "t", directory=directory, overwrite=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert (tmp_path / "t").read_bytes() == b"precious" if way == "write_bytes" else not any((tmp_path / "t").iterdir())

@@ -1,0 +1,111 @@
+"""Temporary names: what is under one already is never written into, whatever it is a name of."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zckpt.errors import TargetError
+from zckpt.storage.durable import written_directory, written_files
+from zckpt.storage.ownership import Owned, partial_name
+
+ANYTHING = Owned(lambda _: True)
+
+
+def write(path: Path, *, directory: bool) -> None:
+    if directory:
+        with written_directory(path, overwrite=False, owned=ANYTHING) as partial:
+            (partial / "new").write_text("new")
+    else:
+        with written_files([path], overwrite=False) as [partial]:
+            partial.write_text("new")
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_link_is_not_followed(directory: bool, tmp_path: Path) -> None:
+    """Else a linked file would be overwritten, a linked directory emptied, and the target be a link."""
+    precious = tmp_path / "elsewhere" / "precious"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    link = partial_name(tmp_path / "t")
+    link.symlink_to(precious.parent if directory else precious)
+    with pytest.raises(TargetError, match=r"\.t\.zckpt-partial: cannot be created: found a symbolic link in its place"):
+        write(tmp_path / "t", directory=directory)
+    assert precious.read_text() == "precious"
+    assert link.is_symlink()
+    assert not os.path.lexists(tmp_path / "t")
+
+
+def test_another_name_of_a_file_is_removed_and_the_file_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    os.link(tmp_path / "precious", partial_name(tmp_path / "t"))
+    write(tmp_path / "t", directory=False)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "t").read_text() == "new"
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_fifo_is_refused_and_does_not_hang(directory: bool, tmp_path: Path) -> None:
+    os.mkfifo(partial_name(tmp_path / "t"))
+    with pytest.raises(TargetError, match="cannot be created: found a FIFO in its place; remove it"):
+        write(tmp_path / "t", directory=directory)
+    assert stat.S_ISFIFO(partial_name(tmp_path / "t").lstat().st_mode)
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_what_another_user_has_put_there_is_refused(directory: bool, tmp_path: Path) -> None:
+    partial = partial_name(tmp_path / "t")
+    partial.mkdir() if directory else partial.write_text("theirs")
+    try:
+        os.chown(partial, 12345, 12345)
+    except PermissionError:
+        pytest.skip("only root gives files to others")
+    with pytest.raises(TargetError, match="one of another user's in its place"):
+        write(tmp_path / "t", directory=directory)
+    assert partial.exists()
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_file_system_without_locks_is_written_to(
+    directory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then a run whose temporary name another one took fails at its end, and writes nothing."""
+
+    def without_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    write(tmp_path / "t", directory=directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    first = written_directory(tmp_path / "u", overwrite=False, owned=ANYTHING)
+    first.__enter__()
+    write(tmp_path / "u", directory=True)
+    with pytest.raises(TargetError, match="is gone, or something else has its name"):
+        first.__exit__(None, None, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t", "u"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_a_link_that_takes_the_place_of_what_is_written_is_not_named(directory: bool, tmp_path: Path) -> None:
+    """Nobody but this user could do that; the link is what is renamed, and what it points to stays."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("precious")
+    made: Any = (
+        written_directory(tmp_path / "t", overwrite=False, owned=ANYTHING)
+        if directory
+        else written_files([tmp_path / "t"], overwrite=False)
+    )
+    made.__enter__()
+    partial = partial_name(tmp_path / "t")
+    partial.rmdir() if directory else partial.unlink()
+    partial.symlink_to(tmp_path / "elsewhere" / ("" if directory else "precious"))
+    with pytest.raises(TargetError, match="something else has its name"):
+        made.__exit__(None, None, None)
+    assert (tmp_path / "elsewhere" / "precious").read_text() == "precious"
+    assert not os.path.lexists(tmp_path / "t")

@@ -1,0 +1,203 @@
+"""A plan run into files: byte ranges are copied in parallel and in bounded memory. Knows no format, and no names.
+
+Each file is made at its full size, its literals written, its copies cut into pieces of bounded size and the pieces run
+in batches. As soon as a batch is written, its way to the disk begins, so that the final sync finds most of the work
+done. Whose files these are, and under which names they appear, is the caller's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine.checking import Checked, Checks, Part, WatchedSources, part_of, patch_checksums
+from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.plan import Copy, FilePlan, Literal, Plan
+from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
+from zckpt.errors import TargetError
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.disk import start_writeback
+from zckpt.storage.files import read_into
+
+BUFFER_NBYTES = 1 << 19
+"""What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
+
+LARGE_LITERAL_NBYTES = 1 << 20
+"""A literal of this size is written by the workers: it is a tensor in memory."""
+
+BUFFERS_PER_WORKER = 4
+"""What a piece may need at once: the bytes read, the elements gathered, cast, and a float32 intermediate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of one file that one worker writes in order, and the size of its buffer.
+
+    What it reads of the source files in `watched` is summed.
+    """
+
+    path: str
+    pieces: tuple[Piece | Literal, ...]
+    checksummed: bool
+    buffer_nbytes: int
+    watched: frozenset[str] = frozenset()
+
+
+def write(
+    plan: Plan,
+    paths: Sequence[Path],
+    *,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    checks: Checks | None = None,
+) -> Checked:
+    """Write the files of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    paths : sequence of Path
+        One for each file of the plan, in its order; what is there is overwritten.
+    memory : int, bytes
+        Upper bound of what buffers take together.
+    reporter : Reporter, optional
+    checks : Checks, optional
+        Hold what is copied against the checksums of the sources.
+
+    Raises
+    ------
+    DamagedFileError
+        A source file ends before the bytes that the plan reads, or they are not those of its checksum.
+    TargetError
+        The file system takes two of the paths for one.
+    OSError
+        A file cannot be written.
+    """
+    progress, checks = reporter or SilentReporter(), checks or Checks()
+    progress.begin(plan.copy_nbytes)
+    written: dict[str, list[Part]] = {str(path): [] for path in paths}
+    try:
+        with Workers(WRITERS) as workers:
+            large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
+            known: set[tuple[int, int]] = set()
+            for path, one in zip(paths, plan.files, strict=True):
+                written[str(path)] += _write_literals(path, one, large, known)
+            most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
+            batches = (
+                batch
+                for path, one in zip(paths, plan.files, strict=True)
+                for batch in _batches(path, one, most, large, checks)
+            )
+            for batch, (parts, read) in workers.run(write_batch, batches):
+                checks.add(read)
+                if batch.checksummed:
+                    written[batch.path] += parts
+                progress.advance(sum(piece.nbytes for piece in batch.pieces if isinstance(piece, Piece)))
+            checked = checks.finish(workers.map)
+        for path, one in zip(paths, plan.files, strict=True):
+            if one.file.checksums:
+                patch_checksums(path, one, written[str(path)])
+        return checked
+    finally:
+        progress.end()
+
+
+def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Part]:
+    """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
+    with path.open("wb") as file:
+        found = os.fstat(file.fileno())
+        if (found.st_dev, found.st_ino) in known:
+            raise TargetError(
+                "the file system takes two names for one",
+                path=path,
+                advice="write to one that tells upper and lower case apart",
+            )
+        known.add((found.st_dev, found.st_ino))
+        file.truncate(one.file.nbytes)
+        small = [literal for literal in one.file.literals if len(literal.data) < large]
+        for literal in small:
+            file.seek(literal.offset)
+            file.write(literal.data)
+    if not one.file.checksums:
+        return []
+    return [Part(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
+
+
+def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
+    checksummed, buffer = bool(one.file.checksums), min(most, BUFFER_NBYTES)
+    for literal in one.file.literals:
+        data = memoryview(literal.data)
+        for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
+            part = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
+            yield Batch(str(path), (part,), checksummed, buffer)
+    found = (piece for fill in one.fills for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
+    for batch in batched(found, lambda piece: piece.nbytes):
+        watched = checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
+        yield Batch(str(path), batch, checksummed, buffer, watched)
+
+
+def write_batch(batch: Batch) -> tuple[list[Part], list[Part]]:
+    """Write the pieces of a batch in order; return the parts written and those read. May run in another process."""
+    target = os.open(batch.path, os.O_WRONLY)
+    buffer = bytearray(batch.buffer_nbytes)
+    try:
+        with WatchedSources(batch.watched) as sources:
+            parts = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
+        first = parts[0].offset
+        start_writeback(target, first, parts[-1].offset + parts[-1].nbytes - first)
+        return parts, sources.parts
+    finally:
+        os.close(target)
+
+
+def _write_piece(piece: Piece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray) -> Part:
+    if isinstance(piece, Literal):
+        crc = _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
+        return Part(batch.path, piece.offset, len(piece.data), crc)
+    if piece.is_bytewise:
+        watched = piece.copies[0].sources[0].path in batch.watched
+        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)
+        if watched and crc is not None:
+            sources.parts.append(part_of(piece, crc))
+        return Part(batch.path, piece.offset, piece.nbytes, crc)
+    data = elements(piece, sources)
+    _write_all(target, data, piece.offset)
+    return Part(batch.path, piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
+
+
+def _copy_bytes(
+    copy: Copy, target: int, sources: WatchedSources, buffer: bytearray, *, checksummed: bool
+) -> int | None:
+    """Copy contiguous bytes through a buffer; return their CRC-32 where it is asked for."""
+    source = copy.sources[0]
+    descriptor = sources.descriptor(source.path)
+    crc = 0
+    for at in range(0, copy.nbytes, len(buffer)):
+        view = memoryview(buffer)[: min(len(buffer), copy.nbytes - at)]
+        read_into(descriptor, source.offset + at, view, path=source.path)
+        if checksummed:
+            crc = crc32(view, crc)
+        _write_all(target, view, copy.offset + at)
+    return crc if checksummed else None
+
+
+def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> int | None:
+    """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
+    data = memoryview(literal.data)
+    crc = 0
+    for at in range(0, len(data), step):
+        view = data[at : at + step]
+        if checksummed:
+            crc = crc32(view, crc)
+        _write_all(target, view, literal.offset + at)
+    return crc if checksummed else None
+
+
+def _write_all(target: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(target, data[done:], offset + done)

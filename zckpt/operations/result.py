@@ -1,0 +1,61 @@
+"""What the verbs that write return: what they wrote, or under `dry_run` would have, and how it was checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A target that was written, or under `dry_run` would be.
+
+    Parameters
+    ----------
+    dry_run : bool
+        Whether nothing was written.
+    files : tuple of Path
+    read_nbytes, write_nbytes : int, bytes
+    memory : int, bytes
+        Upper bound of the copy buffers.
+    compared : int
+        Elements of masters that were held against their weights, and of slices against those of other ranks.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
+    verified : int, bytes
+        Of the target that were compared with the source after writing.
+    notes : tuple of str
+        What to know about the target.
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
+    warnings : tuple of str
+        What to know about the source.
+    """
+
+    dry_run: bool
+    files: tuple[Path, ...]
+    read_nbytes: int
+    write_nbytes: int
+    memory: int
+    compared: int = 0
+    checksummed: int = 0
+    verified: int = 0
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "dry_run": self.dry_run,
+            "files": [str(path) for path in self.files],
+            "read_nbytes": self.read_nbytes,
+            "write_nbytes": self.write_nbytes,
+            "memory_nbytes": self.memory,
+            "checked_elements": self.compared,
+            "checksummed_nbytes": self.checksummed,
+            "verified_nbytes": self.verified,
+            "notes": list(self.notes),
+            "dropped": list(self.dropped),
+            "warnings": list(self.warnings),
+        }

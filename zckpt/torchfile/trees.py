@@ -1,0 +1,360 @@
+"""Ways through an object tree, and questions about it that are answered by looking at each object once.
+
+Trees share objects and contain cycles. Two kilobytes of a pickle make lists that contain each other in 2**60 ways, or a
+list that contains itself: whoever goes down every path, as `==`, `repr` and any plain recursion do, never comes back.
+Nothing here recurses, and answers are remembered by object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+
+from zckpt.errors import PickleError
+from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
+from zckpt.torchfile.nodes import (
+    DefaultMapping,
+    Device,
+    DeviceTensor,
+    DType,
+    Global,
+    Layout,
+    MemoryFormat,
+    MetaTensor,
+    NestedTensor,
+    Object,
+    OrderedMapping,
+    QuantizedTensor,
+    Size,
+    SparseTensor,
+    Storage,
+    Tensor,
+)
+from zckpt.torchfile.torch_file import FromFile
+
+MAX_DEPTH = 200
+"""Levels of containers: a whole pickled model has some 60, and every reader of the tree may recurse."""
+
+LEAVES = frozenset(
+    {str, int, float, bool, type(None), bytes, bytearray, complex, range, slice}
+    | {Global, DType, Layout, MemoryFormat, Device, Size, Storage, NumpyScalar}
+)
+
+_TEXT = frozenset({str})
+
+PARTS: dict[type, tuple[str, ...]] = {
+    Tensor: ("attributes", "state", "metadata", "hooks"),
+    MetaTensor: ("attributes", "state"),
+    SparseTensor: ("parts",),
+    QuantizedTensor: ("tensor", "quantizer"),
+    NestedTensor: ("buffer", "sizes", "strides", "offsets"),
+    DeviceTensor: ("data",),
+    NumpyArray: ("items", "dtype_node"),
+    NumpyDType: ("flags", "state"),
+    Object: ("cls", "args", "kwargs", "state", "items", "entries"),
+    OrderedMapping: ("state",),
+    DefaultMapping: ("factory", "state"),
+}
+"""The fields of each node that may hold other nodes."""
+
+
+def children(node: object) -> Iterator[tuple[object, object]]:
+    """Yield the objects directly below one, each with its key, index or field name.
+
+    Leaves may be among them. A dict key that is no leaf comes under ("key", its number).
+    """
+    if isinstance(node, dict):
+        for number, (key, value) in enumerate(node.items()):
+            if type(key) not in LEAVES:
+                yield ("key", number), key
+            yield key, value
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        yield from enumerate(node)
+    for name in PARTS.get(type(node), ()):
+        part = getattr(node, name)
+        if part is not None:
+            yield name, part
+
+
+def is_leaf(node: object) -> bool:
+    """Tell whether nothing can be below a node."""
+    return type(node) in LEAVES or (
+        type(node) is Tensor
+        and node.attributes is None
+        and node.state is None
+        and node.metadata is None
+        and node.hooks is None
+    )
+
+
+def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+    """Yield every dense tensor below `root` with its path, each object once, in the order of the file.
+
+    Parameters
+    ----------
+    root : object
+        Any node or container of a `TorchFile`.
+
+    Yields
+    ------
+    path : tuple
+        Keys, indices and field names from the root; () for the root itself.
+    tensor : Tensor
+    """
+    seen = {id(root)}
+    if isinstance(root, Tensor):
+        yield (), root
+    if is_leaf(root):
+        return
+    path: list[object] = []
+    levels = [children(root)]
+    while levels:
+        for step, child in levels[-1]:
+            if type(child) in LEAVES or id(child) in seen:
+                continue
+            seen.add(id(child))
+            if type(child) is Tensor:
+                yield (*path, step), child
+            if not is_leaf(child):
+                path.append(step)
+                levels.append(children(child))
+                break
+        else:
+            levels.pop()
+            if path:
+                path.pop()
+
+
+def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
+    """Refuse a tree that is nested too deep; a cycle does not make it deeper.
+
+    Parameters
+    ----------
+    root : object
+    heights : dict of int to int, levels
+        Of objects that were checked before, by identity, and are still there; those checked now are added.
+
+    Raises
+    ------
+    PickleError
+        Some path from the root is longer than `MAX_DEPTH`.
+    """
+    heights = {} if heights is None else heights
+    if is_leaf(root) or id(root) in heights:
+        return
+    heights[id(root)] = 0
+    nodes, levels, highest = [root], [iter(inner(root))], [0]
+    while nodes:
+        for child in levels[-1]:
+            known = heights.get(id(child))
+            if known is None:
+                heights[id(child)] = 0  # being visited: a way back to it is a cycle
+                below = inner(child)
+                if below:
+                    nodes.append(child)
+                    levels.append(iter(below))
+                    highest.append(0)
+                    break
+                heights[id(child)] = known = 1
+            highest[-1] = max(highest[-1], known)
+        else:
+            height = highest.pop() + 1
+            heights[id(nodes.pop())] = height
+            levels.pop()
+            if highest and height > highest[-1]:
+                highest[-1] = height
+        if len(nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
+            raise PickleError("it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
+
+
+def inner(node: object) -> list[object]:
+    """Return the objects directly below one that may have others below them."""
+    if isinstance(node, dict):
+        below = [value for value in node.values() if type(value) not in LEAVES]
+        if not _TEXT.issuperset(map(type, node)):
+            below += [key for key in node if type(key) not in LEAVES]
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        below = [value for value in node if type(value) not in LEAVES]
+    else:
+        below = []
+    for name in PARTS.get(type(node), ()):
+        part = getattr(node, name)
+        if type(part) not in LEAVES:
+            below.append(part)
+    return [child for child in below if type(child) is not Tensor or not is_leaf(child)] if below else below
+
+
+def check_tree(root: object, path: str, record: str) -> None:
+    """Refuse a tree that is nested too deep, naming file and record.
+
+    Raises
+    ------
+    PickleError
+        It is.
+    """
+    try:
+        check_depth(root)
+    except PickleError as error:
+        raise PickleError(f"{record}: {error.message}", path=path, expected=error.expected) from None
+
+
+PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+class PlainParts:
+    """Tells which parts of a tree are plain data: dicts with text for keys, lists, and single values below them.
+
+    What contains itself is not plain: it has no end for those who go down every path. Answers are remembered.
+    """
+
+    __slots__ = ("_answers",)
+
+    def __init__(self) -> None:
+        self._answers: dict[int, tuple[object, bool]] = {}  # keeps the objects, so that ids stay their own
+
+    def __contains__(self, root: object) -> bool:
+        if type(root) in PLAIN:
+            return True
+        if type(root) is not dict and type(root) is not list:
+            return False
+        if id(root) in self._answers:
+            return self._answers[id(root)][1]
+        nodes: list[dict[object, object] | list[object]] = [root]
+        levels = [self._below(root)]
+        while nodes:
+            for child in levels[-1]:
+                known = self._answers.get(id(child))
+                if known is None and type(child) in (dict, list):
+                    nodes.append(child)  # type: ignore[arg-type]  # one of the two
+                    levels.append(self._below(child))
+                    break
+                if known is None or not known[1]:
+                    return False  # and so is all that is open: it leads here
+            else:
+                levels.pop()
+                node = nodes.pop()
+                self._answers[id(node)] = node, True
+        return True
+
+    def _below(self, node: object) -> Iterator[object]:
+        """Yield the containers below one, and something that is not plain if there is any; mark the node as open."""
+        self._answers[id(node)] = node, False
+        if isinstance(node, dict):
+            yield from (key for key in node if type(key) is not str)
+            node = list(node.values())
+        yield from (value for value in node if type(value) not in PLAIN)  # type: ignore[attr-defined]  # one of the two
+
+
+class Digests:
+    """Digests of what trees say: equal for equal ones, whether or not they share parts. Answers are remembered.
+
+    The order of a dict and of a set says nothing. A tensor is what it is in its file: its elements are not looked at.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[object, bytes]] = {}
+
+    def of(self, root: object) -> bytes:
+        """Return the digest of a tree."""
+        known = self._known(root)
+        if known is not None:
+            return known
+        nodes: list[object] = []
+        levels: list[Iterator[tuple[object, object]]] = []
+        parts: list[list[tuple[str, bytes]]] = []
+        self._enter(root, nodes, levels, parts)
+        while nodes:
+            for step, child in levels[-1]:
+                found = self._known(child)
+                parts[-1].append((_step(nodes[-1], step), found or b""))
+                if found is None:
+                    self._enter(child, nodes, levels, parts)
+                    break
+            else:
+                levels.pop()
+                known = self._digest(nodes.pop(), parts.pop())
+                if parts:
+                    parts[-1][-1] = parts[-1][-1][0], known
+        return self._found[id(root)][1]
+
+    def value(self, node: object) -> str | None:
+        """Return what says all about a node that has nothing below it; None for any other."""
+        if type(node) is Tensor:
+            return f"Tensor {node.dtype} {node.shape} {node.strides} {node.storage_offset} {node.storage}"
+        return None if is_container(node) else f"{type(node).__name__} {node!r}"
+
+    def kind(self, node: object) -> str:
+        """Return what says all about a node beside what is below it."""
+        own = [name for name in getattr(node, "__dataclass_fields__", ()) if name not in PARTS.get(type(node), ())]
+        return f"{type(node).__name__} {[getattr(node, name) for name in own if name != 'node']}"
+
+    def below(self, node: object) -> Iterator[tuple[object, object]]:
+        """Yield what is directly below a node, each with its key, index or field name."""
+        return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
+
+    def _enter(
+        self,
+        node: object,
+        nodes: list[object],
+        levels: list[Iterator[tuple[object, object]]],
+        parts: list[list[tuple[str, bytes]]],
+    ) -> None:
+        self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
+        nodes.append(node)
+        levels.append(self.below(node))
+        parts.append([])
+
+    def _known(self, node: object) -> bytes | None:
+        value = self.value(node)
+        if value is not None:
+            return _hash(value)
+        found = self._found.get(id(node))
+        return None if found is None else found[1]
+
+    def _digest(self, node: object, parts: list[tuple[str, bytes]]) -> bytes:
+        said = sorted(parts) if isinstance(node, (dict, set, frozenset)) else parts
+        found = _hash(f"{self.kind(node)} {said}")
+        self._found[id(node)] = node, found
+        return found
+
+
+def is_container(node: object) -> bool:
+    """Tell whether others can be below a node."""
+    return isinstance(node, (dict, list, tuple, set, frozenset, FromFile)) or type(node) in PARTS
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _step(node: object, step: object) -> str:
+    return "" if isinstance(node, (list, tuple, set, frozenset)) else repr(step)
+
+
+def alike(one: object, other: object) -> bool:
+    """Tell whether two trees say the same, whatever parts they share."""
+    digests = Digests()
+    return digests.of(one) == digests.of(other)
+
+
+def each(root: object, below: Callable[[object], Iterable[object]], seen: set[int] | None = None) -> Iterator[object]:
+    """Yield an object and everything below it, each once.
+
+    Parameters
+    ----------
+    root : object
+    below : callable
+        Returns what is directly below an object.
+    seen : set of int, optional
+        Identities of objects that were looked at before, to which those are added that are now.
+    """
+    seen = set() if seen is None else seen
+    waiting = [root] if id(root) not in seen else []
+    seen.add(id(root))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child in below(node):
+            if id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)
