@@ -8,6 +8,7 @@ window. What no pass has reduced when a step is due, is reduced then.
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -252,8 +253,9 @@ class BackwardOptimizer(GradientOptimizer):
         self._complete_window(has_joined=True)
         self._step_or_fail()
 
+    @abstractmethod
     def _step_or_fail(self) -> None:
-        raise NotImplementedError
+        """Step with the gradients of a window that has ended; raise WindowFailedError if some rank has failed."""
 
     def _end_window(self) -> None:
         """Forget the gradients of a window and begin the next one."""

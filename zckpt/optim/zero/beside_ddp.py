@@ -26,7 +26,9 @@ from zckpt.optim.zero.buckets import Bucket, fill
 class AttachedOptimizer(BackwardOptimizer):
     """Takes gradients from DDP's buckets, if it has been attached to a model, and else from backward."""
 
-    _ddp_buckets: dict[tuple[int, ...], Bucket] | None = None
+    is_attached = False
+    """Whether gradients come in DDP's buckets."""
+
     _inner: tuple[Hook, Any] | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, *, state: Any = None) -> None:
@@ -65,22 +67,18 @@ class AttachedOptimizer(BackwardOptimizer):
             raise RuntimeError("attach must not come between backward and step")
         model.register_comm_hook(self, _on_bucket)
         self._inner = None if hook is None else (hook, state)
-        self._ddp_buckets = {}
+        self._ddp_buckets: dict[tuple[int, ...], Bucket] = {}
         self._ddp_came = False
         self._ddp_reduced: set[torch.Tensor] = set()
         self._by_hook: list[tuple[GradBucket, Future[torch.Tensor]]] = []
+        self.is_attached = True
         for group in self.groups:
             group.adopt_weights()
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether gradients come in DDP's buckets."""
-        return self._ddp_buckets is not None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; see `BackwardOptimizer.add_param_group`."""
         super().add_param_group(param_group)
-        if self._ddp_buckets is not None:
+        if self.is_attached:
             self._ddp_buckets.clear()
 
     # --- one pass
@@ -112,7 +110,6 @@ class AttachedOptimizer(BackwardOptimizer):
         return done
 
     def _launch(self, ours: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        assert self._ddp_buckets is not None  # noqa: S101  # attach made it
         if not ours:
             return
         parameters = [parameter for parameter, _ in ours]

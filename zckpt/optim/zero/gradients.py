@@ -7,6 +7,7 @@ runs afterwards, and keeps the gradient or has it reduced.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from functools import partial
 from typing import Any, NoReturn
 
@@ -173,14 +174,18 @@ class GradientOptimizer(FlatOptimizer, Joinable):
 
     # --- what passes know
 
+    @abstractmethod
     def _begin_pass(self, graph: int | None = None) -> None:
-        raise NotImplementedError
+        """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
 
+    @abstractmethod
     def _settle(self) -> None:
-        raise NotImplementedError
+        """After a failure here, go through this window with the other ranks."""
 
+    @abstractmethod
     def _refuse_nested(self) -> NoReturn:
-        raise NotImplementedError
+        """Raise RuntimeError: a backward has run inside of another."""
 
+    @abstractmethod
     def _reduces(self) -> bool:
-        raise NotImplementedError
+        """Tell whether the present pass reduces gradients."""
