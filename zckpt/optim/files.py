@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zckpt.optim.model_state import bare
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
-from zckpt.optim.wrapped import bare
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make it anew"
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
 from zckpt.formats import native
 from zckpt.operations.open import open as open_checkpoint
+from zckpt.optim.model_state import Stateful
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.several import Given
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.loading import Restored, load
-from zckpt.training.model_state import Stateful
 from zckpt.training.run_record import NAME, Entry, Record
 from zckpt.training.saving import Saving, save_own
 from zckpt.training.writing import new_identity

@@ -1,10 +1,13 @@
-"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own part."""
+"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own part.
+
+Of weights that all ranks have whole, one rank can read each and send it to the others.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,15 +18,14 @@ import torch.distributed as dist
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
+from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.shares import share_of
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.beside import Beside, read_beside
-from zckpt.training.broadcasting import read_and_broadcast
-from zckpt.training.model_state import ModelState, Stateful, model_state
+from zckpt.training.extras import Extras, read_extras
 
 SHOWN = 4
 
@@ -169,7 +171,7 @@ class _Loading:
             self._be_strict()
         self.replicated: list[Wanted] = []
         self.sharded: list[Wanted] = []
-        self.beside = Beside()
+        self.extras = Extras()
         self.restoring: list[Restoring] = optimizers.restore(
             self.checkpoint, self.path, tag=tag, listed=names, strict=strict
         )
@@ -210,10 +212,10 @@ class _Loading:
 
     def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
         """Find out what is to be read, and check all that can be known of it before."""
-        self.beside = read_beside(self.checkpoint, scheduler, grad_scaler, rank)
-        self.report.extra = self.beside.extra
-        self.report.notes += [*self.beside.missing, *self.beside.notes]
-        for note in self.beside.missing:
+        self.extras = read_extras(self.checkpoint, scheduler, grad_scaler, rank)
+        self.report.extra = self.extras.extra
+        self.report.notes += [*self.extras.missing, *self.extras.notes]
+        for note in self.extras.missing:
             warnings.warn(f"{self.path}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
@@ -258,8 +260,8 @@ class _Loading:
             one.share()
 
     def restore_rest(self) -> None:
-        """Restore what is beside the model and the optimizer."""
-        self.beside.restore(self.model)
+        """Restore what else a checkpoint has."""
+        self.extras.restore(self.model)
 
 
 def _tensor_called(checkpoint: OpenedCheckpoint, name: str) -> Parameter | None:
@@ -275,3 +277,46 @@ def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
         if slot.dtype == dtype_name(dtype):
             return slot
     return slots[-1]
+
+
+ROUND_NBYTES = 64 << 20
+"""Read by each rank before all of it is sent: what a rank needs besides the weights."""
+
+
+def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> None:
+    """Read what all ranks want, each rank some of it, and send it around.
+
+    All ranks must want the same tensors in the same order.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read: on all ranks, if on one.
+    """
+    for turn in _rounds(wanted, ranks.world_size):
+        mine = [one for reader, one in turn if reader == ranks.rank]
+        ranks.do(partial(read_tensors, mine))
+        for reader, one in turn:
+            _send(one.tensor, ranks, reader)
+
+
+def _rounds(wanted: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
+    """Yield who reads what; in each round every rank reads about as much."""
+    turn: list[tuple[int, Wanted]] = []
+    loads = [0] * world_size
+    for one in wanted:
+        reader = loads.index(min(loads))
+        turn.append((reader, one))
+        loads[reader] += one.tensor.nbytes
+        if min(loads) >= ROUND_NBYTES:
+            yield turn
+            turn, loads = [], [0] * world_size
+    if turn:
+        yield turn
+
+
+def _send(tensor: torch.Tensor, ranks: Ranks, reader: int) -> None:
+    there = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
+    if there is not tensor:
+        tensor.copy_(there)

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
+from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
 from zckpt.optim.states import state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.state import WEIGHT
 from zckpt.training import whole
-from zckpt.training.model_state import ModelState, Stateful, model_state
 from zckpt.training.parts import Part, Staging, deal, entries
 from zckpt.training.values import Values, random_states
 from zckpt.training.workers import save_workers

@@ -13,10 +13,10 @@ from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
+from zckpt.optim.model_state import ModelState
 from zckpt.optim.states.several import ALONE, Snapshot
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.torchfile import FromFile, Mentioned
-from zckpt.training.model_state import ModelState
 from zckpt.training.parts import Part, Piece, key_of
 from zckpt.training.values import Values
 from zckpt.version import __version__

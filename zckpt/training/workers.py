@@ -13,12 +13,12 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
+from zckpt.optim.model_state import ModelState
 from zckpt.optim.shares import Share, share_of
 from zckpt.optim.states.several import Optimizers
 from zckpt.state import WEIGHT, Extent, Slot
 from zckpt.storage.durable import written_directory
 from zckpt.training import whole
-from zckpt.training.model_state import ModelState
 from zckpt.training.parts import Part, deal, entries
 from zckpt.training.values import Values
 from zckpt.training.writing import new_identity

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.tensors import Wanted
-from zckpt.optim.named_groups import Names, by_tensor, group_names
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.shares import Share, share_of
 from zckpt.optim.states.protocol import (
     NamedShare,

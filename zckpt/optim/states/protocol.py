@@ -17,8 +17,7 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
 from zckpt.optim import param_groups
-from zckpt.optim.named_groups import Names, group_hyperparameters
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, Names, group_hyperparameters
 from zckpt.optim.shares import Share
 from zckpt.state import Parameter, ParamGroup, Scalar
 

@@ -13,9 +13,8 @@ from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
-from zckpt.optim.named_groups import Names, group_hyperparameters, remote_names
 from zckpt.optim.opening import open_for
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names
 from zckpt.optim.shares import Share
 from zckpt.optim.states.protocol import NamedShare, Restoring, Source, Values, as_torch, stored_hyperparameters
 from zckpt.optim.zero_redundancy import files

@@ -14,8 +14,7 @@ from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import Wanted, read_tensors
-from zckpt.optim.named_groups import Names, by_tensor, group_names
-from zckpt.optim.param_groups import Group
+from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.shares import Share, world_rank
 from zckpt.optim.states.protocol import (
     NamedShare,
@@ -27,11 +26,11 @@ from zckpt.optim.states.protocol import (
     stored_hyperparameters,
 )
 from zckpt.optim.zero import files
-from zckpt.optim.zero.deepspeed_objects import scaler_object
+from zckpt.optim.zero.deepspeed_state import scaler_object
+from zckpt.optim.zero.experts import experts_of, model_rank
 from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import Scaler, adopt
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.parts import experts_of, model_rank
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import Fragment
 from zckpt.torchfile import FromFile, Object, plain

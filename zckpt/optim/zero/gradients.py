@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.loss_scale import Scaler
-from zckpt.optim.zero.norms import ModelParallel
 from zckpt.optim.zero.reduction import Reducer, Rules
-from zckpt.optim.zero.stand_in import StandIn, StandIns
+from zckpt.optim.zero.sharded_gradient import ShardedGradient, ShardedGradients
+from zckpt.optim.zero.stepping import ModelParallel
 
 
 class GradientOptimizer(FlatOptimizer, Joinable):
@@ -49,7 +49,7 @@ class GradientOptimizer(FlatOptimizer, Joinable):
         self._external_loss_scale: float | None = None
         self._local: dict[torch.Tensor, torch.Tensor] = {}
         self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
-        self._stand_ins = StandIns()
+        self._sharded = ShardedGradients()
         self._syncs = True
         self._passes = 0
         self._pass: int | None = None
@@ -102,8 +102,8 @@ class GradientOptimizer(FlatOptimizer, Joinable):
         def before_gradient(parameter: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
             optimizer, its = this(), parameter()
             if optimizer is not None:
-                optimizer._stand_ins.take_out()
-            if its is not None and isinstance(its.grad, StandIn):  # of an optimizer that is no more
+                optimizer._sharded.take_out()
+            if its is not None and isinstance(its.grad, ShardedGradient):  # of an optimizer that is no more
                 its.grad = None
 
         def on_gradient(parameter: torch.Tensor) -> None:

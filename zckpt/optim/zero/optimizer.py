@@ -14,12 +14,13 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.zero import gather, norms, stepping
+from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
 from zckpt.optim.zero.flat import STAGES
+from zckpt.optim.zero.flat_group import begin_gather, wait_for
 from zckpt.optim.zero.loss_scale import Scaler, read_scaler
-from zckpt.optim.zero.norms import ModelParallel
 from zckpt.optim.zero.stateful import StatefulOptimizer
+from zckpt.optim.zero.stepping import ModelParallel
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class ZeroOptimizer(StatefulOptimizer):
                     parameter.grad = None
 
     def _step_or_fail(self) -> None:
-        norm = norms.global_norm(
+        norm = stepping.global_norm(
             self.groups,
             self.process_group,
             norm_type=self.norm_type,
@@ -246,7 +247,7 @@ class ZeroOptimizer(StatefulOptimizer):
                 self._refuse_failure()
             self.loss_scaler.update(self.overflow)
             if not self.overflow:
-                self._step_groups(norms.divisor(norm, scale, self.clip_grad))
+                self._step_groups(stepping.divisor(norm, scale, self.clip_grad))
         finally:
             self._end_window()
 
@@ -270,10 +271,10 @@ class ZeroOptimizer(StatefulOptimizer):
                 group.adopt_weights()
                 stepping.step(self.optim, group, divisor)
                 self._round(group)
-                handles += gather.begin(group, self.allgather_bucket_size)
+                handles += begin_gather(group, self.allgather_bucket_size)
         finally:
             self.optim.param_groups = every
-        gather.wait(handles)
+        wait_for(handles)
         param_groups.sync(every, self.param_groups)
 
     # --- uneven inputs

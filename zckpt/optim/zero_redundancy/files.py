@@ -17,10 +17,9 @@ from zckpt.formats.remainder import VERSION
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
 from zckpt.optim import param_groups
 from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
-from zckpt.optim.named_groups import Names, remote_names
-from zckpt.optim.ranks import Ranks
-from zckpt.optim.together import written_together
-from zckpt.optim.wrapped import bare
+from zckpt.optim.model_state import bare
+from zckpt.optim.param_groups import Names, remote_names
+from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.storage.durable import written_directory
 from zckpt.version import __version__

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside a model and an optimizer, on its way into what is being trained.
+"""What a checkpoint holds besides a model and an optimizer, on its way into what is being trained.
 
 Keys of `metadata` are ours only where `save` wrote them, which it says: a user may call anything `extra` or
 `random_states`. Of other checkpoints all is `extra`, but for what a scheduler or grad scaler that was given takes.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from zckpt.errors import DamagedFileError
+from zckpt.optim.model_state import Stateful, set_extra
 from zckpt.state import Checkpoint
-from zckpt.training.model_state import Stateful, set_extra
 from zckpt.training.values import check_random_states, set_random_states, value_of
 from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF
 
@@ -24,7 +24,7 @@ OF_DEEPSPEED = "lr_scheduler"
 
 
 @dataclass(slots=True)
-class Beside:
+class Extras:
     """Values that were read, and what was not there.
 
     Parameters
@@ -32,7 +32,7 @@ class Beside:
     states : list of (Stateful, dict, str)
         Schedulers and grad scalers, the state of each, and what it is.
     modules : dict
-        What modules keep beside tensors, by key.
+        What modules keep besides tensors, by key.
     extra : dict
         What the program had kept.
     random : mapping or None
@@ -61,10 +61,10 @@ class Beside:
             set_random_states(self.random)
 
 
-def read_beside(
+def read_extras(
     checkpoint: Checkpoint, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None
-) -> Beside:
-    """Read what is beside the model and the optimizer.
+) -> Extras:
+    """Read what a checkpoint has besides the model and the optimizer.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def read_beside(
     SourceError
         It cannot be read, or what `save` wrote is not as it was.
     """
-    found = Beside()
+    found = Extras()
     ours = saved_by_us(checkpoint)
     values = {key: value_of(node) for key, node in checkpoint.metadata.items()}
     taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
@@ -105,7 +105,7 @@ def read_beside(
 
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
-    """Tell whether `save` wrote what is beside the model and the optimizer, be it converted since."""
+    """Tell whether `save` wrote what is there besides the model and the optimizer, be it converted since."""
     origin = checkpoint.details.get("origin")
     if not isinstance(origin, Mapping) or not str(origin.get("format_version", "")).startswith("zckpt "):
         return False
@@ -122,7 +122,7 @@ def _mapping(values: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> dic
     return dict(found)
 
 
-def _random(found: Beside, states: object, rank: int, checkpoint: Checkpoint) -> None:
+def _random(found: Extras, states: object, rank: int, checkpoint: Checkpoint) -> None:
     """Find the random states of a rank."""
     count = len(states) if isinstance(states, list) else 0
     if not isinstance(states, list) or rank >= count or not states[rank]:

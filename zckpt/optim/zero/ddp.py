@@ -1,4 +1,4 @@
-"""Beside DistributedDataParallel: its buckets are reduced to owners, and not to all ranks; all else as without it.
+"""With DistributedDataParallel: its buckets are reduced to owners, and not to all ranks; all else as without it.
 
 DDP puts this rank's gradients into buckets and hands each to a communication hook, in the same order on all ranks. A
 pass that DDP does not synchronise (`model.no_sync()`) has no buckets: its gradients stay in `grad`, and DDP's next
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zckpt.optim.ddp_buckets import Future, GradBucket, Hook, reduced_gradients
+from zckpt.optim.memory import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.backward import BackwardOptimizer
 from zckpt.optim.zero.buckets import Bucket, fill
 
 
-class AttachedOptimizer(BackwardOptimizer):
+class DdpOptimizer(BackwardOptimizer):
     """Takes gradients from DDP's buckets, if it has been attached to a model, and else from backward."""
 
     is_attached = False
@@ -152,7 +152,7 @@ class AttachedOptimizer(BackwardOptimizer):
         if not self.is_attached:
             super()._step_along()
             return
-        self._stand_ins.take_out()
+        self._sharded.take_out()
         self._end_pass(has_joined=True)  # DDP has called the hook with zeros, if the others reduced
         if self._is_due() and (self._is_reduced or self.gradient_accumulation_steps > 1):
             self._complete_window(has_joined=True)
