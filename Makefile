@@ -31,7 +31,7 @@ fixtures: $(VENV)/.development
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) --editable .
+	$(INSTALL) --editable '.[train]'
 	touch $@
 
 $(VENV)/.development: $(VENV)/.runtime

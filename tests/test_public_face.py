@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import zckpt
+from tests.cli.console import FIXTURES, environment
 from tests.truth import Truth, assert_same, bits
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 READ = [
     "s0_bf16_dp2", "s1_bf16_dp2_bf16opt", "s1_fp32_dp3_palign", "s2_bf16_dp2_rr", "s2_bf16_dp2_elastic",
     "s2_bf16_dp2_bf16master", "s2_fp16_dp2", "s2_bf16_dp2_lion", "s2_bf16_dp2_zerodim", "s3_bf16_dp3",
@@ -23,11 +25,12 @@ READ = [
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
-        "Fingerprint", "LayoutError", "LeftOutError", "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError",
-        "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError", "Span", "Stripped",
-        "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError", "UsageError",
-        "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__", "consolidate", "convert", "diff",
-        "fingerprint", "inspect", "load", "open", "reshard", "save", "series", "strip", "verify",
+        "Fingerprint", "LayoutError", "LeftOutError", "MissingPackageError", "OpenedCheckpoint", "ParamGroup",
+        "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError",
+        "Span", "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError",
+        "UsageError", "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__", "consolidate",
+        "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "open", "optim", "reshard", "save", "series",
+        "strip", "verify",
     ]  # fmt: skip
 
 
@@ -39,6 +42,32 @@ def test_exported_name_is_there_and_documented(name: str) -> None:
         return
     assert inspect.getdoc(value)
     assert value.__doc__
+
+
+def test_the_face_is_what_dir_lists() -> None:
+    assert dir(zckpt) == sorted(zckpt.__all__)
+
+
+def test_modules_are_there_without_a_further_import() -> None:
+    program = "import zckpt; print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert done.stdout.split() == ["prepare_resume", "Reader", "zckpt.optim"]
+
+
+def test_a_checkpoint_shows_itself_in_two_lines() -> None:
+    opened = zckpt.open(FIXTURES / "s2_bf16_dp4")
+    nbytes = sum(path.stat().st_size for path in (FIXTURES / "s2_bf16_dp4" / "global_step5").iterdir())
+    assert repr(opened).splitlines() == [
+        f"<OpenedCheckpoint '{FIXTURES}/s2_bf16_dp4/global_step5': deepspeed 0.19.8, ZeRO stage 2, dp=4 tp=1 pp=1 ep=1",
+        f" 21 parameters of 1,850 elements, 5 files of {nbytes:,} bytes, step 5>",
+    ]
+    strange = zckpt.Checkpoint("a\nb'\x1b[31m", "torch", "\n2\x1b", parameters={})
+    assert repr(strange).splitlines() == [
+        '<Checkpoint "a\\nb\'\\x1b[31m": torch 2\ufffd, dp=1 tp=1 pp=1 ep=1',
+        " 0 parameters of 0 elements, 0 files of 0 bytes>",
+    ]
 
 
 def test_other_names_are_none() -> None:

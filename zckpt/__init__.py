@@ -17,7 +17,10 @@
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
 
-The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap.
+    zckpt.optim, zckpt.dcp, zckpt.hf       the sharded optimizers, torch.distributed.checkpoint, Hugging Face's Trainer
+
+The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap. Without
+torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`, `Checkpointer` and these modules.
 """
 
 from __future__ import annotations
@@ -28,11 +31,13 @@ from typing import TYPE_CHECKING
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
+    from zckpt import dcp, hf, optim
     from zckpt.compare.digests import Fingerprint
     from zckpt.errors import (
         DamagedFileError,
         LayoutError,
         LeftOutError,
+        MissingPackageError,
         PickleError,
         ShardError,
         SourceError,
@@ -78,6 +83,7 @@ _HOMES = {
         "DamagedFileError",
         "LayoutError",
         "LeftOutError",
+        "MissingPackageError",
         "PickleError",
         "ShardError",
         "SourceError",
@@ -90,6 +96,9 @@ _HOMES = {
         "ZckptError",
     ),
 }
+_MODULES = ("dcp", "hf", "optim")
+"""Parts of zckpt that are modules of their own, and are there without a further import; they need torch."""
+
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -103,6 +112,7 @@ __all__ = [
     "Fingerprint",
     "LayoutError",
     "LeftOutError",
+    "MissingPackageError",
     "OpenedCheckpoint",
     "ParamGroup",
     "Parameter",
@@ -129,11 +139,14 @@ __all__ = [
     "__version__",
     "consolidate",
     "convert",
+    "dcp",
     "diff",
     "fingerprint",
+    "hf",
     "inspect",
     "load",
     "open",
+    "optim",
     "reshard",
     "save",
     "series",
@@ -143,9 +156,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"zckpt.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'zckpt' has no attribute {name!r}")
     value = getattr(import_module(home), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -2,6 +2,7 @@
 
     ZckptError
     |-- UsageError              unusable arguments                      exit status 2
+    |   `-- MissingPackageError     it needs a package that is not installed
     |-- SourceError             the source cannot be used               exit status 3
     |   |-- UnknownFormatError      no adapter recognises it
     |   |-- DamagedFileError        truncated, malformed, inconsistent
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 
 CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that make a terminal do something, or turn the order of others; names in a file may hold any."""
@@ -44,6 +46,24 @@ def shortened(text: str, width: int) -> str:
     """Return a text cut in its middle to a width: its beginning and its end tell most."""
     half = max(width - 3, 2) // 2
     return text if len(text) <= width else f"{text[:half]}...{text[-(max(width - 3, 2) - half) :]}"
+
+
+def require_torch(what: str) -> None:
+    """Raise MissingPackageError unless torch can be imported, which the tools do without.
+
+    Parameters
+    ----------
+    what : str
+        What needs it.
+    """
+    try:
+        import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingPackageError(
+            f"{what} needs torch, which is not installed", advice="pip install 'zckpt[train]'"
+        ) from error
 
 
 class ZckptError(Exception):
@@ -109,6 +129,10 @@ class UsageError(ZckptError, ValueError):
     """An argument or option that cannot be used."""
 
     exit_status = 2
+
+
+class MissingPackageError(UsageError, ImportError):
+    """It needs a package that is not installed, because not everyone does."""
 
 
 class SourceError(ZckptError, ValueError):

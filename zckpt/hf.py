@@ -20,9 +20,12 @@ import re
 import warnings
 from pathlib import Path
 
+from zckpt.errors import SourceError, TargetError, UsageError, require_torch
+
+require_torch("zckpt.hf")
+
 import torch.distributed as dist
 
-from zckpt.errors import SourceError, TargetError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.deepspeed.directory import find
 from zckpt.formats.deepspeed.other_files import TRAINER_STATE, is_trainers

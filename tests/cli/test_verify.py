@@ -128,7 +128,7 @@ def test_text_fits_the_terminal_but_for_paths_and_names(damaged: Path, width: in
 
 
 def test_many_findings_and_names_are_counted() -> None:
-    document = verify(FIXTURES / RUN).document()
+    document = verify(FIXTURES / RUN).as_dict()
     names = [f"p{i}" for i in range(1000)]
     finding = {"code": "ZC-202", "severity": "error", "title": "NaN or Inf", "message": "m", "ranks": [0, 1]}
     finding |= {"file": None, "parameters": names, "expected": None, "found": None, "advice": None}

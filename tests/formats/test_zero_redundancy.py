@@ -66,7 +66,7 @@ def consolidated(name: str) -> OpenedCheckpoint:
 
 
 def ranks(name: str, directory: Path, pattern: str = "zero_rank{}.pt", model: str = "model.pt") -> Path:
-    """What each rank of the real optimizer saved, under names of one's choice, and the model beside them."""
+    """What each rank of the real optimizer saved, under names of one's choice, and the model next to them."""
     source = FIXTURES / "other" / name / "ckpt"
     directory.mkdir()
     for rank in range(truth_of(name).facts["world_size"]):
@@ -211,7 +211,7 @@ def trained(*, tied: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimiz
 def as_others_save_it(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tmp_path: Path, world_size: int = 2
 ) -> Path:
-    """Each rank's share of an optimizer, as torch deals it, in files without a word about names."""
+    """Each rank's share of an optimizer, as torch assigns it, in files without a word about names."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -226,7 +226,7 @@ def test_names_follow_from_shapes_and_the_models_order(tied, world_size, tmp_pat
     model, optimizer = trained(tied=tied)
     checkpoint = read(as_others_save_it(model, optimizer, tmp_path, world_size))
     assert len(checkpoint.warnings) == 1
-    assert checkpoint.warnings[0].startswith("the files do not tell the order of the optimizer's parameters")
+    assert checkpoint.warnings[0].startswith("the files do not say the order of the optimizer's parameters")
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         assert checkpoint.read(name, "exp_avg").equal(optimizer.state[parameter]["exp_avg"]), name
@@ -246,7 +246,7 @@ def test_group_of_all_parameters_needs_no_state(tmp_path):
 @pytest.mark.parametrize("name", ZRO)
 def test_parameter_without_state_leaves_names_untold(name, tmp_path):
     directory = ranks(name, tmp_path / "ranks")
-    with pytest.raises(UnsupportedError, match=r"rank \d's parameter \d has no state that tells its shape.*--names"):
+    with pytest.raises(UnsupportedError, match=r"rank \d's parameter \d has no state that shows its shape.*--names"):
         read(directory)
 
 
@@ -261,7 +261,7 @@ def test_tensor_that_could_be_a_trained_one_leaves_names_untold(tmp_path):
 def test_without_a_model_nothing_tells_which_parameter_is_which(tmp_path):
     directory = ranks("zro_dp2_adamw", tmp_path / "ranks", model="")
     for names in (None, names_of("zro_dp2_adamw")):
-        with pytest.raises(UnsupportedError, match=r"only the sizes .* put the model's state dict beside them"):
+        with pytest.raises(UnsupportedError, match=r"only the sizes .* put the model's state dict next to them"):
             read(directory, names)
 
 
@@ -397,7 +397,7 @@ def test_names_from_the_user_name_it_later(form, tmp_path):
     assert_same_state(back, opened(torch_file.read(tmp_path / "c.pt", names=names)))
 
 
-def test_parameter_of_unknown_size_cannot_be_dealt(tmp_path):
+def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):
     for optimizer in (torch.optim.SGD, torch.optim.Adafactor):
         source = unnamed(tmp_path / "c.pt", model=False, optimizer=optimizer)
         with pytest.raises(UnsupportedError, match=r"the size of the optimizer's parameter 0 is not known.*--names"):
@@ -527,7 +527,7 @@ def test_ranks_that_changed_places_are_refused(tmp_path):
         (
             lambda o: o["param_groups"][0]["params"].append(o["param_groups"][1]["params"].pop()),
             LayoutError,
-            r"zero_rank\d.pt: another share of the parameters than it was dealt",
+            r"zero_rank\d.pt: another share of the parameters than it was assigned",
         ),
         (lambda o: o["state"][0].update(exp_avg=torch.ones(5)), LayoutError, r"found \(5,\)|found \(64, 8\)"),
         (lambda o: o["state"].update({77: {}}), DamagedFileError, "state of a parameter that is in no group"),

@@ -1,4 +1,4 @@
-"""torch's own ZeroRedundancyOptimizer deals as zckpt does, loads what zckpt writes, and goes on as if never stopped.
+"""torch's ZeroRedundancyOptimizer assigns parameters as zckpt does, and goes on from its files as if never stopped.
 
 All ranks see the same data, so that gradients are equal without a reduction and losses can be compared bit for bit.
 """
@@ -170,7 +170,7 @@ def load_fixture(rank: int, world_size: int, name: str, folder: Path) -> tuple[A
 
 
 def partitions(rank: int, world_size: int, layouts: list[list[list[tuple[int, ...]]]]) -> list[Any]:
-    """How torch itself deals parameters of these shapes: for each rank and group, their places in the group."""
+    """How torch itself assigns parameters of these shapes: for each rank and group, their places in the group."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     found = []
@@ -178,8 +178,8 @@ def partitions(rank: int, world_size: int, layouts: list[list[list[tuple[int, ..
         parameters = [[nn.Parameter(torch.zeros(shape)) for shape in group] for group in groups]
         optimizer = ZeroRedundancyOptimizer([{"params": group} for group in parameters], torch.optim.SGD, lr=1.0)
         place = {id(p): at for group in parameters for at, p in enumerate(group)}
-        dealt = optimizer._partition_parameters()
-        found.append([[[place[id(p)] for p in group["params"]] for group in groups] for groups in dealt])
+        assigned = optimizer._partition_parameters()
+        found.append([[[place[id(p)] for p in group["params"]] for group in groups] for groups in assigned])
     return found
 
 
@@ -195,10 +195,10 @@ def some_layouts(seed: int, count: int) -> list[list[list[tuple[int, ...]]]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_parameters_are_dealt_as_torch_deals_them(world_size: int) -> None:
+def test_parameters_are_assigned_as_torch_assigns_them(world_size: int) -> None:
     layouts = some_layouts(world_size, 150)
-    for dealt in gloo.run(partitions, world_size, layouts):
-        for groups, expected in zip(layouts, dealt, strict=True):
+    for assigned in gloo.run(partitions, world_size, layouts):
+        for groups, expected in zip(layouts, assigned, strict=True):
             numels = [[torch.Size(shape).numel() for shape in group] for group in groups]
             assert greedy_partition(numels, world_size) == expected
 
@@ -260,7 +260,7 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 @pytest.mark.parametrize("kind", ["adamw", "sgdm"])
-def test_ranks_files_are_dealt_anew_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
+def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
     folder, original = saved(kind, 2)
     directory = without_consolidated(folder, tmp_path / "ranks")
     checkpoint = zero_redundancy.read(directory, names=names(kind))

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 import zckpt
-from tests.cli.console import run
+from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
 from zckpt.operations.inspect import inspect as describe
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
 Verb = Callable[..., Any]
 READING: dict[str, Verb] = {
     "diff": lambda source, _, **where: zckpt.diff(source, SOURCE, **where).equal,
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
-    "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).document(),
+    "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {
     "consolidate": lambda source, target, **where: zckpt.consolidate(source, target / "m.safetensors", **where),

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, ParamGroup, Slot, Span
-from zckpt.state.names import INNER, aligned, bare_names, canonical_names, plain_name
-from zckpt.state.renaming import as_filed, bare, like_model
+from zckpt.state.names import INNER, aligned, as_filed, bare, bare_names, canonical_names, like_model, plain_name
 
 SEGMENTS = st.sampled_from(["fc", "body", "module", "0", "weight", "model"])
 NAMES = st.lists(st.lists(SEGMENTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=6, unique=True)

@@ -16,7 +16,7 @@ from zckpt.cli.terminal import json_text
 @click.option("--write", is_flag=True, help="Also store it beside the checkpoint, with the digest of each slot.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document, with the digest of each slot.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @source_options
@@ -36,16 +36,16 @@ def fingerprint_command(
     as it was.
     """
     from zckpt.cli.progress import reporter
-    from zckpt.compare.digests import digests_path, document, write_digests
-    from zckpt.formats import open_checkpoint
+    from zckpt.compare.digests import digests_path, write_digests
     from zckpt.operations.fingerprint import fingerprint
+    from zckpt.operations.open import opened
     from zckpt.storage.ownership import check_target
 
-    checkpoint = open_checkpoint(source, **where)
+    checkpoint = opened(source, **where)
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
     found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet))
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
-    click.echo(json_text(document(found)) if as_json else found.text)
+    click.echo(json_text(found.as_dict()) if as_json else found.text)

@@ -29,7 +29,7 @@ def map_command(
 ) -> None:
     """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
 
-    TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[demo]).
+    TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[png]).
     """
     from zckpt.formats import open_checkpoint
     from zckpt.operations.map import layout_map

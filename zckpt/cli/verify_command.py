@@ -56,7 +56,7 @@ def verify_command(
         reporter=reporter("verify", quiet=quiet),
         **where,
     )
-    document = found.document()
+    document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import layout_map
         from zckpt.report.page import verify_page

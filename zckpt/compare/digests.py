@@ -45,6 +45,10 @@ class Fingerprint:
     text: str
     entries: Entries
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the fingerprint as JSON-able data, the document of `--json`, and what a file of digests holds."""
+        return {"fingerprint": self.text, "leaf_numel": LEAF_NUMEL, "entries": self.entries}
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -60,11 +64,6 @@ def root(entries: Entries) -> str:
     """Return the text of the fingerprint of entries."""
     lines = sorted(json.dumps([name, entry, text]) for name, found in entries.items() for entry, text in found.items())
     return f"{VERSION}:{xxhash.xxh3_128_hexdigest(chr(10).join(lines).encode())}"
-
-
-def document(found: Fingerprint) -> dict[str, object]:
-    """Return a fingerprint as JSON-able data, which is also what a file of digests holds."""
-    return {"fingerprint": found.text, "leaf_numel": LEAF_NUMEL, "entries": found.entries}
 
 
 def digests_path(checkpoint: Checkpoint) -> Path:
@@ -92,7 +91,7 @@ def write_digests(found: Fingerprint, target: Path, *, overwrite: bool = False) 
 
 def bytes_of(found: Fingerprint) -> bytes:
     """Return what a file of digests holds; half a character of a name is written as JSON's escape of it."""
-    text = json.dumps(document(found), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(found.as_dict(), indent=1, ensure_ascii=False) + "\n"
     return text.encode("utf-8", "backslashreplace")
 
 

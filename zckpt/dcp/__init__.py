@@ -19,6 +19,10 @@ contents  what a state dict holds: the model and the optimizer in it by name, an
 
 from __future__ import annotations
 
+from zckpt.errors import require_torch
+
+require_torch("zckpt.dcp")
+
 from zckpt.dcp.reader import Reader
 from zckpt.dcp.writer import Writer
 

@@ -31,7 +31,7 @@ from zckpt.formats.torch_archive import SlotTensor
 from zckpt.formats.torch_file import MODEL_KEYS, OPTIMIZER_KEYS
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
-from zckpt.state.names import FRONT, bare_names, plain_name
+from zckpt.state.names import bare_names, plain_name, without_wrappers
 
 APP = "app."
 """Under which a program may keep model and optimizer together."""
@@ -196,10 +196,8 @@ class Keys(dict[str, StorageEntry]):
 
     def _name(self, name: str) -> str | None:
         """Return what the checkpoint calls a tensor."""
-        plain = short = plain_name(name)
-        while short.startswith(FRONT):
-            short = short[len(FRONT) :]
-        for one in (name, plain, self._bare.get(short, short)):
+        short = without_wrappers(name)
+        for one in (name, plain_name(name), self._bare.get(short, short)):
             if one in self.checkpoint.parameters or one in self.checkpoint.buffers:
                 return one
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError, UsageError
 from zckpt.formats import deepspeed, universal
 from zckpt.state import Checkpoint
-from zckpt.state.renaming import bare
+from zckpt.state.names import bare
 from zckpt.storage.durable import interrupted
 
 OWN_DOCUMENT = "checkpoint.json"

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.jsonable import jsonable
-from zckpt.formats.tensors import carried
+from zckpt.formats.tensors import as_mapping, as_names, carried
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile, brief
@@ -76,15 +76,15 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     DamagedFileError
         The tree is malformed, of another version, or speaks of parameters that are not there.
     """
-    tree = _mapping(node, file.path)
+    tree = as_mapping(node, file.path)
     if tree.get("version") not in (VERSION, WITH_ITEMS):
         raise DamagedFileError(
             "unknown version", path=file.path, expected=f"version {VERSION}", found=brief(tree.get("version"), 40)
         )
     for key in ("metadata", "optimizer_metadata"):
-        found = {str(name): carried(file, value) for name, value in _mapping(tree.get(key, {}), file.path).items()}
+        found = {str(name): carried(file, value) for name, value in as_mapping(tree.get(key, {}), file.path).items()}
         setattr(checkpoint, key, found)
-    checkpoint.details["origin"] = dict(_mapping(tree.get("origin", {}), file.path))
+    checkpoint.details["origin"] = dict(as_mapping(tree.get("origin", {}), file.path))
     step, scale = tree.get("step"), tree.get("loss_scale")
     checkpoint.step = step if type(step) is int else checkpoint.step
     checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
@@ -99,24 +99,18 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
         _give_masters(checkpoint)
 
 
-def _mapping(node: object, path: str) -> Mapping[object, object]:
-    if not isinstance(node, dict):
-        raise DamagedFileError("unexpected content", path=path, expected="a dict", found=type(node).__name__)
-    return node
-
-
 def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:
     """Say which parameters are buffers, frozen, or other names of one."""
-    for name in _names(tree.get("buffers", []), path):
+    for name in as_names(tree.get("buffers", []), path):
         if name in checkpoint.parameters:
             checkpoint.buffers[name] = checkpoint.parameters.pop(name)
         elif name not in checkpoint.buffers:
             raise DamagedFileError(f"buffer {name} is not there", path=path)
-    for name in [name for name in checkpoint.buffers if name not in set(_names(tree.get("buffers", []), path))]:
+    for name in [name for name in checkpoint.buffers if name not in set(as_names(tree.get("buffers", []), path))]:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
-    for name in _names(tree.get("frozen", []), path):
+    for name in as_names(tree.get("frozen", []), path):
         _parameter(checkpoint, name, path).frozen = True
-    for alias, owner in _mapping(tree.get("tied", {}), path).items():
+    for alias, owner in as_mapping(tree.get("tied", {}), path).items():
         parameter, other = _parameter(checkpoint, alias, path), _parameter(checkpoint, owner, path)
         if parameter.shape != other.shape or other.tied_to is not None or set(parameter.slots) - {WEIGHT}:
             raise DamagedFileError(f"{alias} cannot be {owner} under another name", path=path)
@@ -124,12 +118,6 @@ def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> N
         if copy is not None and own is not None and copy.spans != own.spans:
             checkpoint.duplicates.append(Duplicate("tied", parameter.name, other.name, copy, own))
         parameter.tied_to, parameter.slots = other.name, {}
-
-
-def _names(node: object, path: str) -> list[str]:
-    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
-        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
-    return node
 
 
 def _parameter(checkpoint: Checkpoint, name: object, path: str) -> Parameter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import Extent, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_negatable
 from zckpt.state.inventory import Rule
@@ -117,6 +117,32 @@ def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
             raise UnsupportedError(f"two keys are the name {name[:80]!r}", path=path, expected="names that are texts")
         found[name] = value
     return found
+
+
+def as_mapping(node: object, path: str, expected: str = "a dict") -> dict[object, object]:
+    """Return a node of a file that has to be a dict.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
+    return node
+
+
+def as_names(node: object, path: str) -> list[str]:
+    """Return a node of a file that has to be a list of names.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
+    return node
 
 
 def describe(

@@ -10,9 +10,9 @@ from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
 from zckpt.state import Checkpoint
+from zckpt.state.names import as_filed
 from zckpt.state.partition import check_world_size
 from zckpt.state.rank_values import listed
-from zckpt.state.renaming import as_filed
 from zckpt.storage.ownership import Owned
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")

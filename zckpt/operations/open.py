@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
@@ -19,7 +19,7 @@ Source = str | os.PathLike[str] | Checkpoint
 """What a verb takes: a path, which it opens, or a checkpoint that `open` returned."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class OpenedCheckpoint(Checkpoint):
     """A Checkpoint with its tensors at hand. Made by `open`."""
 
@@ -42,9 +42,12 @@ class OpenedCheckpoint(Checkpoint):
         ------
         UsageError
             There is no such parameter or slot.
+        MissingPackageError
+            torch is not installed.
         SourceError
             The files cannot be read.
         """
+        require_torch("read()")
         import torch
 
         from zckpt.operations.tensors import Wanted, read_tensors

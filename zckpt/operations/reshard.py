@@ -22,7 +22,7 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
-from zckpt.state.renaming import as_filed
+from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned
 
 

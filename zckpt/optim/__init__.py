@@ -15,6 +15,10 @@ ranks            who saves or loads together, and how failures are shared
 
 from __future__ import annotations
 
+from zckpt.errors import require_torch
+
+require_torch("zckpt.optim")
+
 from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.zero import DynamicLossScaler, LossScaler, ZeroOptimizer
 from zckpt.optim.zero_redundancy import (

@@ -14,8 +14,8 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import MASTER
+from zckpt.state.names import like_model
 from zckpt.state.rank_values import listed
-from zckpt.state.renaming import like_model
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""

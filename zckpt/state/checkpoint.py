@@ -20,6 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from zckpt.errors import SHOWN_PATH, shortened, without_controls
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.rank_values import RankValue
@@ -302,7 +303,7 @@ class SourceFile:
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Checkpoint:
     """The logical state of a checkpoint, with the place of every element; made by an adapter.
 
@@ -384,6 +385,24 @@ class Checkpoint:
     opened: str = ""
     roots: tuple[str, ...] = ()
     given_names: tuple[str, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Return two lines: what was read, of which format and topology; and how much is in it."""
+        owners = [p for p in self.parameters.values() if p.tied_to is None]
+        ranks = self.topology
+        first = [
+            " ".join(filter(None, (self.format, self.format_version))),
+            *([] if self.zero_stage is None else [f"ZeRO stage {self.zero_stage}"]),
+            f"dp={ranks.dp} tp={ranks.tp} pp={ranks.pp} ep={ranks.ep}",
+        ]
+        second = [
+            f"{len(owners):,} parameters of {sum(p.numel for p in owners):,} elements",
+            f"{len(self.files):,} files of {sum(file.nbytes for file in self.files):,} bytes",
+            *([] if self.step is None else [f"step {self.step}"]),
+        ]
+        lines = f"{self.source!r}: {', '.join(first)}", ", ".join(second)
+        shown = [shortened(" ".join(without_controls(line).split()), SHOWN_PATH) for line in lines]
+        return f"<{type(self).__name__} {shown[0]}\n {shown[1]}>"
 
     def owner(self, name: str) -> Parameter:
         """Return the parameter or buffer called `name`; for a tied one, the parameter that has its slots.

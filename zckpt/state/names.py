@@ -1,5 +1,8 @@
 """What wrappers put into names of tensors, and the one rule by which every boundary goes without it. Pure.
 
+Names are treated as lists, or a checkpoint's tensors get other ones: those of the bare model (`bare`), of a live one
+(`like_model`), or those that its files have (`as_filed`).
+
     _orig_mod                       torch.compile
     _forward_module                 Lightning's Fabric and its DeepSpeed strategy
     _fsdp_wrapped_module            FullyShardedDataParallel
@@ -19,6 +22,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from zckpt.state.checkpoint import Checkpoint, Parameter
 
 INNER = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes in which wrappers keep a module, that are never a model's own."""
@@ -34,6 +40,14 @@ def plain_name(name: str) -> str:
     if not any(one in name for one in INNER):
         return name
     return ".".join(part for part in name.split(".") if part not in INNER) or name
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name without anything that a wrapper may have put there, all that the model's own names may be."""
+    name = plain_name(name)
+    while name.startswith(FRONT):
+        name = name[len(FRONT) :]
+    return name
 
 
 def bare_names(names: Iterable[str], *, front: bool = True) -> dict[str, str]:
@@ -126,3 +140,60 @@ def _shorter(names: Mapping[str, str], times: int) -> dict[str, str]:
     """Return the names that have so many prefixes, without them."""
     prefix = FRONT * times
     return {short[len(prefix) :]: name for short, name in names.items() if short.startswith(prefix) and short != prefix}
+
+
+def bare(checkpoint: Checkpoint) -> Checkpoint:
+    """Give a checkpoint the names that its bare model has; `bare_names` says which these are.
+
+    What zckpt wrote, or converted, had bare names when it was written; and an adapter may have known better.
+    """
+    front = "origin" not in checkpoint.details and not checkpoint.wrapped
+    names = bare_names(_names_of(checkpoint), front=front)
+    return renamed(checkpoint, names)
+
+
+def like_model(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
+    """Give a checkpoint the names that a live model has for its tensors, as far as it has them."""
+    return renamed(checkpoint, aligned(names, _names_of(checkpoint)))
+
+
+def as_filed(checkpoint: Checkpoint) -> Checkpoint:
+    """Give a checkpoint the names that its files have, for formats whose program looks for them."""
+    return renamed(checkpoint, checkpoint.wrapped)
+
+
+def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
+    """Give the tensors of a checkpoint new names, by their old ones, and keep which name each has in the files.
+
+    Tensors that are in what the adapter keeps for itself have the names that they had there.
+    """
+    changed = {old: new for old, new in names.items() if old != new}
+    if not changed:
+        return checkpoint
+    new = {name: changed.get(name, name) for name in _names_of(checkpoint)}
+    filed = {new[name]: checkpoint.wrapped.get(name, name) for name in new}
+    for section in ("parameters", "buffers", "unnamed"):  # which the adapter may have kept for itself, too
+        made = [_renamed(one, new) for one in getattr(checkpoint, section).values()]
+        setattr(checkpoint, section, {one.name: one for one in made})
+    checkpoint.param_groups = [
+        replace(group, parameters=[new.get(name, name) for name in group.parameters])
+        for group in checkpoint.param_groups
+    ]
+    checkpoint.duplicates = [
+        replace(one, name=new.get(one.name, one.name), of=new.get(one.of, one.of)) for one in checkpoint.duplicates
+    ]
+    checkpoint.wrapped = {name: its for name, its in filed.items() if name != its}
+    return checkpoint
+
+
+def _renamed(parameter: Parameter, new: Mapping[str, str]) -> Parameter:
+    tied_to = None if parameter.tied_to is None else new.get(parameter.tied_to, parameter.tied_to)
+    return replace(parameter, name=new.get(parameter.name, parameter.name), tied_to=tied_to)
+
+
+def _names_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of all tensors; where there is no model, those by which the optimizer calls its parameters."""
+    if checkpoint.parameters or checkpoint.buffers:
+        return [*checkpoint.parameters, *checkpoint.buffers]
+    listed = [name for group in checkpoint.param_groups for name in group.parameters]
+    return [name for name in dict.fromkeys([*checkpoint.unnamed, *listed]) if not name.isdecimal()]

@@ -14,6 +14,10 @@ run_record    which checkpoints a Checkpointer wrote
 
 from __future__ import annotations
 
+from zckpt.errors import require_torch
+
+require_torch("training")
+
 from zckpt.training.checkpointer import Checkpointer
 from zckpt.training.loading import Restored, load
 from zckpt.training.saving import Saving, save

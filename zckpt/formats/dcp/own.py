@@ -17,7 +17,7 @@ from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.dcp.optimizer import OptimizerState
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.scalars import with_scalars
-from zckpt.formats.tensors import describe
+from zckpt.formats.tensors import as_mapping, describe
 from zckpt.state import Checkpoint, Parameter
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
@@ -80,10 +80,10 @@ def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:
     for label, (shape, dtype) in _abouts(file, "unnamed").items():
         if label in checkpoint.unnamed:
             checkpoint.unnamed[label].shape, checkpoint.unnamed[label].dtype = shape, dtype
-    for index, values in _mapping(_about(file).get("hyperparameters", {}), file).items():
+    for index, values in as_mapping(_about(file).get("hyperparameters", {}), file.path).items():
         if type(index) is not int or not 0 <= index < len(checkpoint.param_groups):
             raise DamagedFileError("hyperparameters of a param group that is not there", path=file.path)
-        checkpoint.param_groups[index].hyperparameters.update(with_scalars(_mapping(values, file), file.path))
+        checkpoint.param_groups[index].hyperparameters.update(with_scalars(as_mapping(values, file.path), file.path))
     restore(checkpoint, file.root, file)
 
 
@@ -102,22 +102,16 @@ def held_items(file: TorchFile) -> list[str]:
 
 
 def _about(file: TorchFile) -> Mapping[object, object]:
-    return _mapping(_mapping(file.root, file).get(KEY), file)
+    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
 
 
 def _abouts(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return the shapes and element types under a key, by name."""
     found = {}
-    for name, node in _mapping(_about(file).get(key, {}), file).items():
-        one = _mapping(node, file)
+    for name, node in as_mapping(_about(file).get(key, {}), file.path).items():
+        one = as_mapping(node, file.path)
         shape, dtype = one.get("shape"), one.get("dtype")
         if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or dtype not in DTYPES:
             raise DamagedFileError("unexpected content", path=file.path, expected=f"shape and type of {name}")
         found[str(name)] = (tuple(shape), str(dtype))
     return found
-
-
-def _mapping(node: object, file: TorchFile) -> Mapping[object, object]:
-    if not isinstance(node, dict):
-        raise DamagedFileError("unexpected content", path=file.path, expected="a dict", found=type(node).__name__)
-    return node

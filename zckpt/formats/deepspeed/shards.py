@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.scalars import read_scalars, with_scalars
-from zckpt.formats.tensors import by_name
+from zckpt.formats.tensors import as_mapping, by_name
 from zckpt.state import Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
@@ -151,7 +151,7 @@ def read_model(shard: Shard) -> ModelShard:
         It is not a model file of DeepSpeed.
     """
     file = read_torchfile(shard.path)
-    content = _mapping(file.root, shard.path, "a dict of model states")
+    content = as_mapping(file.root, shard.path, "a dict of model states")
     module = content.get("module")
     tensors = _tensors_by_name(module, shard.path) if isinstance(module, dict) else {}
     shared = content.get("shared_params")
@@ -174,12 +174,6 @@ def read_model(shard: Shard) -> ModelShard:
 
 def _tensors_by_name(node: dict[object, object], path: str) -> dict[str, Tensor]:
     return by_name({key: value for key, value in node.items() if isinstance(value, Tensor)}, path)
-
-
-def _mapping(node: object, path: str, expected: str) -> dict[object, object]:
-    if not isinstance(node, dict):
-        raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
-    return node
 
 
 def _shared(node: object, path: str) -> dict[str, str] | None:
@@ -221,7 +215,7 @@ def _optional_shapes(node: object, path: str) -> Shapes | None:
 
 def _shapes(node: object, path: str) -> Shapes:
     found = {}
-    for name, shape in _mapping(node, path, "a dict of shapes").items():
+    for name, shape in as_mapping(node, path, "a dict of shapes").items():
         if not isinstance(shape, (tuple, list)) or not all(type(n) is int and n >= 0 for n in shape):
             raise DamagedFileError(f"unreadable shape of {name}", path=path, found=brief(shape))
         found[str(name)] = tuple(int(n) for n in shape)
@@ -239,8 +233,8 @@ def read_optimizer(shard: Shard) -> OptimizerShard:
         A stage or form that zckpt does not know.
     """
     file = read_torchfile(shard.path)
-    top = _mapping(file.root, shard.path, "a dict of optimizer states")
-    content = _mapping(top.get("optimizer_state_dict"), shard.path, "a dict optimizer_state_dict")
+    top = as_mapping(file.root, shard.path, "a dict of optimizer states")
+    content = as_mapping(top.get("optimizer_state_dict"), shard.path, "a dict optimizer_state_dict")
     z = {str(key): value for key, value in content.items()}
     stage = _stage(z, shard.path)
     reader = _read_parameterwise if stage == 3 else _read_flat
@@ -331,11 +325,11 @@ def _check_count(found: int, expected: int, path: str, what: str) -> None:
 def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, object]], list[dict[str, object]]]:
     """Return state by group index and the param groups, from the rigid or the elastic form."""
     if isinstance(node, (list, tuple)):
-        return {i: _mapping(state, path, "a dict of state") for i, state in enumerate(node)}, []
-    content = _mapping(node, path, "the base optimizer's state")
-    state = _mapping(content.get("state"), path, "a dict of state")
+        return {i: as_mapping(state, path, "a dict of state") for i, state in enumerate(node)}, []
+    content = as_mapping(node, path, "the base optimizer's state")
+    state = as_mapping(content.get("state"), path, "a dict of state")
     return (
-        {key: _mapping(one, path, "a dict of state") for key, one in state.items()},
+        {key: as_mapping(one, path, "a dict of state") for key, one in state.items()},
         _param_groups(content.get("param_groups"), path),
     )
 
@@ -344,7 +338,7 @@ def _param_groups(node: object, path: str) -> list[dict[str, object]]:
     """Return the param groups; of the elastic form, those that `zckpt strip` keeps beside it."""
     if not isinstance(node, list):
         raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(node).__name__)
-    return [with_scalars(_mapping(group, path, "a param group"), path) for group in node]
+    return [with_scalars(as_mapping(group, path, "a param group"), path) for group in node]
 
 
 def _split_states(
@@ -383,7 +377,7 @@ def _mappings(node: object, path: str) -> list[dict[str, tuple[int, int]]] | Non
     if not isinstance(node, (list, tuple)):
         raise DamagedFileError("unreadable param_slice_mappings", path=path, found=type(node).__name__)
     return [
-        {str(name): _address(value, path) for name, value in _mapping(group, path, "slice mappings").items()}
+        {str(name): _address(value, path) for name, value in as_mapping(group, path, "slice mappings").items()}
         for group in node
     ]
 

@@ -91,15 +91,11 @@ def give_state(checkpoint: Checkpoint, values: Mapping[str, Mapping[str, object]
         common: dict[str, object] = {}
         if present and (slotted or len(present) == len(members)):
             first, *others = (values.get(p.name, {}) for p in present)
-            common = {k: v for k, v in first.items() if all(k in one and _same(one[k], v) for one in others)}
+            common = {k: v for k, v in first.items() if all(k in one and alike(one[k], v) for one in others)}
         group.state |= common
         for parameter in present:
             own = values.get(parameter.name, {})
             parameter.state |= {key: value for key, value in own.items() if key not in common}
-
-
-def _same(one: object, other: object) -> bool:
-    return type(one) is type(other) and alike(one, other)
 
 
 def _hyperparameters(content: Mapping[object, object], path: str) -> list[Mapping[object, object]]:

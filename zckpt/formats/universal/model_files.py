@@ -34,7 +34,7 @@ class ModelFiles:
     parameterwise : bool
         Whether they are of ZeRO-3: without whole weights.
     unused : list of ModelShard
-        Those of ZeRO-3 that say nothing more, beside files with whole weights.
+        Those of ZeRO-3 that say nothing more, where there are also files with whole weights.
     """
 
     ranks: list[list[ModelShard]]
@@ -172,7 +172,7 @@ class ModelFiles:
         for model in self.firsts:
             if model.param_shapes is None:
                 raise LayoutError("no param_shapes", path=model.shard.path,
-                                  advice="which parameters a group has cannot be told")  # fmt: skip
+                                  advice="without it nothing says which parameters a group has")  # fmt: skip
             groups += [{} for _ in range(len(model.param_shapes) - len(groups))]
             for group, shapes in zip(groups, model.param_shapes, strict=False):
                 group.update(shapes)

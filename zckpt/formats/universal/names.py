@@ -44,7 +44,7 @@ def is_own(name: str) -> bool:
 
 
 def latest_universal(target_name: str) -> TargetFile:
-    """Return the file that goes beside a universal checkpoint's directory and names it."""
+    """Return the file that goes next to a universal checkpoint's directory and names it."""
     data = target_name.encode()
     return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
 

@@ -15,14 +15,13 @@ from zckpt.formats.deepspeed.per_parameter import FragmentPadding
 from zckpt.formats.deepspeed.same_on_ranks import keep_others
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.remainder import KEY, remainder_rules, restore
-from zckpt.formats.tensors import carried, describe, slot_of
+from zckpt.formats.tensors import as_mapping, as_names, carried, describe, slot_of
 from zckpt.formats.torch_optimizer import optimizer_rules
 from zckpt.formats.universal.folder_files import StoredFolder, read_folder
 from zckpt.formats.universal.groups import give_state, read_groups
 from zckpt.formats.universal.model_files import ModelFiles, read_models
 from zckpt.formats.universal.names import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
-from zckpt.formats.universal.write_model import STRUCTURE
-from zckpt.formats.universal.write_optimizer import OWN_KEYS
+from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
@@ -67,8 +66,8 @@ def read(directory: Path) -> Checkpoint:
         raise ShardError("no optimizer_state.pt", path=path, expected="the file with the param groups",
                          code=MISSING_FILE)  # fmt: skip
     file = read_torchfile(path)
-    content = _mapping(file.root, file.path)
-    rest = _mapping(content.get(KEY, {}), file.path)
+    content = as_mapping(file.root, file.path)
+    rest = as_mapping(content.get(KEY, {}), file.path)
     models = read_models(directory)
     checkpoint = Checkpoint(str(directory), "universal")
     checkpoint.files = [
@@ -91,12 +90,6 @@ def read(directory: Path) -> Checkpoint:
     _carry(checkpoint, models, file, content, rest)
     _warn(checkpoint, models, directory / FOLDER, written_by_zckpt=bool(rest))
     return checkpoint
-
-
-def _mapping(node: object, path: str) -> Mapping[object, object]:
-    if not isinstance(node, dict):
-        raise DamagedFileError("unexpected content", path=path, expected="a dict", found=type(node).__name__)
-    return node
 
 
 def _place_untrained(checkpoint: Checkpoint, models: ModelFiles, trained: Shapes) -> None:
@@ -128,8 +121,8 @@ def _place_trained(
 ) -> dict[str, dict[str, object]]:
     """Place trained parameters with their slots; return the single values of each."""
     values: dict[str, dict[str, object]] = {}
-    made, extra = _mapping(rest.get("made", {}), file.path), _mapping(rest.get("values", {}), file.path)
-    without_master = set(_names(rest.get("without_master", []), file.path))
+    filled, extra = as_mapping(rest.get("made", {}), file.path), as_mapping(rest.get("values", {}), file.path)
+    without_master = set(as_names(rest.get("without_master", []), file.path))
     for index, group in enumerate(checkpoint.param_groups):
         for name in group.parameters:
             if "/" in name or "\0" in name or name in ("", ".", ".."):
@@ -138,29 +131,23 @@ def _place_trained(
             checkpoint.files += stored.files
             parameter = _trained(name, stored, models, shapes[name])
             parameter.group = index
-            own = {str(k): carried(file, v) for k, v in _mapping(extra.get(name, {}), file.path).items()}
+            own = {str(k): carried(file, v) for k, v in as_mapping(extra.get(name, {}), file.path).items()}
             own = {**stored.values, **own}
-            for key in [*_names(made.get(name, []), file.path), *((MASTER,) if name in without_master else ())]:
+            for key in [*as_names(filled.get(name, []), file.path), *((MASTER,) if name in without_master else ())]:
                 parameter.slots.pop(key, None)
                 own.pop(key, None)
-                _mark_made(stored, key)
+                _mark_filled(stored, key)
             checkpoint.parameters[name], values[name] = parameter, own
     return values
 
 
-def _mark_made(stored: StoredFolder, key: str) -> None:
+def _mark_filled(stored: StoredFolder, key: str) -> None:
     """Say of a file that DeepSpeed's loaders need and the source did not have that it means nothing."""
     name = f"{MASTER_STEM if key == MASTER else key}{SUFFIX}"
-    made = tuple(Rule(place, IMPLIED, "made for DeepSpeed's loaders", tensors=True) for place in ((), ("param",)))
+    rules = tuple(Rule(place, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for place in ((), ("param",)))
     for file in stored.files:
         if Path(file.path).name == name:
-            file.rules = (*made, *file.rules)
-
-
-def _names(node: object, path: str) -> list[str]:
-    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
-        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
-    return node
+            file.rules = (*rules, *file.rules)
 
 
 def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[int, ...]) -> Parameter:
@@ -266,16 +253,16 @@ def _carry(
     content: Mapping[object, object],
     rest: Mapping[object, object],
 ) -> None:
-    """Keep what the files hold beside parameters and groups, but not what was only filled in for DeepSpeed."""
+    """Keep what the files hold besides parameters and groups, except what was only filled in for DeepSpeed."""
     if rest:
-        frozen = set(_names(rest.get("frozen", []), file.path))
+        frozen = set(as_names(rest.get("frozen", []), file.path))
         for parameter in checkpoint.parameters.values():
             parameter.frozen = parameter.name in frozen
         restore(checkpoint, rest, file)
-    filled_in = set(_names(rest.get("filled_in", []), file.path))
-    made = tuple(Rule((key, "**"), IMPLIED, "filled in for DeepSpeed's loaders") for key in sorted(filled_in))
+    filled_in = set(as_names(rest.get("filled_in", []), file.path))
+    rules = tuple(Rule((key, "**"), IMPLIED, "filled in for DeepSpeed's loaders") for key in sorted(filled_in))
     for one in checkpoint.files:
-        one.rules = (*one.rules, *made) if one.role == "model" else one.rules
+        one.rules = (*one.rules, *rules) if one.role == "model" else one.rules
     model = models.first
     checkpoint.metadata |= {
         key: carried(model.file, value)

@@ -1,16 +1,60 @@
-"""A checkpoint as the files of a universal checkpoint. Lays out; writes nothing."""
+"""A checkpoint as the files of a universal checkpoint. Lays out; writes nothing.
+
+The model files' form is that of `deepspeed.shards`. DeepSpeed loads no weight from them, only the values next to the
+module; the whole weights are there for those who want the model by itself.
+
+`zero/optimizer_state.pt` has what all parameters have in common:
+
+{loss_scaler, dynamic_loss_scale, overflow, clip_grad, ...    what the optimizer keeps besides its state
+ zero_stage, ds_version,
+ param_groups: [{lr, ..., params: [number]}]                  ZeRO-1, 2 and BF16_Optimizer take them, each its own
+ optimizer_state_dict: {state: {0: {step}}, param_groups: [{...}]}
+                                                              ZeRO-3 gives this step and these to every group
+ zckpt: {...}}                                                what DeepSpeed has no place for, see `remainder`
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats import torch_archive
-from zckpt.formats.universal.folders import folders
-from zckpt.formats.universal.names import FOLDER, MODEL_NAME, OPTIMIZER_NAME, ZERO3_MODEL_NAME, parameter_file
-from zckpt.formats.universal.write_model import model_tree
-from zckpt.formats.universal.write_optimizer import optimizer_tree, zero3_hindrance
-from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile, plain
+from zckpt.formats.remainder import KEY, remainder
+from zckpt.formats.scalars import encode
+from zckpt.formats.torch_archive import SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.universal.names import (
+    FOLDER,
+    MASTER_STEM,
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    STEP_STEM,
+    ZERO3_MODEL_NAME,
+    parameter_file,
+)
+from zckpt.formats.universal.write_folders import INFO_KEY, Folder, folders, weight
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar
+from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
+
+DEEPSPEED_VERSION = "0.19.8"
+"""The version whose form this is, where the source is not DeepSpeed's."""
+
+UNIVERSAL_VERSION = 0.2
+"""Of `universal_checkpoint_info`, where the source has none: rules for equal slices, of which there are none."""
+
+STRUCTURE = frozenset(
+    {
+        "module", "model", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+        "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version", KEY,
+    }
+)  # fmt: skip
+"""Keys of a model file that describe the model or how it was cut, and are written anew each time."""
+
+OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_version", "state", KEY})
+"""Keys of the file that are written here; metadata of the same name goes elsewhere."""
+
+ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
+"""What DeepSpeed's ZeRO-3 loads of a parameter, and all it loads."""
 
 SHOWN_NAMES = 8
 
@@ -29,15 +73,15 @@ def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
         It has no param groups, state of parameters without names, or names that cannot be files'.
     """
     _refuse(checkpoint)
-    made = list(folders(checkpoint))
+    written = list(folders(checkpoint))
     files = [
         torch_archive.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
         torch_archive.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
-        torch_archive.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, made)),
+        torch_archive.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
     ]
     files += [
         torch_archive.lay_out(parameter_file(folder.name, stem), tree)
-        for folder in made
+        for folder in written
         for stem, tree in folder.files.items()
     ]
     return files
@@ -83,3 +127,144 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
             path=checkpoint.source,
         )
+
+
+def carried_keys(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys of `metadata` that a model file can have at its top level."""
+    return [key for key in checkpoint.metadata if key not in STRUCTURE]
+
+
+def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what DeepSpeed's loaders look for and the source does not have."""
+    needed: dict[str, object] = {
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": 0,
+        "global_steps": checkpoint.step or 0,
+        "ds_config": {},
+        INFO_KEY: {"universal_checkpoint_version": UNIVERSAL_VERSION},
+    }
+    return {key: value for key, value in needed.items() if key not in checkpoint.metadata}
+
+
+def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, object]:
+    """Return the content of a model file: with whole weights, or under ZeRO-3 without any.
+
+    Raises
+    ------
+    UnsupportedError
+        A parameter whose values no file holds.
+    """
+    parameters = checkpoint.parameters.values()
+    module = _module(checkpoint, parameterwise=parameterwise)
+    frozen = [p for p in parameters if p.frozen and p.tied_to is None]
+    fragments = OrderedMapping()
+    for parameter in frozen:
+        fragments[parameter.name] = module[parameter.name]
+    groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
+    structure: dict[str, object] = {
+        "module": module,
+        "buffer_names": list(checkpoint.buffers),
+        "optimizer": None,
+        "param_shapes": [_shapes(group) for group in groups],
+        "frozen_param_shapes": None if parameterwise else _shapes(frozen),
+        "shared_params": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
+        "frozen_param_fragments": None if parameterwise else fragments,
+    }
+    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
+    return {
+        **structure,
+        **filled_in(checkpoint),
+        **{key: checkpoint.metadata[key] for key in carried_keys(checkpoint)},
+        "dp_world_size": checkpoint.topology.dp,
+        "mp_world_size": 1,
+        "ds_version": version or DEEPSPEED_VERSION,
+    }
+
+
+def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
+    """Return the state dict; names of one parameter share its storage."""
+    module = OrderedMapping()
+    tensors: dict[str, object] = {}
+    for parameter in checkpoint.parameters.values():
+        owner = checkpoint.owner(parameter.name)
+        if owner.name not in tensors:
+            tensors[owner.name] = view(new_storage(owner.dtype, 0), (0,)) if parameterwise else _whole(owner)
+        module[parameter.name] = tensors[owner.name]
+    for buffer in checkpoint.buffers.values():
+        slot = buffer.slots[WEIGHT]
+        module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
+    return module
+
+
+def _whole(parameter: Parameter) -> SlotTensor:
+    return SlotTensor(weight(parameter), parameter.dtype, parameter.name)
+
+
+def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
+    shapes = OrderedMapping()
+    for parameter in parameters:
+        shapes[parameter.name] = Size(parameter.shape)
+    return shapes
+
+
+def optimizer_tree(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
+    """Return the content of the file."""
+    groups = checkpoint.param_groups
+    carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
+    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
+    tree: dict[str, object] = {**carried}
+    if checkpoint.zero_stage is not None:
+        tree["zero_stage"] = checkpoint.zero_stage
+    tree["ds_version"] = version or DEEPSPEED_VERSION
+    tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
+    if zero3_hindrance(checkpoint, folders) is None:
+        step = _value(groups[0].state[STEP_STEM])
+        tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
+    tree[KEY] = _rest(checkpoint, folders)
+    return tree
+
+
+def zero3_hindrance(checkpoint: Checkpoint, folders: Sequence[Folder]) -> str | None:
+    """Say why DeepSpeed's ZeRO-3 could not load the state rightly; None if it can."""
+    trained = {name for group in checkpoint.param_groups for name in group.parameters}
+    found = {stem for folder in folders if folder.name in trained for stem in folder.files} - {STEP_STEM}
+    if found != set(ZERO3_STEMS):
+        slots = sorted(found - {MASTER_STEM})
+        return f"it loads exp_avg and exp_avg_sq, and the optimizer has {', '.join(slots) or 'no state'}"
+    steps = [group.state.get(STEP_STEM) for group in checkpoint.param_groups]
+    if steps[0] is None or any(step != steps[0] for step in steps):
+        return "it has one step for all parameters, and here they differ"
+    return None
+
+
+def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:
+    """Return the hyperparameters that are the same in all groups."""
+    first, *others = (group.hyperparameters for group in groups)
+    return {key: value for key, value in first.items() if all(key in o and alike(o[key], value) for o in others)}
+
+
+def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
+    return {**{key: _value(value) for key, value in hyperparameters.items()}, "params": params}
+
+
+def _value(value: object) -> object:
+    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
+
+
+def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
+    """Return what neither the folders nor the rest of DeepSpeed's files have a place for."""
+    top = set(carried_keys(checkpoint))
+    trained = [p for p in checkpoint.parameters.values() if p.group is not None]
+    return {
+        **remainder(checkpoint),
+        "metadata": {key: value for key, value in checkpoint.metadata.items() if key not in top},
+        "optimizer_metadata": {key: v for key, v in checkpoint.optimizer_metadata.items() if key in OWN_KEYS},
+        "masters": False,
+        "without_master": [p.name for p in trained if MASTER not in p.slots],
+        "groups": [list(group.parameters) for group in checkpoint.param_groups],
+        "filled_in": list(filled_in(checkpoint)),
+        "made": {folder.name: folder.filled for folder in folders if folder.filled},
+        "values": {folder.name: folder.values for folder in folders if folder.values},
+    }

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch's `ZeroRedundancyOptimizer`: whole parameters dealt to ranks, largest first.
+"""Checkpoints of PyTorch's `ZeroRedundancyOptimizer`: each rank has whole parameters, assigned largest first.
 
 What zckpt writes:
 
@@ -11,7 +11,7 @@ torch copies the hyperparameters of `optimizer.param_groups` over the local ones
 loads ranks' files copies them the other way first. It also writes into the dict that `load_state_dict` is given.
 
 What it reads: that; and what programs write, one file for each rank under any name with the rank in it, the model
-in a file beside them or in each of them. A consolidated file by itself is any file of `torch.save`.
+in a file next to them or in each of them. A consolidated file by itself is any file of `torch.save`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which files of a directory hold the optimizer's state of which rank.
 
-Programs choose the names. A file is taken for a rank's if its name tells so: several names that differ in one
-number only, beside a word that speaks of ranks or optimizers, and what they hold is an optimizer's state dict.
+Programs choose the names. A file is taken for a rank's if its name says so: several names that differ in one
+number only, next to a word that speaks of ranks or optimizers, and what they hold is an optimizer's state dict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_NAME = "model.pt"
 OPTIMIZER_NAME = "optimizer.pt"
 METADATA_NAME = "metadata.pt"
 KEY = "zero_redundancy"
-"""Under which `metadata.pt` says how the optimizer's parameters are numbered and dealt."""
+"""Under which `metadata.pt` says how the optimizer's parameters are numbered and assigned."""
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -170,12 +170,12 @@ def _check_complete(path: Path, found: Mapping[int, str], world_size: int) -> No
 
 def _families(names: list[str]) -> list[dict[int, str]]:
     """Return the sets of names that differ in one number only, which can be the rank, by that number."""
-    alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
+    by_words: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
     for name in names:
         parts = re.split(r"([0-9]+)", name)
-        alike.setdefault(tuple(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
+        by_words.setdefault(tuple(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
     found = []
-    for words, members in alike.items():
+    for words, members in by_words.items():
         columns = list(zip(*(numbers for numbers, _ in members), strict=True))
         varying = [at for at, column in enumerate(columns) if len(set(column)) > 1]
         if len(members) == 1:

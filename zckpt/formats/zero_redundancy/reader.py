@@ -1,21 +1,40 @@
-"""From the files of a directory to a Checkpoint. Structure only; no tensor is read."""
+"""From the files of a directory to a Checkpoint. Structure only; no tensor is read.
+
+Where zckpt wrote it, `metadata.pt` has the order of the optimizer's parameters, and everything else. Other programs
+write one file for each rank, and the model in a file next to them or in each of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zckpt.errors import UnknownFormatError
-from zckpt.formats.zero_redundancy.directory import find
-from zckpt.formats.zero_redundancy.foreign import read_foreign
-from zckpt.formats.zero_redundancy.own import read_own
-from zckpt.state import Checkpoint
+from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.formats import torch_file
+from zckpt.formats.remainder import remainder_rules, restore
+from zckpt.formats.tensors import as_mapping, carried, describe, slot_of
+from zckpt.formats.torch_optimizer import OptimizerState, optimizer_rules, parse
+from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
+from zckpt.formats.zero_redundancy.ranks import (
+    Order,
+    RankFile,
+    Shares,
+    attach_named,
+    attach_ranks,
+    order_by_model,
+    order_by_names,
+    read_ranks,
+)
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """Read the structure of a directory.
 
-    Ranks' files number their parameters by themselves, in the order in which these were dealt. Which is which
+    Ranks' files number their parameters by themselves, in the order in which they were assigned. Which is which
     follows from the sizes of all of them in the optimizer's order: as `metadata.pt` has it where zckpt wrote the
     directory; else by `names`, or as deduced, and then by the sizes that the model has.
 
@@ -38,3 +57,236 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if directory.metadata is not None:
         return read_own(directory, directory.metadata, names)
     return read_foreign(directory, names)
+
+
+def read_own(directory: Directory, metadata: TorchFile, names: Sequence[str] | None) -> Checkpoint:
+    """Read a directory that zckpt wrote. Parameters and errors are those of `read`."""
+    checkpoint = Checkpoint(str(directory.path), FORMAT)
+    for model in directory.models:
+        file = read_torchfile(model)
+        checkpoint.files.append(describe(file, "model"))
+        _place(checkpoint, file)
+    about = as_mapping(as_mapping(metadata.root, metadata.path).get(KEY), metadata.path)
+    order = _order(about, metadata)
+    if names is not None and about.get("unnamed"):
+        order = order_by_names(names, [len(group) for group in order], checkpoint, str(directory.path))
+    elif names is not None:
+        checkpoint.warnings.append("--names is not used: the directory has the names of the parameters")
+    outside = [name for group in order for name in group if name not in checkpoint.parameters]
+    shapes = _shapes(about, metadata)
+    for name in outside:
+        checkpoint.parameters[name] = Parameter(name, shapes.get(name, ()), "float32")
+    _attach(checkpoint, directory, order, _held(about, order, metadata))
+    for name in outside:
+        parameter = checkpoint.parameters.pop(name)
+        if parameter.slots or parameter.state:
+            checkpoint.unnamed[name] = parameter
+    rules = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "which rank has which parameters"))
+    checkpoint.files.append(describe(metadata, "metadata", rules=rules))
+    restore(checkpoint, metadata.root, metadata)
+    return checkpoint
+
+
+def _place(checkpoint: Checkpoint, file: TorchFile) -> None:
+    """Take over a model's tensors; `metadata.pt` says which are buffers and which are tied."""
+    for key, tensor in as_mapping(file.root, file.path).items():
+        if isinstance(tensor, Tensor):
+            name = str(key)
+            if name in checkpoint.parameters:
+                raise DamagedFileError(f"{name} is there twice", path=file.path)
+            slots = {WEIGHT: slot_of(WEIGHT, tensor, file.path)}
+            checkpoint.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+
+
+def _attach(checkpoint: Checkpoint, directory: Directory, order: Order, held: Shares | None) -> None:
+    if directory.ranks:
+        attach_ranks(checkpoint, read_ranks(checkpoint, directory.ranks), order, held)
+    elif order:
+        file = read_torchfile(directory.path / OPTIMIZER_NAME)
+        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+        every = [name for group in order for name in group]
+        attach_named(checkpoint, parse(file.root, file.path), file.path, every)
+
+
+def _order(about: Mapping[object, object], metadata: TorchFile) -> Order:
+    names = about.get("names")
+    if not isinstance(names, list) or not all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in names
+    ):
+        raise DamagedFileError("unexpected content", path=metadata.path, expected="lists of names")
+    every = [name for group in names for name in group]
+    if len(set(every)) != len(every):
+        raise DamagedFileError("the optimizer has a parameter twice", path=metadata.path)
+    return names
+
+
+def _held(about: Mapping[object, object], order: Order, metadata: TorchFile) -> Shares | None:
+    """Return which rank has what, where that does not follow from sizes (parameters that were put on RPC workers)."""
+    held = about.get("held")
+    if held is None:
+        return None
+    every: list[list[object]] = [[] for _ in order]
+    if not isinstance(held, list) or not all(isinstance(groups, list) and len(groups) == len(order) for groups in held):
+        raise DamagedFileError("unexpected content", path=metadata.path, expected="lists of parameters by rank")
+    for groups in held:
+        for known, mine in zip(every, groups, strict=True):
+            known.extend(mine if isinstance(mine, list) else [mine])
+    if any(
+        sorted(map(repr, known)) != sorted(map(repr, range(len(group))))
+        for known, group in zip(every, order, strict=True)
+    ):
+        raise DamagedFileError("ranks do not have every parameter once", path=metadata.path)
+    return held
+
+
+def _shapes(about: Mapping[object, object], metadata: TorchFile) -> dict[str, tuple[int, ...]]:
+    """Return the recorded shapes of parameters that the model does not hold."""
+    shapes = as_mapping(about.get("shapes"), metadata.path)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            raise DamagedFileError("unexpected content", path=metadata.path, expected=f"the shape of {name}")
+        found[str(name)] = tuple(shape)
+    return found
+
+
+def read_foreign(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+    """Read a directory that another program wrote. Parameters and errors are those of `read`."""
+    path = str(directory.path)
+    checkpoint = _model(directory, names)
+    checkpoint.source, checkpoint.format = path, FORMAT
+    if checkpoint.param_groups:
+        _note_ranks(checkpoint, directory)
+        return checkpoint
+    ranks = read_ranks(checkpoint, directory.ranks)
+    states = [rank.state for rank in ranks]
+    lengths = [sum(map(len, shares)) for shares in zip(*(state.numbers for state in states), strict=True)]
+    listed = names if names is not None else _param_names(states[0], lengths)
+    if listed is not None:
+        order = order_by_names(listed, lengths, checkpoint, path)
+    else:
+        order = order_by_model(states, checkpoint, path)
+        checkpoint.is_numbered = True
+        checkpoint.warnings.append(
+            "the files do not say the order of the optimizer's parameters; within each group it is taken to be the "
+            "model's (give --names FILE, one name a line in the optimizer's order)"
+        )
+    attach_ranks(checkpoint, ranks, order)
+    _carry(checkpoint, ranks)
+    checkpoint.step = checkpoint.step if checkpoint.step is not None else _step(checkpoint)
+    return checkpoint
+
+
+def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
+    """Note the state in the ranks' own files as copies, where one file holds that of all of them."""
+    known = {**checkpoint.unnamed, **checkpoint.parameters}
+    labels = [group.parameters for group in checkpoint.param_groups]
+    parts = Checkpoint(checkpoint.source, FORMAT)
+    for p in known.values():
+        parts.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
+    try:
+        ranks = read_ranks(parts, directory.ranks)
+        if _shapes_of(known.values()) != Counter(_shapes_in(ranks)):
+            checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
+            return
+        named = all(label in known for group in labels for label in group)
+        order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint, checkpoint.source)
+        if [len(group) for group in order] != [len(group) for group in labels]:
+            return
+        attach_ranks(parts, ranks, order)
+    except (LayoutError, UnsupportedError):  # nothing says which is which, for some have no state; all are there
+        claim = Claim(COPY, "the ranks' own shares of the state, equal in number and shapes")
+        checkpoint.claims |= {str(path): claim for path in directory.ranks}
+        return
+    except SourceError as error:
+        checkpoint.warnings.append(f"the ranks' own files are not read: {error}")
+        return
+    checkpoint.files += parts.files
+    pairs = zip((n for group in order for n in group), (n for group in labels for n in group), strict=True)
+    for name, label in pairs:
+        for key, slot in parts.parameters[name].slots.items():
+            original = known[label].slots.get(key) if label in known else None
+            if original is not None and original.shape == slot.shape:
+                checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))
+
+
+def _shapes_of(parameters: Iterable[Parameter]) -> Counter[tuple[object, ...]]:
+    """Count the slots of each name, shape and type that are the optimizer's."""
+    slots = (slot for p in parameters for slot in p.slots.values() if slot.name != WEIGHT)
+    return Counter((slot.name, slot.shape, slot.dtype) for slot in slots)
+
+
+def _shapes_in(ranks: Sequence[RankFile]) -> Iterator[tuple[object, ...]]:
+    """Yield the same of ranks' files."""
+    for rank in ranks:
+        for state in rank.state.state.values():
+            for key, tensor in state.items():
+                if isinstance(tensor, Tensor):
+                    yield key, tensor.shape, tensor.dtype
+
+
+def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
+    """Return the content of the file that has the model: one next to the ranks' files, or else rank 0's own."""
+    found: list[Checkpoint] = []
+    for path in directory.others:
+        try:
+            checkpoint = torch_file.read(path)
+        except UnsupportedError:  # no state dict: a scheduler's state, a random state
+            continue
+        if checkpoint.parameters:
+            found.append(torch_file.read(path, names=names) if checkpoint.param_groups and names else checkpoint)
+    if len(found) > 1:
+        raise UnknownFormatError(
+            "several files hold a model",
+            path=directory.path,
+            expected="one next to the ranks' files",
+            found=", ".join(Path(one.source).name for one in found),
+        )
+    checkpoint = found[0] if found else _without_optimizer(torch_file.read(directory.ranks[0]))
+    if not checkpoint.parameters:
+        raise UnsupportedError(
+            "ranks' files number their parameters by themselves, and only the sizes of all of the model's parameters "
+            "tell which is which",
+            path=directory.path,
+            advice="put the model's state dict next to them, as model.pt",
+        )
+    if not found:
+        checkpoint.warnings.append(f"the model is read from {directory.ranks[0].name}")
+    return checkpoint
+
+
+def _without_optimizer(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the model of a rank's file, without the optimizer, which has only a share of the parameters."""
+    bare = Checkpoint(checkpoint.source, FORMAT, buffers=checkpoint.buffers)
+    for name, one in checkpoint.parameters.items():
+        slots = {WEIGHT: one.slots[WEIGHT]} if WEIGHT in one.slots else {}
+        bare.parameters[name] = Parameter(name, one.shape, one.dtype, slots, tied_to=one.tied_to)
+    return bare
+
+
+def _param_names(state: OptimizerState, lengths: Sequence[int]) -> list[str] | None:
+    """Return the names of all ranks' parameters, which torch copies to every rank once it has loaded any."""
+    found: list[str] = []
+    for group, length in zip(state.groups, lengths, strict=True):
+        names = group.get("param_names")
+        if not isinstance(names, list) or len(names) != length:
+            return None
+        found += map(str, names)
+    return found
+
+
+def _carry(checkpoint: Checkpoint, ranks: Sequence[RankFile]) -> None:
+    """Keep what ranks' files hold besides the optimizer and the model."""
+    for rank in ranks:
+        if rank.key is None or not isinstance(rank.file.root, dict):
+            continue
+        for key, value in rank.file.root.items():
+            model = isinstance(value, dict) and value.keys() >= checkpoint.parameters.keys()
+            if key not in (rank.key, "rank", "world_size") and not model:
+                checkpoint.metadata[f"{Path(rank.file.path).stem}.{key}"] = carried(rank.file, value)
+
+
+def _step(checkpoint: Checkpoint) -> int | None:
+    steps = [group.state.get("step") for group in checkpoint.param_groups]
+    numbers = [step.value if isinstance(step, Scalar) else step for step in steps]
+    return max((int(n) for n in numbers if isinstance(n, (int, float))), default=None)

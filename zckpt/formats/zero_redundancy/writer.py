@@ -23,7 +23,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
     ----------
     checkpoint : Checkpoint
     world_size : int
-        Ranks that the parameters are dealt to; a consolidated state is the same for any.
+        Ranks that the parameters are assigned to; a consolidated state is the same for any.
     per_rank : bool
         Whether each rank has a file of its own, or all of the state is in one.
     dtype : {"float32", "bfloat16", "float16", "keep"}
@@ -34,7 +34,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
     UsageError
         A world without ranks.
     UnsupportedError
-        State that no single parameter can hold, or a parameter that cannot be dealt because its size is not known.
+        State that no single parameter can hold, or a parameter that cannot be assigned because its size is not known.
     """
     check_world_size(world_size)
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
@@ -74,7 +74,7 @@ def _numel(checkpoint: Checkpoint, name: str) -> int:
     shapes = {shape for shape in _state_shapes(parameter) if shape} or _state_shapes(parameter)
     if parameter is None or shapes != {parameter.shape}:
         raise UnsupportedError(
-            f"the size of the optimizer's parameter {name} is not known, and by size they are dealt to ranks",
+            f"the size of the optimizer's parameter {name} is not known, and they are assigned to ranks by size",
             path=checkpoint.source,
             advice="give --names FILE, one name a line in the optimizer's order, or write the consolidated form",
         )

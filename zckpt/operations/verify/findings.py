@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from zckpt.codes import (
     BAD_PICKLE,
@@ -81,7 +81,7 @@ class Finding:
         """What the code means, in a few words."""
         return CODES[self.code].title
 
-    def document(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, object]:
         """Return the finding as JSON-able data."""
         return {
             "code": self.code,
@@ -97,7 +97,7 @@ class Finding:
         }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Checked:
     """How much was looked at.
 
@@ -120,14 +120,12 @@ class Checked:
     nbytes: int = 0
     checksums: int = 0
 
-    def document(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, object]:
         """Return the counts as JSON-able data."""
-        return {
-            name: getattr(self, name) for name in ("files", "parameters", "slots", "elements", "nbytes", "checksums")
-        }
+        return asdict(self)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What `verify` found.
 
@@ -160,16 +158,16 @@ class Verification:
         """Whether no finding is an error."""
         return all(finding.severity != ERROR for finding in self.findings)
 
-    def document(self) -> dict[str, object]:
-        """Return the result as one JSON-able document."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
         return {
             "source": self.source,
             "format": self.format,
             "sound": self.sound,
             "deep": self.deep,
-            "checked": self.checked.document(),
+            "checked": self.checked.as_dict(),
             "fingerprint": self.fingerprint,
-            "findings": [finding.document() for finding in self.findings],
+            "findings": [finding.as_dict() for finding in self.findings],
         }
 
 

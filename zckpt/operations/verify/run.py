@@ -12,13 +12,13 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.open import Source, opened
-from zckpt.operations.verify.findings import Finding, Verification, finding_of, in_order
+from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
 from zckpt.storage.files import is_file
 
 if TYPE_CHECKING:
-    from zckpt.compare.digests import Fingerprint
+    from zckpt.compare.digests import Change, Fingerprint
 
 
 def verify(
@@ -77,50 +77,47 @@ def verify(
         if isinstance(source, Checkpoint):
             raise
         return _unopened(Path(source), error, deep, memory, told, tag, [Path(root) for root in roots])
-    result = Verification(
-        checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source),
-        checkpoint.format,
-        deep,
-        checkpoint=checkpoint,
-    )
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
-    _count(result, checkpoint)
+    counts = _counts(checkpoint)
     if deep:
-        findings += _deep(result, checkpoint.files, checkpoint, ranks, memory, told)
+        findings += _deep(counts, checkpoint.files, checkpoint, ranks, memory, told)
     else:
-        findings += _sampled(result, checkpoint, ranks)
+        findings += _sampled(counts, checkpoint, ranks)
+    text = None
     if expected is not None:
-        findings += _against(result, checkpoint, expected, memory, told)
-    result.findings = in_order(findings)
-    return result
+        text, changed = _against(checkpoint, expected, memory, told)
+        findings += changed
+    name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
+    return Verification(name, checkpoint.format, deep, in_order(findings), Checked(**counts), text, checkpoint)
 
 
-def _count(result: Verification, checkpoint: Checkpoint) -> None:
+def _counts(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return what of a checkpoint was looked at so far, as `Checked` has it."""
     owners = [p for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] if p.slots]
-    result.checked.files = len(checkpoint.files)
-    result.checked.parameters = len(owners)
-    result.checked.slots = sum(len(p.slots) for p in owners)
+    slots = sum(len(p.slots) for p in owners)
+    return {"files": len(checkpoint.files), "parameters": len(owners), "slots": slots, "elements": 0}
 
 
 def _against(
-    result: Verification, checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
-) -> Iterator[Finding]:
-    """Hold the digests of all slots against those that were recorded."""
+    checkpoint: Checkpoint, expected: Fingerprint, memory: int, reporter: Reporter
+) -> tuple[str | None, list[Finding]]:
+    """Hold the digests of all slots against those that were recorded; return the fingerprint, and what changed."""
     from zckpt.compare.digests import changes
     from zckpt.operations.fingerprint import fingerprint
 
     try:
         found = fingerprint(checkpoint, memory=memory, reporter=reporter)
     except SourceError as error:
-        yield finding_of(error)
-        return
-    result.fingerprint = found.text
-    for change in changes(expected, found):
-        code = ADDED if change.expected is None else GONE if change.found is None else CHANGED
-        what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
-        which = change.name if change.entry is None else f"{change.entry} of {change.name}"
-        yield Finding(code, f"{which} {what}", None, (), (change.name,), change.expected, change.found)
+        return None, [finding_of(error)]
+    return found.text, [_finding_of_change(one) for one in changes(expected, found)]
+
+
+def _finding_of_change(change: Change) -> Finding:
+    code = ADDED if change.expected is None else GONE if change.found is None else CHANGED
+    what = {ADDED: "was not recorded", GONE: "is not there", CHANGED: "is not the one that was recorded"}[code]
+    which = change.name if change.entry is None else f"{change.entry} of {change.name}"
+    return Finding(code, f"{which} {what}", None, (), (change.name,), change.expected, change.found)
 
 
 def _unopened(
@@ -142,14 +139,12 @@ def _unopened(
     readable = path.is_file() and not surveyed.errors
     if unknown and not others and (readable or isinstance(error, UnknownFormatError)):
         raise error  # nothing here is a checkpoint
-    result = Verification(os.fspath(path), None, deep)
-    result.checked.files = len(surveyed.files) + len(surveyed.errors)
+    counts = {"files": len(surveyed.files) + len(surveyed.errors)}
     findings = [finding_of(one) for one in _distinct(error, surveyed)]
     if deep:
         ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
-        findings += _deep(result, surveyed.files, None, ranks, memory, reporter)
-    result.findings = in_order(_once(findings))
-    return result
+        findings += _deep(counts, surveyed.files, None, ranks, memory, reporter)
+    return Verification(os.fspath(path), None, deep, in_order(_once(findings)), Checked(**counts))
 
 
 def _distinct(error: SourceError, surveyed: Survey) -> Iterator[SourceError]:
@@ -170,7 +165,7 @@ def _once(findings: Sequence[Finding]) -> list[Finding]:
     return list(dict.fromkeys(findings))
 
 
-def _sampled(result: Verification, checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
+def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Hold a bounded sample of the masters against the weights."""
     if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
         return
@@ -185,14 +180,14 @@ def _sampled(result: Verification, checkpoint: Checkpoint, ranks: Ranks) -> Iter
             compared.append(
                 Comparison(one.parameter, one.path, weight.spans[0].path, one.numel, one.num_different, detail)
             )
-            result.checked.elements += one.numel
+            counts["elements"] += one.numel
     except SourceError as error:
         yield finding_of(error)
     yield from weight_findings(compared, ranks)
 
 
 def _deep(
-    result: Verification,
+    counts: dict[str, int],
     files: Sequence[SourceFile],
     checkpoint: Checkpoint | None,
     ranks: Ranks,
@@ -223,8 +218,6 @@ def _deep(
         outcome, wrong = run(inventory, sums, work, most=most, reporter=reporter)
     finally:
         reporter.end()
-    result.checked.nbytes = total
-    result.checked.elements = outcome.elements
-    result.checked.checksums = outcome.checksums
+    counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums}
     yield from _once([finding_of(error) for error in [*errors, *outcome.errors]])
     yield from damage_findings(outcome, inventory, Damage(sums, wrong, checkpoint), ranks)

@@ -12,7 +12,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import Any
 
-from zckpt.errors import UsageError
+from zckpt.errors import MissingPackageError
 from zckpt.report.picture.axes import GROUND, QUIET, SUNKEN, WIDTH, Shape
 from zckpt.report.picture.shapes import num_parameters, shapes
 from zckpt.report.text import count
@@ -50,7 +50,7 @@ def png(map_data: Mapping[str, Any]) -> bytes:
 
     Raises
     ------
-    UsageError
+    MissingPackageError
         matplotlib is not installed.
     """
     try:
@@ -58,7 +58,9 @@ def png(map_data: Mapping[str, Any]) -> bytes:
         canvas: Any = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
         rectangle: Any = import_module("matplotlib.patches").Rectangle
     except ImportError as error:
-        raise UsageError("a PNG needs matplotlib", advice="install zckpt[demo], or write .svg") from error
+        raise MissingPackageError(
+            "a PNG needs matplotlib, which is not installed", advice="pip install 'zckpt[png]', or write .svg"
+        ) from error
     drawn, height = shapes(map_data)
     figure = figure_type(figsize=(WIDTH / 100, height / 100), dpi=200, facecolor=GROUND)
     canvas(figure)

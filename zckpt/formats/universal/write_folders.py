@@ -4,7 +4,13 @@ fp32.pt, SLOT.pt    {cat_dim, ..., param: tensor}; of a parameter that is not tr
 step.pt             the number, or the tensor, by itself
 
 DeepSpeed's ZeRO-1 and 2 read every file of a folder, and need the same ones for all parameters of a group: a parameter
-that no step has reached gets zeros, as DeepSpeed itself has them.
+that no step has reached gets zeros, as DeepSpeed itself has them. The values next to a tensor say how a tensor-parallel
+training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are those of `tp_rules`):
+
+    cat_dim               slices along this dimension
+    param_n_sub_params    that many equal sections along it, each sliced
+    sub_param_shape       sections of these sizes, each sliced
+    vocab_tensor          rows of a vocabulary, padded again for the number of ranks
 """
 
 from __future__ import annotations
@@ -14,12 +20,17 @@ from dataclasses import dataclass, field
 
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
 from zckpt.formats.scalars import encode
 from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor, new_storage, view
 from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM
-from zckpt.formats.universal.slices import Slices
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar, Slot
 from zckpt.state.dtypes import is_floating
+from zckpt.torchfile import FromFile, Global, Object, plain
+
+_SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+
+INFO_KEY = "universal_checkpoint_info"
 
 TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""
@@ -36,28 +47,14 @@ class Folder:
         Content of each file, by its stem.
     values : dict
         State that is neither tensor nor step, which no file here can hold.
-    made : list of str
+    filled : list of str
         Stems of files that the source has nothing for.
     """
 
     name: str
     files: dict[str, object] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
-    made: list[str] = field(default_factory=list)
-
-
-def weight(parameter: Parameter) -> Slot:
-    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
-
-    Raises
-    ------
-    UnsupportedError
-        There is neither.
-    """
-    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
-    if slot is None:
-        raise UnsupportedError(f"no file holds the values of {parameter.name}")
-    return slot
+    filled: list[str] = field(default_factory=list)
 
 
 def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
@@ -76,6 +73,20 @@ def folders(checkpoint: Checkpoint) -> Iterator[Folder]:
             yield _untrained(checkpoint.owner(parameter.name), parameter.name)
         else:
             yield _trained(parameter, states[parameter.name], needed[parameter.group], slices.keys(parameter))
+
+
+def weight(parameter: Parameter) -> Slot:
+    """Return what a parameter's weight is written from: itself, or rounded from the master where no file has it.
+
+    Raises
+    ------
+    UnsupportedError
+        There is neither.
+    """
+    slot = parameter.slots.get(WEIGHT) or parameter.slots.get(MASTER)
+    if slot is None:
+        raise UnsupportedError(f"no file holds the values of {parameter.name}")
+    return slot
 
 
 def _state(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
@@ -136,7 +147,7 @@ def _trained(
             folder.values[key] = value
     for key, value in needed.items():
         if key not in folder.files and key not in folder.values:
-            folder.made.append(key)
+            folder.filled.append(key)
             step = key == STEP_STEM
             folder.files[key] = _single(value, key) if step else {**keys, "param": _zeros(parameter, str(value))}
     return folder
@@ -157,3 +168,52 @@ def _single(value: object, label: str) -> object:
     if isinstance(value, Scalar):
         return ValueTensor(encode(value), value.dtype, ())
     return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value
+
+
+class Slices:
+    """The rules that a checkpoint carries, if it carries any.
+
+    Raises
+    ------
+    UnsupportedError
+        Rules that zckpt does not know or cannot match safely.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        info = checkpoint.metadata.get(INFO_KEY)
+        found = plain(info.node if isinstance(info, FromFile) else info)
+        self.info = found if isinstance(found, dict) else {}
+        self.rules = Rules(self.info, checkpoint.source)
+
+    def keys(self, parameter: Parameter) -> dict[str, object]:
+        """Return the values next to the tensor in each file of a parameter."""
+        keys = self._cut(parameter)
+        if self.rules.is_vocabulary(parameter.name):
+            keys["vocab_tensor"] = True
+        return keys
+
+    def _cut(self, parameter: Parameter) -> dict[str, object]:
+        name = parameter.name
+        if self._matches(REPLICATED, name) or self._matches(AVERAGED, name):
+            return {}
+        if self._matches("two", name):
+            return {"cat_dim": 0, "param_n_sub_params": 2}
+        for pattern, dim, sizes in self.rules.sub_params:
+            if pattern.match(name) and dim < len(parameter.shape):
+                return {"sub_param_shape": self._sub_params(pattern.pattern, dim, sizes, parameter.shape[dim])}
+        return {"cat_dim": 1 if self._matches("row", name) else 0}
+
+    def _matches(self, kind: str, name: str) -> bool:
+        return any(pattern.match(name) for pattern in self.rules.patterns[kind])
+
+    def _sub_params(self, pattern: str, dim: int, sizes: object, whole: int) -> Object:
+        """Return DeepSpeed's object for a rule, with the sizes of its parts: older rules say how many equal ones."""
+        rule = next(one for one in self.info["parameter_with_sub_params"] if pattern in one["patterns"])
+        shape = [tuple(n) if isinstance(n, list) else n for n in rule["shape"]]
+        shape[dim] = (whole // sizes,) * sizes if isinstance(sizes, int) and sizes > 0 else shape[dim]
+        state: dict[object, object] = {
+            "patterns": list(rule["patterns"]),
+            "shape": tuple(shape),
+            "partition_dim": dim,
+        }
+        return Object(_SUB_PARAM_SHAPE, how="newobj", state=state, has_state=True)

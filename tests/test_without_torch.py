@@ -1,0 +1,161 @@
+"""`pip install zckpt`: what it declares to need is enough for everything but training, which says what it lacks.
+
+The environment has zckpt and the packages that pyproject.toml names, with those that they need, and no others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import zckpt
+from tests.cli import console
+from tests.cli.console import FIXTURES, ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # which pytest needs there
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+PROVED = ("--verify", "--fingerprint")
+TARGETS = {
+    "consolidate": ("model.safetensors", "--slots", "all"),
+    "consolidate torch": ("model.pt", "--slots", "all"),
+    "reshard": ("run3", "--world-size", "3", *PROVED),
+    "strip": ("small", "--padding", "--optimizer"),
+    "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
+    "convert universal": ("out", "--to", "universal", *PROVED),
+    "convert consolidated": ("out", "--to", "consolidated", *PROVED),
+    "convert zckpt": ("out", "--to", "zckpt", *PROVED),
+    "convert dcp": ("out", "--to", "dcp", *PROVED),
+    "convert zero-redundancy": ("out", "--to", "zero-redundancy", *PROVED),
+}
+READ = [
+    ("inspect", SOURCE, "--json", "--files"),
+    ("verify", SOURCE, "--deep", "--json"),
+    ("diff", SOURCE, SOURCE),
+    ("diff", "--series", SOURCE, SOURCE),
+    ("fingerprint", SOURCE, "--json"),
+]
+PROGRAM = """
+import json, sys
+import zckpt
+
+source, directory = sys.argv[1:]
+opened = zckpt.open(source)
+zckpt.inspect(opened)
+zckpt.convert(opened, f"{directory}/zckpt", to="zckpt")
+assert zckpt.diff(opened, f"{directory}/zckpt").equal
+assert zckpt.verify(opened, deep=True).sound
+assert zckpt.fingerprint(opened).text == zckpt.fingerprint(f"{directory}/zckpt").text
+zckpt.series([opened, f"{directory}/zckpt"])
+lacks = {
+    "read": lambda: opened.read("fc1.weight"),
+    "save": lambda: zckpt.save,
+    "load": lambda: zckpt.load,
+    "Checkpointer": lambda: zckpt.Checkpointer,
+    "optim": lambda: zckpt.optim,
+    "dcp": lambda: zckpt.dcp,
+    "hf": lambda: zckpt.hf,
+    "import": lambda: __import__("zckpt.optim.zero"),
+}
+said = {}
+for name, call in lacks.items():
+    try:
+        call()
+    except zckpt.MissingPackageError as error:
+        assert isinstance(error, ImportError) and error.exit_status == 2
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment without torch."""
+    directory = tmp_path_factory.mktemp("tools")
+    venv.create(directory, symlinks=True)
+    [site] = directory.glob("lib/python*/site-packages")
+    (site / "zckpt").symlink_to(ROOT / "zckpt")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    todo, seen = [Requirement(one) for one in declared], set()
+    while todo:
+        needed = todo.pop()
+        name = canonicalize_name(needed.name)
+        if name in seen or (needed.marker is not None and not needed.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(name)
+        found = importlib.metadata.distribution(name)
+        todo += [Requirement(one) for one in found.requires or ()]
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            (site / top).symlink_to(str(found.locate_file(top)))
+    assert not {"torch", "deepspeed", "matplotlib", "transformers"} & seen
+    return directory / "bin" / "python"
+
+
+def run(python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    command = [python, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", check=False)
+
+
+def test_torch_is_not_there(python: Path) -> None:
+    assert "No module named 'torch'" in run(python, "-c", "import torch").stderr
+
+
+@pytest.mark.parametrize("verb", TARGETS)
+def test_verbs_that_write_write_the_same_without_torch(verb: str, python: Path, tmp_path: Path) -> None:
+    target, *options = TARGETS[verb]
+    written = []
+    for name in ("with", "without"):
+        directory = tmp_path / name
+        directory.mkdir()
+        arguments = (verb.split(maxsplit=1)[0], SOURCE, directory / target, *options)
+        done = console.run(*arguments) if name == "with" else run(python, "-m", "zckpt", *arguments)
+        assert done.returncode == 0, done.stderr
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        written.append({str(path.relative_to(directory)): path.read_bytes() for path in files})
+    if verb == "convert zckpt":  # whose files have a number of the save that they belong to
+        assert zckpt.diff(tmp_path / "with" / target, tmp_path / "without" / target).equal
+    else:
+        assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("arguments", READ, ids=lambda one: " ".join(map(str, one[:2])))
+def test_verbs_that_read_say_the_same_without_torch(arguments: tuple[object, ...], python: Path) -> None:
+    there, done = console.run(*arguments), run(python, "-m", "zckpt", *arguments)
+    assert (done.returncode, done.stdout) == (0, there.stdout), done.stderr
+
+
+def test_a_map_is_drawn_without_torch_and_says_what_a_png_needs(python: Path, tmp_path: Path) -> None:
+    done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.svg")
+    assert done.returncode == 0, done.stderr
+    done = run(python, "-m", "zckpt", "map", SOURCE, tmp_path / "map.png")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "zckpt: a PNG needs matplotlib, which is not installed; pip install 'zckpt[png]', or write .svg"
+    ]
+
+
+def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path) -> None:
+    done = run(python, "-c", PROGRAM, SOURCE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    training = "training needs torch, which is not installed; pip install 'zckpt[train]'"
+    assert said == {
+        "read": training.replace("training", "read()"),
+        **dict.fromkeys(("save", "load", "Checkpointer"), training),
+        **{name: training.replace("training", f"zckpt.{name}") for name in ("optim", "dcp", "hf")},
+        "import": training.replace("training", "zckpt.optim"),
+    }
