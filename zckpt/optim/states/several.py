@@ -147,6 +147,8 @@ class Optimizers:
         self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept beside its state."""
+        if not self.states:
+            return {}
         theirs: dict[str | None, list[ParamGroup]] = {}
         for group in checkpoint.param_groups:
             theirs.setdefault(group.optimizer, []).append(group)

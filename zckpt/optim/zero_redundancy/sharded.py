@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero_redundancy.partitioned import packed
-from zckpt.optim.zero_redundancy.state_dicts import SHOWN
+
+SHOWN = 4
 
 STATE, GROUPS, SLOTS = "state", "param_groups", "slots"
 

@@ -23,11 +23,10 @@ from zckpt.optim.param_groups import Group, copied, hyperparameters
 from zckpt.optim.zero_redundancy import consolidation, sharded
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus
 from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer, packed
+from zckpt.optim.zero_redundancy.sharded import SHOWN
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
-
-SHOWN = 4
 
 
 class GroupOfPart(Group):
