@@ -25,12 +25,12 @@ READ = [
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
-        "Fingerprint", "LayoutError", "LeftOutError", "MissingPackageError", "OpenedCheckpoint", "ParamGroup",
-        "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot", "SourceError",
-        "Span", "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError", "UnsupportedError",
-        "UsageError", "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__", "consolidate",
-        "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "open", "optim", "reshard", "save", "series",
-        "strip", "verify",
+        "Fingerprint", "Inspection", "LayoutError", "LeftOutError", "Map", "MissingPackageError", "OpenedCheckpoint",
+        "ParamGroup", "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot",
+        "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError",
+        "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__",
+        "consolidate", "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "map", "open", "optim",
+        "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
 
 
@@ -76,11 +76,12 @@ def test_other_names_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["open", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
+    "name",
+    ["open", "inspect", "map", "series", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"],
 )
 def test_arguments_after_the_first_two_are_keyword_only(name: str) -> None:
     parameters = list(inspect.signature(getattr(zckpt, name)).parameters.values())
-    positional = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional = [p for p in parameters if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     assert len(positional) <= 2
 
 

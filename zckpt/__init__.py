@@ -5,13 +5,14 @@
     checkpoint = zckpt.open("run/global_step500")         # any format; reads structure only
     checkpoint.parameters["wte.weight"].shape
     checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
-    zckpt.inspect(checkpoint)                              # what is in it, as JSON-able data
+    zckpt.inspect(checkpoint)                              # what is in it; .as_dict() is JSON-able, as of all results
     zckpt.consolidate("run/global_step500", "model.safetensors")
     zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
+    zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
     zckpt.verify("dcp", deep=True).sound                   # whole, of one run, and meaningful?
 
     zckpt.save("run/step7", model=model, optimizer=optimizer, step=7)      # in training, on every rank
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
     from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.inspect import inspect
+    from zckpt.operations.inspect import Inspection, inspect
+    from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.reshard import reshard
     from zckpt.operations.result import Written
@@ -71,7 +73,8 @@ _HOMES = {
     "zckpt.operations.diff": ("Compared", "diff"),
     "zckpt.compare.digests": ("Fingerprint",),
     "zckpt.operations.fingerprint": ("fingerprint",),
-    "zckpt.operations.inspect": ("inspect",),
+    "zckpt.operations.inspect": ("Inspection", "inspect"),
+    "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.result": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
@@ -110,8 +113,10 @@ __all__ = [
     "Extent",
     "Finding",
     "Fingerprint",
+    "Inspection",
     "LayoutError",
     "LeftOutError",
+    "Map",
     "MissingPackageError",
     "OpenedCheckpoint",
     "ParamGroup",
@@ -145,6 +150,7 @@ __all__ = [
     "hf",
     "inspect",
     "load",
+    "map",
     "open",
     "optim",
     "reshard",

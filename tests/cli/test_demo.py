@@ -19,9 +19,9 @@ sys.modules["matplotlib"] = None  # cannot be imported
 from zckpt.cli import main
 
 if __name__ == "__main__":
-    from zckpt.training.demo import story
+    from zckpt.training import demo
 
-    story.TOLERANCE = -1.0
+    demo.TOLERANCE = -1.0
     main()
 """
 

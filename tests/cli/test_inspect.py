@@ -70,7 +70,7 @@ def test_every_parameter_has_its_shape_dtype_slots_and_standing(name: str) -> No
 
 def described(name: str) -> dict[str, Any]:
     """What is said of a fixture, without the cost of a process."""
-    document: dict[str, Any] = json.loads(json.dumps(zckpt.inspect(zckpt.open(FIXTURES / name))))
+    document: dict[str, Any] = json.loads(json.dumps(zckpt.inspect(FIXTURES / name).as_dict()))
     return document
 
 

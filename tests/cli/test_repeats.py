@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cli.console import in_time, refused, run, succeeded
-from zckpt.engine.repeats import stored_once
+from zckpt.engine.scan import stored_once
 from zckpt.state import Extent, Slot, Span
 
 

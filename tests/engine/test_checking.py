@@ -26,7 +26,7 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
 from zckpt.operations.target import write_target
 from zckpt.operations.verify import verify
-from zckpt.state import WEIGHT, Extent, Slot, Span
+from zckpt.state import WEIGHT, Checkpoint, Extent, Slot, Span
 from zckpt.torchfile import read_torchfile
 
 FLIPS = 60
@@ -126,11 +126,11 @@ def test_copies_by_other_processes_are_checked(tmp_path: Path) -> None:
     hole = Hole(0, "w", slot, Extent.whole(slot.shape), slot.dtype)
     made = plan([TargetFile("out", hole.nbytes, [], [hole])])
     with ProcessPoolExecutor(2) as pool:
-        checks = source_checks(open_checkpoint(source).files, made)
+        checks = source_checks(open_checkpoint(source), made)
         with running_on(pool):
             assert write_target(made, tmp_path / "out", checks=checks).nbytes >= slot.nbytes
         flip(source, in_record(source, "0"))
-        checks = source_checks(open_checkpoint(source).files, made)
+        checks = source_checks(open_checkpoint(source), made)
         with running_on(pool), pytest.raises(DamagedFileError):
             write_target(made, tmp_path / "other", checks=checks)
     assert not (tmp_path / "other").exists()
@@ -145,7 +145,7 @@ def test_reads_into_memory_can_be_checked(tmp_path: Path) -> None:
         slot = checkpoint.parameters[name].slots[WEIGHT]
         reads.append(Read(slot, Extent.whole(slot.shape), "float32", memoryview(bytearray(slot.nbytes))))
     for damaged in (False, True):
-        checks = source_checks(checkpoint.files)
+        checks = source_checks(checkpoint)
         read_all(reads, checks=checks)
         if damaged:
             with pytest.raises(DamagedFileError, match="data/1"):
@@ -163,11 +163,11 @@ def test_files_that_are_copied_as_they_are_are_checked(tmp_path: Path) -> None:
     nbytes = source.stat().st_size
     slot = Slot("file", "uint8", (nbytes,), (Span(Extent.whole((nbytes,)), str(source), 0, "uint8"),))
     made = plan([TargetFile("x.pt", nbytes, [], [Hole(0, "x.pt", slot, Extent.whole((nbytes,)), "uint8")])])
-    write_target(made, tmp_path / "copy.pt", checks=source_checks([], made))
+    write_target(made, tmp_path / "copy.pt", checks=source_checks(Checkpoint("", "torch"), made))
     assert (tmp_path / "copy.pt").read_bytes() == source.read_bytes()
     flip(source, in_record(source, "1"))
     with pytest.raises(DamagedFileError, match="data/1"):
-        write_target(made, tmp_path / "other.pt", checks=source_checks([], made))
+        write_target(made, tmp_path / "other.pt", checks=source_checks(Checkpoint("", "torch"), made))
 
 
 def test_sources_that_are_not_watched_keep_nothing(tmp_path: Path) -> None:

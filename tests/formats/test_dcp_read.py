@@ -35,9 +35,10 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.formats import dcp as adapter
 from zckpt.formats import open_checkpoint, safetensors_file, safetensors_shards
 from zckpt.formats.dcp import items
+from zckpt.formats.dcp import reader as adapter
+from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint, Extent, Scalar
@@ -102,7 +103,7 @@ def test_real_checkpoint_is_the_truth(name):
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_checkpoint_is_recognised_and_its_files_are_described(name):
-    assert adapter.is_dcp(source(name))
+    assert find(source(name)) is not None
     checkpoint = open_checkpoint(source(name))
     on_disk = {path for path in source(name).rglob("*") if path.is_file()}
     assert {Path(file.path) for file in checkpoint.files} == on_disk
@@ -842,10 +843,10 @@ def test_state_that_no_list_names_goes_into_the_only_group(tmp_path):
 
 
 def test_other_directories_are_not_taken_for_one(tmp_path):
-    assert not adapter.is_dcp(tmp_path)
+    assert find(tmp_path) is None
     (tmp_path / "step-100").mkdir()
     (tmp_path / "step-100" / ".metadata").write_bytes(b"")
-    assert not adapter.is_dcp(tmp_path)
+    assert find(tmp_path) is None
     assert not safetensors_shards.is_sharded(tmp_path)
     with pytest.raises(UnknownFormatError):
         adapter.read(tmp_path)

@@ -26,7 +26,9 @@ from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint, torch_file
-from zckpt.formats.dcp import read, writer
+from zckpt.formats.dcp import writer
+from zckpt.formats.dcp.directory import is_own
+from zckpt.formats.dcp.reader import read
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.proof import prove
 from zckpt.state import Checkpoint, Parameter
@@ -402,9 +404,9 @@ def test_a_world_without_ranks_is_refused():
 
 def test_own_names(tmp_path):
     directory = written(open_checkpoint(FIXTURES / "s2_bf16_dp4"), tmp_path / "dcp", world_size=3)
-    assert all(writer.is_own(path.name) for path in directory.iterdir())
+    assert all(is_own(path.name) for path in directory.iterdir())
     for name in ("model.pt", "__x_0.distcp", "sub/.metadata", "__00_0.distcp", ".metadata.txt", "meta.pt"):
-        assert not writer.is_own(name), name
+        assert not is_own(name), name
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -29,12 +29,15 @@ from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint, torch_archive
-from zckpt.formats.native import check_digests, is_native, is_own, lay_out, read
 from zckpt.formats.native import rank_file as ranks
+from zckpt.formats.native.digests import check_digests
 from zckpt.formats.native.document import encode, read_document
+from zckpt.formats.native.names import is_native, is_own
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.pieces import Layouts
+from zckpt.formats.native.reader import read
+from zckpt.formats.native.writer import lay_out
 from zckpt.formats.remainder import origin
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot

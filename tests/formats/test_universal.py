@@ -19,7 +19,8 @@ from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats import universal
+from zckpt.formats.universal import names, writer
+from zckpt.formats.universal.directory import find
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Global, Object
 
@@ -40,7 +41,7 @@ WRITTEN = [
 
 
 def written(checkpoint: Checkpoint, directory: Path) -> Path:
-    write_directory(plan(universal.lay_out(checkpoint)), directory)
+    write_directory(plan(writer.lay_out(checkpoint)), directory)
     return directory
 
 
@@ -192,7 +193,7 @@ def test_archives_are_sound_and_load_without_running_anything(tmp_path: Path) ->
     files = [path for path in target.rglob("*") if path.is_file()]
     assert len(files) > 70
     for file in files:
-        assert universal.is_own(file.relative_to(target).as_posix())
+        assert names.is_own(file.relative_to(target).as_posix())
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
         if file.name != "optimizer_state.pt":  # it holds DeepSpeed's loss scaler
@@ -210,9 +211,9 @@ def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
 
 def test_files_of_other_programs_are_not_own() -> None:
     for name in ("notes.txt", "zero/a.txt", "zero/a/b/c.pt", "latest", "other/fp32.pt", "zero/x/readme"):
-        assert not universal.is_own(name)
+        assert not names.is_own(name)
     for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", "mp_rank_00_model_states.pt"):
-        assert universal.is_own(name)
+        assert names.is_own(name)
 
 
 # --- state that has no place in DeepSpeed's files ----------------------------------------------------------------
@@ -250,7 +251,7 @@ def test_state_of_any_kind_comes_back(tmp_path: Path) -> None:
     target = written(checkpoint, tmp_path / "u")
     assert torch.load(target / "zero/b/step.pt", weights_only=True) == 4
     assert_same_state(zckpt.open(target), checkpoint)
-    assert any("exp_avg" in note for note in universal.notes(checkpoint))
+    assert any("exp_avg" in note for note in writer.notes(checkpoint))
 
 
 def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_path: Path) -> None:
@@ -274,7 +275,7 @@ def test_names_that_cannot_be_files_are_refused(name: str) -> None:
     checkpoint.parameters[name] = dataclasses.replace(parameter, name=name)
     checkpoint.param_groups[2].parameters = [name]
     with pytest.raises(UnsupportedError, match="cannot be a file's name"):
-        universal.lay_out(checkpoint)
+        writer.lay_out(checkpoint)
 
 
 @pytest.mark.parametrize("slot", ["../x", "fp32", "y" * 260])
@@ -283,20 +284,20 @@ def test_slots_that_cannot_be_files_are_refused(slot: str) -> None:
     slots = checkpoint.parameters["alpha"].slots
     slots[slot] = slots["exp_avg"]
     with pytest.raises(UnsupportedError, match="name"):
-        universal.lay_out(checkpoint)
+        writer.lay_out(checkpoint)
 
 
 def test_what_deepspeed_would_load_nothing_of_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"14, 16.*--names"):
-        universal.lay_out(zckpt.open(FIXTURES / "other/plain_adamw/ckpt.pt"))
+        writer.lay_out(zckpt.open(FIXTURES / "other/plain_adamw/ckpt.pt"))
     checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp4")
     checkpoint.param_groups = []
     with pytest.raises(UnsupportedError, match="no optimizer"):
-        universal.lay_out(checkpoint)
+        writer.lay_out(checkpoint)
     nowhere = Checkpoint("x", "x", parameters={"a": Parameter("a", (1,), "float32", group=0)})
     nowhere.param_groups = [ParamGroup({}, ["a"])]
     with pytest.raises(UnsupportedError, match="no file holds the values of a"):
-        universal.lay_out(nowhere)
+        writer.lay_out(nowhere)
 
 
 def sample(directory: Path, name: str = "s2_bf16_dp4") -> Path:
@@ -392,24 +393,24 @@ def test_classes_in_the_files_are_never_run(tmp_path: Path) -> None:
 
 def test_a_universal_checkpoint_is_found(tmp_path: Path) -> None:
     target = sample(tmp_path)
-    assert universal.find(target) == target
-    assert universal.find(tmp_path) is None
-    latest = universal.latest_universal(target.name)
+    assert find(target) == target
+    assert find(tmp_path) is None
+    latest = names.latest_universal(target.name)
     (tmp_path / latest.name).write_bytes(latest.literals[0].data)
-    assert universal.find(tmp_path) == target
+    assert find(tmp_path) == target
     (tmp_path / "latest").write_text("global_step5")
-    assert universal.find(tmp_path) is None, "an ordinary checkpoint is there"
-    assert universal.find(tmp_path, tag=target.name) == target
-    assert universal.find(tmp_path, tag="..") is None
-    assert universal.find(FIXTURES / "s2_bf16_dp4") is None
-    assert universal.find(FIXTURES / "s2_bf16_dp4", tag="global_step5") is None
+    assert find(tmp_path) is None, "an ordinary checkpoint is there"
+    assert find(tmp_path, tag=target.name) == target
+    assert find(tmp_path, tag="..") is None
+    assert find(FIXTURES / "s2_bf16_dp4") is None
+    assert find(FIXTURES / "s2_bf16_dp4", tag="global_step5") is None
 
 
 @pytest.mark.parametrize("name", ["..", "../x", "", "nothing", "x" * 5000, "a\0b"])
 def test_latest_universal_must_name_a_directory_beside_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "latest_universal").write_text(name)
     with pytest.raises(UnknownFormatError, match="names no universal checkpoint"):
-        universal.find(tmp_path)
+        find(tmp_path)
 
 
 def test_a_run_with_round_robin_is_warned_of(tmp_path: Path) -> None:

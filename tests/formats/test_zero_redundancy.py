@@ -27,9 +27,11 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from zckpt.formats import open_checkpoint, torch_file, zero_redundancy
+from zckpt.formats import open_checkpoint, torch_file
 from zckpt.formats.account import take_inventory
-from zckpt.formats.zero_redundancy import find, is_own, lay_out
+from zckpt.formats.zero_redundancy import reader
+from zckpt.formats.zero_redundancy.directory import find, is_own
+from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
 from zckpt.state.inventory import COPY
@@ -44,7 +46,7 @@ def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
 
 
 def read(path: Path, names: list[str] | None = None) -> OpenedCheckpoint:
-    return opened(zero_redundancy.read(path, names=names))
+    return opened(reader.read(path, names=names))
 
 
 def written(checkpoint: Checkpoint, directory: Path, *, world_size: int = 3, per_rank: bool = True) -> Path:

@@ -15,7 +15,8 @@ from torch import nn
 
 from tests import gloo
 from tests.truth import assert_same
-from zckpt.formats import dcp, safetensors_shards
+from zckpt.formats import safetensors_shards
+from zckpt.formats.dcp.reader import read as read_dcp
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
 
@@ -113,7 +114,7 @@ def opened(checkpoint: Checkpoint) -> OpenedCheckpoint:
 def test_what_ranks_save_is_read_as_they_have_it(wrap: str, world_size: int, tmp_path: Path) -> None:
     live = next(one for one in gloo.run(save, world_size, wrap, tmp_path) if one is not None)
     for flat in (False, True):
-        checkpoint = opened(dcp.read(tmp_path / f"flat{flat}"))
+        checkpoint = opened(read_dcp(tmp_path / f"flat{flat}"))
         assert {p.name for p in checkpoint.tensors()} == set(live["model"])
         for name, tensor in live["model"].items():
             assert_same(checkpoint.read(name, "weight"), tensor, name)

@@ -29,7 +29,8 @@ from tests.logical import assert_same_state
 from tests.plans import write_directory
 from tests.truth import bits
 from zckpt.engine.plan import plan
-from zckpt.formats import universal
+from zckpt.formats.universal import names, writer
+from zckpt.formats.universal.directory import find
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
 
@@ -127,8 +128,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
 def written(source: Path | Checkpoint, directory: Path) -> Path:
     """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
     checkpoint = zckpt.open(source) if isinstance(source, Path) else source
-    write_directory(plan(universal.lay_out(checkpoint)), directory / "step_u")
-    latest = universal.latest_universal("step_u")
+    write_directory(plan(writer.lay_out(checkpoint)), directory / "step_u")
+    latest = names.latest_universal("step_u")
     write_target(plan([latest]), directory / latest.name, overwrite=True)
     return directory
 
@@ -187,7 +188,7 @@ def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path
     verdict = resume(written(folder, tmp_path), S1_FP32.at(3), folder, universal=True)
     assert verdict.slots == []
     assert set(verdict.weights) == {"frozen_odd", "frozen_lin.weight", "frozen_lin.bias"}
-    assert any("frozen" in note for note in universal.notes(zckpt.open(folder)))
+    assert any("frozen" in note for note in writer.notes(zckpt.open(folder)))
 
 
 def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_path: Path) -> None:
@@ -204,7 +205,7 @@ def test_zero3_stops_at_slots_that_it_would_lose(source: Spec, made: Callable[[S
     folder = made(source)
     with pytest.raises(WorkerError, match="KeyError: 'optimizer_state_dict'"):
         resume_universal(written(folder, tmp_path), dataclasses.replace(source, world_size=3, stage=3), folder)
-    assert any("momentum_buffer" in note for note in universal.notes(zckpt.open(folder)))
+    assert any("momentum_buffer" in note for note in writer.notes(zckpt.open(folder)))
 
 
 def test_a_rank_that_holds_nothing_of_a_group_stops(made: Callable[[Spec], Path], tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_a_training_with_round_robin_takes_parameters_for_one_another(
 ) -> None:
     folder = made(ROUND_ROBIN)
     assert resume_universal(written(folder, tmp_path), ROUND_ROBIN.at(3), folder).slots != []
-    assert any("round_robin_gradients" in note for note in universal.notes(zckpt.open(folder)))
+    assert any("round_robin_gradients" in note for note in writer.notes(zckpt.open(folder)))
 
 
 # --- beside DeepSpeed's own converter ---------------------------------------------------------------------------------
@@ -284,6 +285,6 @@ def test_files_of_fixtures_are_those_of_the_converter(name: str, tmp_path: Path)
 def test_what_the_converter_writes_is_read(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(source)
     converted_by_deepspeed(folder / "global_step3", tmp_path / "theirs")
-    found = universal.find(tmp_path)
+    found = find(tmp_path)
     assert found == tmp_path / "theirs"
     assert_same_state(zckpt.open(tmp_path), zckpt.open(folder))

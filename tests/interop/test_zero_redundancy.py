@@ -21,10 +21,11 @@ from tests.deepspeed_engine.models import build_model, param_groups
 from tests.plans import write_directory
 from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
-from zckpt.formats import zero_redundancy
-from zckpt.formats.deepspeed import find as find_deepspeed
-from zckpt.formats.deepspeed import read as read_deepspeed
+from zckpt.formats.deepspeed.directory import find as find_deepspeed
+from zckpt.formats.deepspeed.reader import read as read_deepspeed
 from zckpt.formats.torch_file import read as read_torch_file
+from zckpt.formats.zero_redundancy.reader import read
+from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.state import Checkpoint
 from zckpt.state.partition import greedy_partition
 
@@ -224,7 +225,7 @@ def names(kind: str, *, doubtful: bool = True) -> list[str]:
 
 
 def written(checkpoint: Checkpoint, directory: Path, world_size: int, *, per_rank: bool) -> Path:
-    files = zero_redundancy.lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
+    files = lay_out(checkpoint, world_size=world_size, per_rank=per_rank)
     write_directory(plan(files), directory)
     return directory
 
@@ -263,7 +264,7 @@ def test_training_goes_on_from_either_form(kind, world_size, per_rank, saved, tm
 def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_path) -> None:
     folder, original = saved(kind, 2)
     directory = without_consolidated(folder, tmp_path / "ranks")
-    checkpoint = zero_redundancy.read(directory, names=names(kind))
+    checkpoint = read(directory, names=names(kind))
     assert checkpoint.world_size == 2
     out = written(checkpoint, tmp_path / "out", world_size, per_rank=True)
     assert_goes_on(gloo.run(load_and_go_on, world_size, kind, True, out), original)
@@ -273,7 +274,7 @@ def test_ranks_files_are_resharded_to_other_ranks(kind, world_size, saved, tmp_p
 def test_models_order_tells_the_names_where_nothing_is_doubtful(kind, saved, tmp_path) -> None:
     folder, original = saved(kind, 3, doubtful=False)
     directory = without_consolidated(folder, tmp_path / "ranks")
-    checkpoint = zero_redundancy.read(directory)
+    checkpoint = read(directory)
     assert [name for group in checkpoint.param_groups for name in group.parameters] == names(kind, doubtful=False)
     out = written(checkpoint, tmp_path / "out", 2, per_rank=False)
     assert_goes_on(gloo.run(load_and_go_on, 2, kind, False, out), original)
@@ -287,7 +288,7 @@ def test_names_that_torch_took_over_are_used(saved, tmp_path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     gloo.run(load_and_save_again, 3, "adamw", True, first, again)
-    back = zero_redundancy.read(again)
+    back = read(again)
     assert back.warnings == []
     out = written(back, tmp_path / "out", 2, per_rank=True)
     assert_goes_on(gloo.run(load_and_go_on, 2, "adamw", True, out), original)

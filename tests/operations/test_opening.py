@@ -15,13 +15,14 @@ import torch
 import zckpt
 from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
-from zckpt.operations.inspect import inspect as describe
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
 
 Verb = Callable[..., Any]
 READING: dict[str, Verb] = {
     "diff": lambda source, _, **where: zckpt.diff(source, SOURCE, **where).equal,
+    "inspect": lambda source, _, **where: zckpt.inspect(source, **where).as_dict(),
+    "map": lambda source, _, **where: zckpt.map(source, **where).as_dict(),
     "fingerprint": lambda source, _, **where: zckpt.fingerprint(source, **where).text,
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
@@ -60,10 +61,10 @@ def test_an_open_checkpoint_gives_what_its_path_gives_and_stays_as_it_was(
 ) -> None:
     source = FIXTURES / place
     opened = zckpt.open(source)
-    before = json.dumps(describe(opened, include_inventory=True))
+    before = json.dumps(zckpt.inspect(opened, include_inventory=True).as_dict())
     parameters = {name: dict(one.slots) for name, one in opened.parameters.items()}
     assert looked(verb, opened, tmp_path / "open") == looked(verb, source, tmp_path / "path")
-    assert json.dumps(describe(opened, include_inventory=True)) == before
+    assert json.dumps(zckpt.inspect(opened, include_inventory=True).as_dict()) == before
     assert {name: one.slots for name, one in opened.parameters.items()} == parameters
 
 
@@ -78,7 +79,7 @@ def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: d
 
 
 @pytest.mark.parametrize(
-    "name", ["open", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
+    "name", ["open", "inspect", "map", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
 )
 def test_every_verb_has_the_same_words_for_where(name: str) -> None:
     assert {"roots", "tag", "names", "tp_rules"} <= inspect.signature(getattr(zckpt, name)).parameters.keys()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import zckpt
+
 HOSTILE_NAME = '</script><script>document.title="taken"</script>.weight'
 
 
@@ -90,3 +92,8 @@ def verification(
         "checked": {"files": 3, "parameters": 20, "elements": 19_968, "nbytes": 69_888},
         "fingerprint": "zckpt1:0123456789abcdef0123456789abcdef", "findings": findings,
     }  # fmt: skip
+
+
+def layout_map(checkpoint: zckpt.Checkpoint, **options: Any) -> dict[str, Any]:
+    """What pages and pictures of a map are drawn from."""
+    return zckpt.map(checkpoint, **options).as_dict()

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.report.documents import layout_map
 from tests.report.synthetic import flat, large, per_parameter
 from zckpt.formats import open_checkpoint
-from zckpt.operations.map import layout_map
 from zckpt.state import Checkpoint
 from zckpt.state.partition import shard_fragment
 

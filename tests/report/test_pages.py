@@ -12,10 +12,10 @@ from playwright.sync_api import expect
 
 from tests.report import documents
 from tests.report.conftest import Opened
+from tests.report.documents import layout_map
 from tests.report.synthetic import HOSTILE, flat, large
 from zckpt.formats import open_checkpoint
 from zckpt.operations.inspect import inspect
-from zckpt.operations.map import layout_map
 from zckpt.report.page import diff_page, inspect_page, series_page, verify_page
 from zckpt.report.page.markup import embedded
 from zckpt.state import Checkpoint
@@ -35,7 +35,7 @@ FINDINGS = [
 
 
 def inspection(checkpoint: Checkpoint) -> str:
-    return inspect_page(inspect(checkpoint), layout_map(checkpoint))
+    return inspect_page(inspect(checkpoint).as_dict(), layout_map(checkpoint))
 
 
 def llama() -> Checkpoint:

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cli.console import refused, run, succeeded
+from tests.report.documents import layout_map
 from tests.report.synthetic import HOSTILE, flat, large, per_parameter
 from zckpt.errors import UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.operations.map import layout_map
 from zckpt.report.picture import png, svg
 from zckpt.state import Checkpoint
 

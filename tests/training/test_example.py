@@ -12,8 +12,8 @@ import pytest
 
 import zckpt
 from tests.cli.console import ROOT, environment
+from zckpt.training.demo import disagreements
 from zckpt.training.demo.ranks import Part
-from zckpt.training.demo.story import disagreements
 
 pytestmark = pytest.mark.interop
 

@@ -23,8 +23,8 @@ from tests.gloo import run
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
 from zckpt.optim.zero.loss_scale import DynamicLossScaler
-from zckpt.training.extras import read_extras
 from zckpt.training.loading import _Loading
+from zckpt.training.other_state import read_other_state
 
 FAMILIES = ("zero", "redundancy", "adamw")
 
@@ -249,7 +249,7 @@ def test_random_states_that_no_generator_takes_are_found_before_anything_is_chan
     checkpoint = zckpt.open(tmp_path / "step1")
     checkpoint.metadata["random_states"][0]["torch"] = b"abc"  # type: ignore[index]
     with pytest.raises(DamagedFileError, match="unusable random states of rank 0"):
-        read_extras(checkpoint, None, None, 0)
+        read_other_state(checkpoint, None, None, 0)
 
 
 # --- loss scale

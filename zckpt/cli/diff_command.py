@@ -63,20 +63,19 @@ def diff_command(
     told = reporter("diff", quiet=quiet)
     if series:
         from zckpt.operations.series import series as measure_series
-        from zckpt.report.difference import render_series, series_document
+        from zckpt.report.difference import render_series
 
         if rtol or atol or rename or ignore or any(where[key] for key in ("tag", "roots")) or any(where_b.values()):
             raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
         common = {key: where[key] for key in ("names", "tp_rules")}
-        found = series_document(
-            measure_series(sources, slots=chosen, parameters=parameters, memory=memory, reporter=told, **common)
-        )
+        moved = measure_series(sources, slots=chosen, parameters=parameters, memory=memory, reporter=told, **common)
+        found = moved.as_dict()
         text, status = render_series(found, width=width()), 0
     else:
         if len(sources) != 2:
             raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
         from zckpt.operations.diff import diff
-        from zckpt.report.difference import document, render
+        from zckpt.report.difference import render
 
         done = diff(
             sources[0],
@@ -92,7 +91,7 @@ def diff_command(
             **where,
             **{f"{key}_b": value for key, value in where_b.items()},
         )
-        found = document(done)
+        found = done.as_dict()
         text, status = render(found, width=width(), paint=paint()), 0 if done.equal else 1
     if html is not None:
         from zckpt.report.page import diff_page, series_page

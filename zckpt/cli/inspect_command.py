@@ -31,17 +31,17 @@ def inspect_command(
     where: dict[str, Any],
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
-    from zckpt.formats import open_checkpoint
     from zckpt.operations.inspect import inspect
+    from zckpt.operations.open import opened
 
     check_page(html, overwrite=overwrite)
-    checkpoint = open_checkpoint(source, **where)
-    document = inspect(checkpoint, include_globals=with_globals, include_inventory=files)
+    checkpoint = opened(source, **where)
+    document = inspect(checkpoint, include_globals=with_globals, include_inventory=files).as_dict()
     if html is not None:
-        from zckpt.operations.map import layout_map
+        from zckpt.operations.map import map as map_of
         from zckpt.report.page import inspect_page
 
-        write_page(html, inspect_page(document, layout_map(checkpoint)), overwrite=overwrite)
+        write_page(html, inspect_page(document, map_of(checkpoint).as_dict()), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))
         return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 
@@ -32,6 +31,8 @@ def json_text(document: object) -> str:
 
 def width() -> int:
     """Return the columns of a line."""
+    import shutil
+
     return shutil.get_terminal_size((PRINTED_WIDTH, 0)).columns
 
 

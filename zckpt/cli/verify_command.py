@@ -58,10 +58,10 @@ def verify_command(
     )
     document = found.as_dict()
     if html is not None:
-        from zckpt.operations.map import layout_map
+        from zckpt.operations.map import map as map_of
         from zckpt.report.page import verify_page
 
-        layout = None if found.checkpoint is None else layout_map(found.checkpoint)
+        layout = None if found.checkpoint is None else map_of(found.checkpoint).as_dict()
         write_page(html, verify_page(document, layout), overwrite=overwrite)
     if as_json:
         click.echo(json_text(document))

@@ -27,7 +27,7 @@ from zckpt.compare.optimizer_values import parameter_values
 from zckpt.compare.rounding import one_nan
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array, cast
-from zckpt.engine.scan import Row, visit_rows
+from zckpt.engine.scan import SlotSet, scan
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 
 LEAVES_PER_BLOCK = 2
@@ -89,14 +89,14 @@ class Digested:
     Parameters
     ----------
     name, entry : str
-    row : Row
+    slots : SlotSet
     rounded : str or None
         Type of the weight that is not there: it is the master, rounded, and becomes the entry `weight`.
     """
 
     name: str
     entry: str
-    row: Row
+    slots: SlotSet
     rounded: str | None = None
 
 
@@ -104,18 +104,18 @@ def _slots(name: str, checkpoint: Checkpoint, parameter: Parameter, found: dict[
     """Yield what is to be read of a parameter; single values go to `found` at once."""
     weight, master = own_weight(parameter), parameter.slots.get(MASTER)
     if weight is not None:
-        yield Digested(name, WEIGHT, _row(name, weight))
+        yield Digested(name, WEIGHT, _set(name, weight))
     if master is not None:
-        yield Digested(name, MASTER, _row(name, master), parameter.dtype if weight is None else None)
+        yield Digested(name, MASTER, _set(name, master), parameter.dtype if weight is None else None)
     for key, value in parameter_values(checkpoint, parameter).items():
         if isinstance(value, Slot) and value.shape:
-            yield Digested(name, key, _row(name, value))
+            yield Digested(name, key, _set(name, value))
         else:
             found[key] = _number(single(value))
 
 
-def _row(name: str, slot: Slot) -> Row:
-    return Row(f"{slot.name}/{name}", (slot,), (slot.dtype,))
+def _set(name: str, slot: Slot) -> SlotSet:
+    return SlotSet(f"{slot.name}/{name}", (slot,), (slot.dtype,))
 
 
 def _number(value: object) -> str:
@@ -128,14 +128,14 @@ def _number(value: object) -> str:
 def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None) -> None:
     """Digest slots, the parallel part, and add what was found to the entries."""
     trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
-    rows = [one.row for one in chosen]
-    visit = partial(digest_block, [one.rounded for one in chosen])
+    sets = [one.slots for one in chosen]
+    look = partial(digest_block, [one.rounded for one in chosen])
     numel = LEAF_NUMEL * LEAVES_PER_BLOCK
-    for index, digests in visit_rows(rows, visit, numel=numel, memory=memory, reporter=reporter):
+    for index, digests in scan(sets, look, numel=numel, memory=memory, reporter=reporter):
         for number, digest in enumerate(digests):
             trees[index][number].update(digest)
     for one, tree in zip(chosen, trees, strict=True):
-        slot = one.row.slots[0]
+        slot = one.slots.slots[0]
         entries[one.name][one.entry] = _described(slot.dtype, slot, tree[0].hexdigest())
         if one.rounded is not None:
             entries[one.name][WEIGHT] = _described(one.rounded, slot, tree[1].hexdigest())

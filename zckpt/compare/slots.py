@@ -15,7 +15,7 @@ import numpy as np
 from zckpt.compare.figures import Figures, Tolerance, figures
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array
-from zckpt.engine.scan import Row, visit_rows
+from zckpt.engine.scan import SlotSet, scan
 from zckpt.errors import LayoutError
 from zckpt.state import Slot
 
@@ -99,25 +99,25 @@ def differences(
         if pair.a.shape != pair.b.shape:
             raise LayoutError(f"{pair.label} has two shapes", expected=pair.a.shape, found=pair.b.shape)
     limits = tolerance or Tolerance()
-    rows = [Row(pair.label, (pair.a, pair.b), pair.dtypes) for pair in whole]
-    unequal = {index for index, row in enumerate(rows) if row.dtypes[0] != row.dtypes[1]}
-    seen = visit_rows(rows, first_difference, memory=memory, reporter=reporter, wanted=lambda i: i not in unequal)
+    sets = [SlotSet(pair.label, (pair.a, pair.b), pair.dtypes) for pair in whole]
+    unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
+    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=lambda i: i not in unequal)
     for index, _ in seen:
         unequal.add(index)
     chosen = sorted(unequal)
-    found = measure([rows[index] for index in chosen], limits, memory=memory)
+    found = measure([sets[index] for index in chosen], limits, memory=memory)
     return [
         Difference(index, whole[index].label, one)
         for index, one in zip(chosen, found, strict=True)
-        if one.num_different or (limits.is_none and rows[index].dtypes[0] != rows[index].dtypes[1])
+        if one.num_different or (limits.is_none and sets[index].dtypes[0] != sets[index].dtypes[1])
     ]
 
 
-def measure(rows: Sequence[Row], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
-    """Return the figures of rows of two slots; errors are those of `differences`."""
-    found = [Figures() for _ in rows]
-    visit = partial(measure_block, [row.dtypes for row in rows], tolerance)
-    for index, one in visit_rows(rows, visit, memory=memory // FIGURES_MEMORY):
+def measure(sets: Sequence[SlotSet], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
+    """Return the figures of sets of two slots; errors are those of `differences`."""
+    found = [Figures() for _ in sets]
+    look = partial(measure_block, [one.dtypes for one in sets], tolerance)
+    for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY):
         found[index].add(one)
     return found
 
@@ -135,6 +135,6 @@ def first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | 
 def measure_block(
     dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
 ) -> Figures:
-    """Return the figures of a block of a row."""
+    """Return the figures of a block."""
     a, b = arrays
     return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)

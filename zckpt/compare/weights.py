@@ -6,7 +6,7 @@ either way a master no longer rounds to the weight that the model file has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,7 +93,7 @@ def comparable(parameter: Parameter) -> bool:
     )
 
 
-def _chosen(spans: tuple[Span, ...], sampled: set[str]) -> list[Span]:
+def _chosen(spans: Sequence[Span], sampled: set[str]) -> list[Span]:
     """Return spans spread evenly over the parameter, and one of each file that has none so far."""
     spans = tuple(span for span in spans if span.extent.numel)
     last = len(spans) - 1

@@ -1,15 +1,20 @@
-"""Slots of one shape read side by side, block by block: in parallel, in bounded memory, at the speed of the disk.
+"""Slots of one shape looked at block by block: in parallel, in bounded memory, at the speed of the disk.
 
-A row of slots is cut into blocks of as many elements each. The elements of a block are read from every slot of the row,
+A set of slots is cut into blocks of as many elements each. The elements of a block are read from every slot of the set,
 as the copier would write them, into buffers that a worker uses over and over; what is found out about them there is the
 caller's. What blocks have in common with others - differences, digests, counts - is put together by the caller too.
+
+Most slots lie flat: whole tensors, and what ZeRO cuts. Those are read without a plan; slices, strides and other types
+are planned. A tensor that says the same elements again and again, as torch's `expand` makes them (strides of 0), may be
+10**12 elements in a file of a kilobyte: whoever looks at elements looks at each stored one once.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -18,13 +23,12 @@ import numpy as np
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import pieces
-from zckpt.engine.flat_runs import FlatRuns, Stretch, flat_runs
 from zckpt.engine.plan import Fill, Hole, fill
 from zckpt.engine.read import read_piece
-from zckpt.engine.repeats import refuse_endless
 from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
-from zckpt.state import Extent, Slot
+from zckpt.errors import UnsupportedError
+from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources, read_into
 
@@ -32,20 +36,26 @@ BLOCK_NBYTES = 1 << 20
 """Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""
 
 BUFFERS_PER_WORKER = 8
-"""What a block may need at once: the slots of its row, and what a gather, a cast and the visit take beside them."""
+"""What a block may need at once: the slots of its set, and what a gather, a cast and `look` take besides."""
+
+MOST_NBYTES = 1 << 34
+"""Bytes of elements, most of them repeated, that are read one by one where every one counts in what is found."""
+
+MOST_REPEATED = 16
+"""Times: a tensor that repeats its elements less often is not much larger than its file."""
 
 Result = TypeVar("Result")
 
-Visit = Callable[[int, int, Sequence[Array]], Result | None]
-"""Called with the index of a row, the first element of a block, and the elements of each slot; in any thread.
+Look = Callable[[int, int, Sequence[Array]], Result | None]
+"""Called with the index of a set of slots, the first element of a block, and the elements of each slot; in any thread.
 
 What it returns, if anything, is yielded with the index. The arrays are used again afterwards.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Slots that are read side by side.
+class SlotSet:
+    """Slots that are looked at together.
 
     Parameters
     ----------
@@ -77,18 +87,21 @@ class Row:
         return max(itemsize(dtype) for dtype in [*self.dtypes, *(slot.dtype for slot in self.slots)])
 
 
-Source = Slot | tuple[Stretch, ...]
-"""Where the elements of a block lie: stretches that are read one after the other, or a slot that a plan is made for."""
+ByteRange = tuple[str, int, int]
+"""Path, offset and number of bytes."""
+
+Source = Slot | tuple[ByteRange, ...]
+"""Where the elements of a block lie: ranges that are read one after the other, or a slot that a plan is made for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Elements [start, start + numel) of a row.
+    """Elements [start, start + numel) of a set of slots.
 
     Parameters
     ----------
     index : int
-        Of the row.
+        Of the set.
     label : str
     shape : tuple of int
     dtypes : tuple of str
@@ -111,36 +124,36 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[Result]):
-    """Blocks that one task visits."""
+    """Blocks that one task looks at."""
 
     blocks: tuple[Block, ...]
-    visit: Visit[Result]
+    look: Look[Result]
 
 
-def visit_rows(
-    rows: Sequence[Row],
-    visit: Visit[Result],
+def scan(
+    sets: Sequence[SlotSet],
+    look: Look[Result],
     *,
     numel: int | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
-    wanted: Callable[[int], bool] | None = None,
+    goes_on: Callable[[int], bool] | None = None,
 ) -> Generator[tuple[int, Result]]:
-    """Read rows of slots block by block, and yield what the visits return with the index of the row, in order.
+    """Look at sets of slots block by block, and yield what `look` returns with the index of the set, in order.
 
     Parameters
     ----------
-    rows : sequence of Row
-    visit : callable
-        See `Visit`. Where an executor of processes runs it, it must be picklable.
+    sets : sequence of SlotSet
+    look : callable
+        See `Look`. Where an executor of processes runs it, it must be picklable.
     numel : int, elements, optional
-        Of each block but a row's last; by default as many as have `BLOCK_NBYTES` bytes, or as `memory` allows.
+        Of each block but a set's last; by default as many as have `BLOCK_NBYTES` bytes, or as `memory` allows.
     memory : int, bytes
         Upper bound of what buffers take together, where `numel` is not given.
     reporter : Reporter, optional
-        Told of progress, in bytes of the first slot of each row as it is read.
-    wanted : callable, optional
-        Asked with the index of a row whether more of it is to be visited.
+        Hears of progress, in bytes of the first slot of each set as it is read.
+    goes_on : callable, optional
+        Asked with the index of a set whether more of it is to be looked at.
 
     Raises
     ------
@@ -151,17 +164,17 @@ def visit_rows(
     SourceError
         A file cannot be read.
     """
-    for row in rows:
-        for slot in row.slots:
-            refuse_endless(slot, row.label)
+    for one in sets:
+        for slot in one.slots:
+            refuse_endless(slot, one.label)
     progress = reporter or SilentReporter()
-    progress.begin(sum(row.numel * itemsize(row.dtypes[0]) for row in rows))
+    progress.begin(sum(one.numel * itemsize(one.dtypes[0]) for one in sets))
     try:
         with Workers(READERS) as workers:
             most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
-            blocks = (block for index, row in enumerate(rows) for block in _blocks(index, row, numel, most, wanted))
-            batches = (Batch(some, visit) for some in batched(blocks, attrgetter("nbytes")))
-            with closing(workers.run(visit_batch, batches)) as results:
+            blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
+            batches = (Batch(some, look) for some in batched(blocks, attrgetter("nbytes")))
+            with closing(workers.run(look_at_batch, batches)) as results:
                 for batch, found in results:
                     progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
                     yield from found
@@ -170,47 +183,47 @@ def visit_rows(
 
 
 def _blocks(
-    index: int, row: Row, numel: int | None, most: int, wanted: Callable[[int], bool] | None
+    index: int, one: SlotSet, numel: int | None, most: int, goes_on: Callable[[int], bool] | None
 ) -> Iterator[Block]:
-    widest = row.widest
+    widest = one.widest
     step = numel or max(most // widest, 1)
     held = [
-        flat_runs(slot, dtype) or _indexed(slot, row.numel > step)
-        for slot, dtype in zip(row.slots, row.dtypes, strict=True)
+        flat_spans(slot, dtype) or _indexed(slot, one.numel > step)
+        for slot, dtype in zip(one.slots, one.dtypes, strict=True)
     ]
-    for start in range(0, row.numel, step):
-        if wanted is not None and not wanted(index):
+    for start in range(0, one.numel, step):
+        if goes_on is not None and not goes_on(index):
             return
-        count = min(step, row.numel - start)
-        sources = tuple(_within(one, row.shape, start, count) for one in held)
-        yield Block(index, row.label, row.shape, row.dtypes, sources, start, count, count * widest)
+        count = min(step, one.numel - start)
+        sources = tuple(_within(way, one.shape, start, count) for way in held)
+        yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * widest)
 
 
 def _indexed(slot: Slot, several: bool) -> Slot | SpanIndex:
     return SpanIndex(slot) if several else slot  # one block needs no index
 
 
-def _within(held: FlatRuns | SpanIndex | Slot, shape: tuple[int, ...], start: int, numel: int) -> Source:
-    if isinstance(held, FlatRuns):
-        return held.stretches(start, numel)
+def _within(held: FlatSpans | SpanIndex | Slot, shape: tuple[int, ...], start: int, numel: int) -> Source:
+    if isinstance(held, FlatSpans):
+        return held.byte_ranges(start, numel)
     return held.reaching(Extent.flat(shape, start, numel)) if isinstance(held, SpanIndex) else held
 
 
-def visit_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
-    """Visit the blocks of a batch; return what the visits return, by index of the row. May run in another process."""
+def look_at_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
+    """Look at the blocks of a batch; return what was found, by index of the set. May run in another process."""
     buffers: list[Array] = []
     results = []
     with Sources() as sources:
         for block in batch.blocks:
             arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
-            found = batch.visit(block.index, block.start, arrays)
+            found = batch.look(block.index, block.start, arrays)
             if found is not None:
                 results.append((block.index, found))
     return results
 
 
 def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:
-    """Read a block of one slot of its row into the buffer that such slots have."""
+    """Read a block of one slot of its set into the buffer that such slots have."""
     dtype, source = block.dtypes[number], block.sources[number]
     nbytes = block.numel * itemsize(dtype)
     while len(buffers) <= number:
@@ -229,3 +242,111 @@ def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> 
             read_into(sources.descriptor(path), offset, view[at : at + size].data, path=path)
             at += size
     return view.view(numpy_dtype(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSpans:
+    """The spans of a slot that lies flat, in order and without a gap.
+
+    Parameters
+    ----------
+    starts : list of int, elements
+        Where each begins.
+    offsets : list of (str, int)
+        Path and byte offset of each.
+    numel : int, elements
+    size : int, bytes
+        Of an element.
+    """
+
+    starts: list[int]
+    offsets: list[tuple[str, int]]
+    numel: int
+    size: int
+
+    def byte_ranges(self, start: int, numel: int) -> tuple[ByteRange, ...]:
+        """Return where elements [start, start + numel) lie."""
+        found = []
+        index = bisect_right(self.starts, start) - 1
+        end = start + numel
+        while start < end:
+            last = self.starts[index + 1] if index + 1 < len(self.starts) else self.numel
+            count = min(last, end) - start
+            path, offset = self.offsets[index]
+            found.append((path, offset + (start - self.starts[index]) * self.size, count * self.size))
+            start, index = start + count, index + 1
+        return tuple(found)
+
+
+def flat_spans(slot: Slot, dtype: str) -> FlatSpans | None:
+    """Return the spans of a slot; None unless its elements lie flat in them, once, as `dtype` and little-endian."""
+    if slot.replicas:
+        return None
+    for span in slot.spans:
+        if (
+            span.dtype != dtype
+            or not span.is_run
+            or span.extent.sizes != slot.shape
+            or (span.byteorder != "little" and itemsize(dtype) > 1)
+        ):
+            return None
+    spans = sorted((span for span in slot.spans if span.extent.numel), key=lambda span: span.extent.start)
+    at = 0
+    for span in spans:
+        if span.extent.start != at:
+            return None
+        at += span.extent.numel
+    if at != slot.numel:
+        return None
+    starts = [span.extent.start for span in spans]
+    return FlatSpans(starts, [(span.path, span.offset) for span in spans], at, itemsize(dtype))
+
+
+def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Return slots of one shape without the elements that all of them repeat along the same dimensions.
+
+    The elements of each are in the order in which they come first.
+    """
+    spans = [_whole(slot) for slot in slots]
+    if any(span is None or span.strides is None for span in spans):
+        return tuple(slots)
+    found = [span for span in spans if span is not None]
+    alike = [all(span.strides is not None and span.strides[i] == 0 for span in found) for i in range(_rank(found[0]))]
+    if not any(alike):
+        return tuple(slots)
+    shape = tuple(min(n, 1) if same else n for n, same in zip(slots[0].shape, alike, strict=True))
+    return tuple(
+        replace(slot, shape=shape, spans=(replace(span, extent=Extent.whole(shape)),))
+        for slot, span in zip(slots, found, strict=True)
+    )
+
+
+def refuse_endless(slot: Slot, name: str) -> None:
+    """Refuse a tensor whose elements are too many to be read, since it repeats a few of them.
+
+    Raises
+    ------
+    UnsupportedError
+        It is larger than `MOST_NBYTES`, and less than one in `MOST_REPEATED` of its elements is stored.
+    """
+    (once,) = stored_once([slot])
+    if slot.nbytes > MOST_NBYTES and once.numel * MOST_REPEATED <= slot.numel:
+        raise UnsupportedError(
+            f"{name} repeats {once.numel} stored elements as {slot.numel}, which are not read one by one",
+            path=slot.spans[0].path,
+            expected=f"at most {MOST_NBYTES} bytes of such a tensor",
+            found=slot.nbytes,
+            advice="save it again after .contiguous(), or leave it out",
+        )
+
+
+def _whole(slot: Slot) -> Span | None:
+    """Return the span that holds all of a slot, if one does."""
+    if len(slot.spans) != 1 or slot.replicas:
+        return None
+    (span,) = slot.spans
+    return span if span.extent == Extent.whole(slot.shape) and slot.numel else None
+
+
+def _rank(span: Span) -> int:
+    return len(span.extent.sizes)

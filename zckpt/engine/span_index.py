@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from zckpt.engine.boxes import bounds
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import Extent, Slot, Span, Spans
 
 
 class SpanIndex:
@@ -19,12 +19,14 @@ class SpanIndex:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
-        self._sets = [_SpanSet(slot.shape, spans) for spans in (slot.spans, *slot.replicas)]
+        self._sets = [
+            spans if isinstance(spans, Spans) else _SpanSet(slot.shape, spans) for spans in (slot.spans, *slot.replicas)
+        ]
 
     def reaching(self, extent: Extent) -> Slot:
         """Return the slot with only those spans that may reach into an extent."""
         low, high = bounds(extent, self.slot.shape)
-        spans, *replicas = (one.between(low, high) for one in self._sets)
+        spans, *replicas = (one.reaching(low, high) for one in self._sets)
         return replace(self.slot, spans=spans, replicas=tuple(replicas))
 
 
@@ -35,5 +37,5 @@ class _SpanSet:
         self._lows = [low for low, _, _ in placed]
         self._highs = list(accumulate((high for _, high, _ in placed), max))  # of this one and all before
 
-    def between(self, low: int, high: int) -> tuple[Span, ...]:
+    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         return tuple(self._spans[bisect_right(self._highs, low) : bisect_left(self._lows, high)])

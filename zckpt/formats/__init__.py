@@ -1,7 +1,7 @@
-"""One adapter for each format on disk, and `open_checkpoint`, which tells them apart.
+"""One adapter for each format on disk, and `open_checkpoint`, which asks them whose a path is.
 
-An adapter detects its format, reads its structure into a Checkpoint, and lays out target files. It never copies
-tensor bytes.
+An adapter implements `format.Format`: it finds its checkpoints, reads their structure into a Checkpoint, and lays out
+target files. It never copies tensor bytes. `registry` lists them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.errors import SourceError, UnknownFormatError, UsageError
-from zckpt.formats import deepspeed, universal
+from zckpt.errors import SourceError, UsageError
+from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.registry import BrokenPluginError, formats
 from zckpt.state import Checkpoint
 from zckpt.state.names import bare
 from zckpt.storage.durable import interrupted
 
-OWN_DOCUMENT = "checkpoint.json"
-"""What tells zckpt's own format, whose modules are not loaded to look for it."""
+__all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 
 
 def open_checkpoint(
@@ -52,147 +52,77 @@ def open_checkpoint(
     Raises
     ------
     SourceError
-        The source cannot be read, is damaged, or no adapter recognises it.
+        The source cannot be read, is damaged, or no format recognises it.
     """
     path = Path(source)
-    checkpoint = bare(_open(path, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    rules = None if tp_rules is None else Path(tp_rules)
+    search = Search(path, tuple(Path(root) for root in roots), tag, rules, names)
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", str(error))
+        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
+    misses: list[NearMiss] = []
+    found_by, found = recognise(search, misses)
+    try:
+        checkpoint = bare(found_by.read(found, search))
+    except SourceError as error:
+        from zckpt.formats.near import explained
+
+        raise explained(error, search, misses) from error.__cause__
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
-    if path.is_dir() and checkpoint.format != "zckpt":  # of whose directory every file is listed
+    if path.is_dir() and not found_by.lists_files:
         from zckpt.formats.beside import read_beside
 
         read_beside(checkpoint, path)
     return checkpoint
 
 
-def _open(
-    path: Path,
-    *,
-    roots: Sequence[str | os.PathLike[str]],
-    tag: str | None,
-    names: Sequence[str] | None,
-    tp_rules: str | os.PathLike[str] | None,
-) -> Checkpoint:
-    """Open a checkpoint under the names that its files have."""
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", str(error))
-        raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
-    return _read(path, roots, tag, names, tp_rules)
+def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[Format, Found]:
+    """Return the format that a source is of, and what it found.
+
+    Parameters
+    ----------
+    search : Search
+    misses : list, optional
+        Gets what formats see in the source that do not recognise it.
+
+    Raises
+    ------
+    UnknownFormatError, UnsupportedError
+        None recognises it.
+    UsageError
+        Something was given that has no meaning for it.
+    SourceError
+        As `Format.find`.
+    """
+    misses = [] if misses is None else misses
+    unsure: tuple[Format, Found] | None = None
+    broken: list[BrokenPluginError] = []
+    for one in formats(broken):
+        if not search.given <= one.takes:
+            continue
+        answer = one.find(search)
+        if isinstance(answer, NearMiss):
+            misses.append(answer)
+        elif answer is not None and answer.sure:
+            return one, answer
+        elif answer is not None:
+            unsure = unsure or (one, answer)
+    if search.given:
+        takers = [one.title for one in formats() if search.given <= one.takes]
+        given = ", ".join(f"--{'root' if name == 'roots' else name.replace('_', '-')}" for name in sorted(search.given))
+        raise UsageError(f"{given}: is for a directory of {' or '.join(takers)}", path=search.path)
+    from zckpt.formats.near import unrecognised
+
+    error = unrecognised(search.path, misses, broken, whatever=unsure is None)
+    if error is not None:
+        raise error
+    assert unsure is not None  # noqa: S101  # or there is an error
+    return unsure
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Tell by its names whether a directory holds a checkpoint of its own."""
-    from zckpt.formats import consolidated, dcp, native, safetensors_file
-
-    try:
-        return (
-            deepspeed.find(path) is not None
-            or universal.find(path) is not None
-            or native.is_native(path)
-            or dcp.find(path) is not None
-            or consolidated.find(path) is not None
-            or safetensors_file.is_safetensors(path)
-        )
-    except SourceError:
-        return True  # a damaged one
-
-
-def _read(
-    path: Path,
-    roots: Sequence[str | os.PathLike[str]],
-    tag: str | None,
-    names: Sequence[str] | None,
-    tp_rules: str | os.PathLike[str] | None,
-) -> Checkpoint:
-    only_deepspeed = bool(roots) or tag is not None or tp_rules is not None
-    inside = _own_of_run(path, tag) if path.is_dir() and not roots and tp_rules is None else None
-    if inside is not None:
-        from zckpt.formats import native
-
-        return native.read(inside, names=names)
-    if path.is_dir():
-        found = universal.find(path, tag=tag) if not roots else None
-        if found is not None:  # it has a model file as a tag directory has, so it is asked for first
-            return universal.read(found)
-        directory = deepspeed.find(path, roots=[Path(root) for root in roots], tag=tag)
-        if directory is not None:
-            return deepspeed.read(directory, names=names, tp_rules=None if tp_rules is None else Path(tp_rules))
-    if only_deepspeed:
-        raise UsageError("is no DeepSpeed directory, so --root, --tag and --tp-rules do not apply", path=path)
-    from zckpt.formats import safetensors_file, torch_file
-
-    checkpoint = _open_directory(path, names) if path.is_dir() else None
-    if checkpoint is not None:
-        return checkpoint
-    if safetensors_file.is_safetensors(path):
-        return _warned(_read_safetensors(path), path)
-    if path.is_dir():
-        raise UnknownFormatError(
-            "no checkpoint recognised",
-            path=path,
-            expected="a directory of DeepSpeed, torch DCP, ZeroRedundancyOptimizer, safetensors or zckpt",
-            found=_content(path),
-            advice=_advice(path),
-        )
-    return _warned(torch_file.read(path, names=names), path)
-
-
-def _warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
-    """Return a checkpoint with a warning if what is beside its file is not there yet."""
-    told = interrupted(path)
-    checkpoint.warnings += [told] if told else []
-    return checkpoint
-
-
-def _read_safetensors(path: Path) -> Checkpoint:
-    """Read a file, or a directory and the optimizer that `consolidate` has put into it."""
-    from zckpt.formats import safetensors_file
-    from zckpt.formats.optimizer_file import IN_DIRECTORY, attach_optimizer
-
-    checkpoint = safetensors_file.read(path)
-    optimizer = path / IN_DIRECTORY
-    if path.is_dir() and optimizer.is_file():
-        attach_optimizer(checkpoint, optimizer)
-    return checkpoint
-
-
-def _open_directory(path: Path, names: Sequence[str] | None) -> Checkpoint | None:
-    """Open a directory of a format that has marks of its own; None where there are none."""
-    from zckpt.formats import consolidated, dcp, native, safetensors_shards, zero_redundancy
-
-    if native.is_native(path):
-        return native.read(path, names=names)
-    if safetensors_shards.is_sharded(path):
-        return safetensors_shards.read(path)
-    readers = (
-        (dcp.find, dcp.read),
-        (consolidated.find, consolidated.read),
-        (zero_redundancy.find, zero_redundancy.read),
-    )
-    return next((read(path, names=names) for find, read in readers if find(path) is not None), None)
-
-
-def _own_of_run(path: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint of zckpt's own that a run's directory has under a name, by default the latest."""
-    name = tag or deepspeed.latest_name(path) or ""
-    try:
-        is_own = name not in ("", ".", "..") and Path(name).name == name and (path / name / OWN_DOCUMENT).is_file()
-    except OSError:  # a name too long to be one
-        return None
-    return path / name if is_own else None
-
-
-def _content(path: Path) -> str:
-    names = sorted(entry.name for entry in os.scandir(path))
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "nothing"
-
-
-def _advice(path: Path) -> str | None:
-    """Name a checkpoint one level down, where a Trainer's output directory has them."""
-    inside = sorted(
-        (e.name for e in os.scandir(path) if e.is_dir() and (Path(e.path) / "latest").is_file()),
-        key=lambda name: (len(name), name),
-    )
-    return f"did you mean {path / inside[-1]}?" if inside else None
+    """Tell by its names whether a directory holds a checkpoint of its own, be it a damaged one."""
+    return any(one.is_checkpoint(path) for one in formats())

@@ -9,6 +9,7 @@ The readings considered: each param group lists its parameters in the model's or
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 Fits = Callable[[int, str], bool]
@@ -43,8 +44,8 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
 
 def _without_conflicts(found: Mapping[int, str]) -> dict[int, str]:
     """Drop names that two groups both laid claim to."""
-    names = list(found.values())
-    return {number: name for number, name in found.items() if names.count(name) == 1}
+    counts = Counter(found.values())
+    return {number: name for number, name in found.items() if counts[name] == 1}
 
 
 def _deduce_group(group: Sequence[int], names: Sequence[str], fits: Fits) -> dict[int, str]:

@@ -101,12 +101,14 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
 
 def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:
     """Say which parameters are buffers, frozen, or other names of one."""
-    for name in as_names(tree.get("buffers", []), path):
+    buffers = as_names(tree.get("buffers", []), path)
+    known = set(buffers)
+    for name in buffers:
         if name in checkpoint.parameters:
             checkpoint.buffers[name] = checkpoint.parameters.pop(name)
         elif name not in checkpoint.buffers:
             raise DamagedFileError(f"buffer {name} is not there", path=path)
-    for name in [name for name in checkpoint.buffers if name not in set(as_names(tree.get("buffers", []), path))]:
+    for name in [name for name in checkpoint.buffers if name not in known]:
         checkpoint.parameters[name] = checkpoint.buffers.pop(name)
     for name in as_names(tree.get("frozen", []), path):
         _parameter(checkpoint, name, path).frozen = True

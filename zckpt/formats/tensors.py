@@ -6,6 +6,7 @@ No adapter makes a span of a tensor by itself: the bytes of a lazy view would co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError
@@ -152,8 +153,14 @@ def describe(
     mp_rank: int | None = None,
     *,
     rules: Sequence[Rule] = (),
+    like: SourceFile | None = None,
 ) -> SourceFile:
-    """Return a file's size, its share of tensor bytes, the bytes of storages that no tensor uses, and its tree."""
+    """Return a file's size, its share of tensor bytes, the bytes of storages that no tensor uses, and its tree.
+
+    `like` is another file with the same tree and the same records, which need not be gone through again.
+    """
+    if like is not None:
+        return replace(like, path=file.path, nbytes=file.nbytes, dp_rank=dp_rank, mp_rank=mp_rank, rules=tuple(rules))
     used: dict[str, list[tuple[int, int]]] = {}
     for _, tensor in walk_tensors(file.root):
         if tensor.numel:

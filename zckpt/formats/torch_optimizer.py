@@ -262,9 +262,11 @@ def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int,
 def _are_those(checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequence[str]) -> bool:
     """Tell whether the names that a file gives its optimizer's parameters are names of its model."""
     numbers = [n for group in optimizer.numbers for n in group]
+    if len(set(names)) != len(names):
+        return False
     for number, name in zip(numbers, names, strict=True):
         shape = _shape(optimizer, number)
-        if name not in checkpoint.parameters or len(set(names)) != len(names):
+        if name not in checkpoint.parameters:
             return False
         if shape is not None and not _agree(shape, checkpoint.parameters[name].shape):
             return False

@@ -135,7 +135,7 @@ def consolidate(
     _check_apart(checkpoint, path, paths, overwrite=overwrite)
     checked = Checked()
     if not dry_run:
-        checks = source_checks(checkpoint.files, made) if checksums else None
+        checks = source_checks(checkpoint, made) if checksums else None
         owned = OWNED if kind_of_model(path) == DIRECTORY else None
         checked = write_target(
             made, path, owned=owned, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks

@@ -10,16 +10,19 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.checksums import source_checks
-from zckpt.formats.writers import Made, Wanted, lay_out
+from zckpt.formats.format import Format, Job, TargetFiles, choose
+from zckpt.formats.registry import find_format, formats, get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.storage.ownership import check_replaceable
+from zckpt.state.names import as_filed
+from zckpt.state.rank_values import listed
+from zckpt.storage.ownership import Owned, check_replaceable
 
 
 def convert(
@@ -27,12 +30,6 @@ def convert(
     target: str | os.PathLike[str],
     *,
     to: str,
-    world_size: int | None = None,
-    stage: int | None = None,
-    elastic: bool | None = None,
-    round_robin: bool | None = None,
-    parameter_alignment: bool | None = None,
-    dtype: str | None = None,
     weight_check: bool = True,
     checksums: bool = True,
     verify: bool = False,
@@ -46,6 +43,7 @@ def convert(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    **options: object,
 ) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
 
@@ -56,22 +54,21 @@ def convert(
     target : path-like
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
-    to : {"deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy"}
-    world_size : int, optional
-        Ranks of the target. `deepspeed`: by default the source's. `zckpt`, `dcp`: files to spread it over, by
-        default one; any number of ranks loads it. `zero-redundancy`: also write each rank's own file.
-    stage : {1, 2, 3}, optional
-        ZeRO stage, for `deepspeed`; by default the source's.
-    elastic, round_robin, parameter_alignment : bool, optional
-        For `deepspeed`, as for `reshard`.
-    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
-        Of trained parameters in the model of `consolidated`, `dcp` and `zero-redundancy`; by default "keep".
+    to : str
+        A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy", or one of
+        another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
     weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
+    **options
+        What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
+        and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
+        default one; any number of ranks loads it. `zero-redundancy`: world_size, to write each rank's own file as well.
+        `consolidated`, `dcp`, `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None is
+        as if it were not given.
 
     Raises
     ------
@@ -84,40 +81,38 @@ def convert(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
+    written = get(to)
+    if not written.writes:
+        expected = ", ".join(one.name for one in formats() if one.writes)
+        raise UsageError(f"{to} is read and not written", expected=expected)
+    chosen = choose(written.options, options, to)
     checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
-    if to != "deepspeed":  # whose own writer keeps what each rank has
+    if not written.keeps_ranks:
         _round_means(checkpoint)
+    checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
-    wanted = Wanted(world_size, stage, elastic, round_robin, parameter_alignment, dtype)
-    made = lay_out(checkpoint, named(checkpoint), path, to, wanted)
-    planned = plan(made.files)
-    recorded = to == "zckpt" if fingerprint is None else fingerprint
-    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, made.restated)
-    if made.is_file:
-        check_sources(checkpoint, [path, *proof.beside])
-        if overwrite:
-            check_companions(path, [path, *proof.beside])
-    else:
-        check_apart(checkpoint, path, overwrite=overwrite, owned=made.owned)
-    for one in made.beside:
-        check_replaceable(path.parent / one.name)
+    laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
+    planned = plan(laid.files)
+    recorded = written.fingerprinted if fingerprint is None else fingerprint
+    proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
+    owned = _check_target(proof, written, laid, overwrite=overwrite)
     compared = _compared(checkpoint) if weight_check else 0
     checked = Checked()
     if not dry_run:
-        checks = source_checks(checkpoint.files, planned) if checksums else None
-        checked = _write(proof, made, planned, overwrite, checks)
-    inside = [path if made.is_file else path / one.name for one in made.files]
+        checks = source_checks(checkpoint, planned) if checksums else None
+        checked = _write(proof, laid, owned, planned, overwrite, checks)
+    inside = [path if laid.is_file else path / one.name for one in laid.files]
     return Written(
         dry_run=dry_run,
-        files=tuple(inside + [path.parent / one.name for one in made.beside]),
+        files=tuple(inside + [path.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=memory,
         compared=compared,
         checksummed=checked.nbytes,
         verified=proof.verified,
-        notes=(*made.notes, *_of_several(checkpoint, to)),
+        notes=(*laid.notes, *_of_several(checkpoint, to)),
         dropped=dropped,
         warnings=tuple(checkpoint.warnings),
     )
@@ -132,6 +127,37 @@ def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
         f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
         f"only zckpt's own metadata says",
     )
+
+
+def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
+    """Return a checkpoint under the names that the target's programs look for; refuse what no other format can hold."""
+    own = find_format(checkpoint.format)
+    if own is not None and own.family and own.family == written.family:
+        checkpoint = as_filed(checkpoint)
+    if checkpoint.per_rank and written is not own:  # its own format knows when it can go along
+        raise UnsupportedError(
+            f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other format "
+            f"has a place for that",
+            path=checkpoint.source,
+            expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
+            advice="`zckpt consolidate` writes the model by itself",
+        )
+    return checkpoint
+
+
+def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite: bool) -> Owned | None:
+    """Raise unless the target can be written without loss; return which directories it may replace, None of a file."""
+    path, checkpoint = proof.target, proof.checkpoint
+    owned = None if laid.is_file else written.owned_with(laid)
+    if owned is not None:
+        check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
+    else:
+        check_sources(checkpoint, [path, *proof.beside])
+        if overwrite:
+            check_companions(path, [path, *proof.beside])
+    for one in laid.outside:
+        check_replaceable(path.parent / one.name)
+    return owned
 
 
 def _round_means(checkpoint: Checkpoint) -> None:
@@ -151,20 +177,22 @@ def _compared(checkpoint: Checkpoint) -> int:
     return check_weights(checkpoint)
 
 
-def _write(proof: Proof, made: Made, planned: Plan, overwrite: bool, checks: Checks | None) -> Checked:
+def _write(
+    proof: Proof, laid: TargetFiles, owned: Owned | None, planned: Plan, overwrite: bool, checks: Checks | None
+) -> Checked:
     """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
     path = proof.target
     checked = write_target(
         planned,
         path,
-        owned=None if made.is_file else made.owned,
-        more=proof.beside if made.is_file else (),
+        owned=owned,
+        more=proof.beside if laid.is_file else (),
         overwrite=overwrite,
         memory=proof.memory,
         reporter=proof.reporter,
         checks=checks,
         prove=proof.of,
     )
-    for one in made.beside:
+    for one in laid.outside:
         write_target(plan([one]), path.parent / one.name, overwrite=True)
     return checked

@@ -2,72 +2,158 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 
 from zckpt.formats.account import take_inventory
 from zckpt.formats.jsonable import jsonable, jsonables
+from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import FromFile, plain
 
 
-def inspect(
-    checkpoint: Checkpoint, *, include_globals: bool = False, include_inventory: bool = False
-) -> dict[str, object]:
-    """Describe a checkpoint.
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What is in a checkpoint. Lists and mappings are JSON-able.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
+    source, format : str
+    format_version : str or None
+    zero_stage : int or None
+    topology : dict of str to int
+        Degrees: `dp`, `tp`, `pp`, `ep`.
+    world_size : int
+    step : int or None
+    loss_scale : object
+    num_parameters, num_elements, num_frozen : int
+        Each parameter once, tied names and buffers aside.
+    num_tied, num_buffers : int
+    slots : dict
+        By name: `dtypes`, `num_parameters`, `num_elements`, `nbytes`.
+    param_groups : list of dict
+        Hyperparameters, `state`, and the names of the `parameters`.
+    per_rank : list of dict
+        State of the optimizer that other ranks could do nothing with.
+    parameters, buffers, unnamed : list of dict
+        `name`, `shape`, `dtype`, `slots`, `group`, `frozen`, `tied_to`.
+    padding : dict
+        `num_elements` and `nbytes`, and by rank in `ranks`.
+    files : list of dict
+    nbytes, unreferenced_nbytes : int, bytes
+        Of all files, and of storages in them that no tensor uses.
+    details : object
+        Facts of the format, by name.
+    metadata : list of str
+        Keys of what else the files hold.
+    left_out : list of dict
+        What nothing has read.
+    warnings : list of str
+    inventory : dict or None
+        Everything that the files hold, and what became of it, where that was asked for.
+    """
+
+    source: str
+    format: str
+    format_version: str | None
+    zero_stage: int | None
+    topology: dict[str, int]
+    world_size: int
+    step: int | None
+    loss_scale: object
+    num_parameters: int
+    num_elements: int
+    num_frozen: int
+    num_tied: int
+    num_buffers: int
+    slots: dict[str, object]
+    param_groups: list[dict[str, object]]
+    per_rank: list[dict[str, object]]
+    parameters: list[dict[str, object]]
+    buffers: list[dict[str, object]]
+    unnamed: list[dict[str, object]]
+    padding: dict[str, object]
+    files: list[dict[str, object]]
+    nbytes: int
+    unreferenced_nbytes: int
+    details: object
+    metadata: list[str]
+    left_out: list[dict[str, object]]
+    warnings: list[str]
+    inventory: dict[str, object] | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        document = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.inventory is None:
+            del document["inventory"]
+        return document
+
+
+def inspect(
+    source: Source,
+    *,
+    include_globals: bool = False,
+    include_inventory: bool = False,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Inspection:
+    """Describe a checkpoint. Reads no tensor.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
     include_globals : bool
         Also list, for each pickle in each file, the globals that it mentions.
     include_inventory : bool
         Also list everything that the files hold, and what became of it; what is left out is listed in any case.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
-    Returns
-    -------
-    dict
-        JSON-able. `num_parameters` and `num_elements` count each parameter once, tied names and buffers aside.
+    Raises
+    ------
+    UsageError
+        An option that cannot be used.
+    SourceError
+        The source cannot be opened.
     """
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     inventory = take_inventory(checkpoint)
     owners = [p for p in checkpoint.parameters.values() if p.tied_to is None]
-    document: dict[str, object] = {
-        "source": checkpoint.source,
-        "format": checkpoint.format,
-        "format_version": checkpoint.format_version,
-        "zero_stage": checkpoint.zero_stage,
-        "topology": {
-            "dp": checkpoint.topology.dp,
-            "tp": checkpoint.topology.tp,
-            "pp": checkpoint.topology.pp,
-            "ep": checkpoint.topology.ep,
-        },
-        "world_size": checkpoint.world_size,
-        "step": checkpoint.step,
-        "loss_scale": jsonable(checkpoint.loss_scale),
-        "num_parameters": len(owners),
-        "num_elements": sum(p.numel for p in owners),
-        "num_frozen": sum(p.frozen for p in owners),
-        "num_tied": len(checkpoint.parameters) - len(owners),
-        "num_buffers": len(checkpoint.buffers),
-        "slots": _slots(checkpoint),
-        "param_groups": _groups(checkpoint.param_groups),
-        "per_rank": [_rank_value(value) for value in checkpoint.per_rank],
-        "parameters": [_parameter(p) for p in checkpoint.parameters.values()],
-        "buffers": [_parameter(p) for p in checkpoint.buffers.values()],
-        "unnamed": [_parameter(p) for p in checkpoint.unnamed.values()],
-        "padding": _padding(checkpoint.padding),
-        "files": [_file(checkpoint, index, include_globals) for index in range(len(checkpoint.files))],
-        "nbytes": sum(file.nbytes for file in checkpoint.files),
-        "unreferenced_nbytes": sum(file.unreferenced_nbytes for file in checkpoint.files),
-        "details": jsonable(checkpoint.details),
-        "metadata": sorted(checkpoint.metadata),
-        "left_out": [item.as_dict() for item in inventory.left_out],
-        "warnings": list(checkpoint.warnings),
-    }
-    if include_inventory:
-        document["inventory"] = inventory.as_dict()
-    return document
+    return Inspection(
+        source=checkpoint.source,
+        format=checkpoint.format,
+        format_version=checkpoint.format_version,
+        zero_stage=checkpoint.zero_stage,
+        topology=asdict(checkpoint.topology),
+        world_size=checkpoint.world_size,
+        step=checkpoint.step,
+        loss_scale=jsonable(checkpoint.loss_scale),
+        num_parameters=len(owners),
+        num_elements=sum(p.numel for p in owners),
+        num_frozen=sum(p.frozen for p in owners),
+        num_tied=len(checkpoint.parameters) - len(owners),
+        num_buffers=len(checkpoint.buffers),
+        slots=_slots(checkpoint),
+        param_groups=_groups(checkpoint.param_groups),
+        per_rank=[_rank_value(value) for value in checkpoint.per_rank],
+        parameters=[_parameter(p) for p in checkpoint.parameters.values()],
+        buffers=[_parameter(p) for p in checkpoint.buffers.values()],
+        unnamed=[_parameter(p) for p in checkpoint.unnamed.values()],
+        padding=_padding(checkpoint.padding),
+        files=[_file(checkpoint, index, include_globals) for index in range(len(checkpoint.files))],
+        nbytes=sum(file.nbytes for file in checkpoint.files),
+        unreferenced_nbytes=sum(file.unreferenced_nbytes for file in checkpoint.files),
+        details=jsonable(checkpoint.details),
+        metadata=sorted(checkpoint.metadata),
+        left_out=[item.as_dict() for item in inventory.left_out],
+        warnings=list(checkpoint.warnings),
+        inventory=inventory.as_dict() if include_inventory else None,
+    )
 
 
 def _slots(checkpoint: Checkpoint) -> dict[str, object]:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import cast
 
+from zckpt.errors import UsageError
 from zckpt.operations.map_rows import Rows
+from zckpt.operations.open import Source, named, opened
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 
@@ -30,33 +32,87 @@ SEVERAL = -2
 NONE = -1
 
 
-def layout_map(checkpoint: Checkpoint, *, slots: Collection[str] | None = None) -> dict[str, object]:
-    """Describe which elements of every slot lie on which rank, or in which file where there are no ranks.
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Which elements of every slot lie on which rank, or in which file where there are no ranks; JSON-able.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
+    source, format : str
+    zero_stage, step : int or None
+    slots : list of str
+        In the order of colours.
+    dtypes : list of [name, bytes of an element]
+    root : str
+        What `paths` are relative to.
+    paths : list of str
+    rows : list of dict
+        `label`, `dp` and `mp` rank or None, `held` (bytes by slot), `padding` (bytes), `file_nbytes`, `paths` (by slot
+        an index into `paths`; -1: holds none of it, -2: several files).
+    parameters : list of dict
+        `name`, `shape`, `numel`, `kind` (parameter, frozen, buffer, unnamed, tied), `group`, `owner` (of a tied one),
+        `cuts`: [slots, dtypes, numel, runs] where `slots` are cut alike and `runs` is a flat list of row, count, start,
+        share, stop, box: row + i holds elements [start + i * share, start + (i + 1) * share), the last one up to
+        `stop`. Elements count along the flattened tensor; in a box that is not one range of it (`box` is an index into
+        `boxes`, else -1), along the boxes, each flattened in turn.
+    boxes : list of [offsets, sizes, start]
+    padding : list of [group, row, elements, bytes]
+    """
+
+    source: str
+    format: str
+    zero_stage: int | None
+    step: int | None
+    slots: list[str]
+    dtypes: list[list[object]]
+    root: str
+    paths: list[str]
+    rows: list[dict[str, object]]
+    parameters: list[dict[str, object]]
+    boxes: list[list[object]]
+    padding: list[list[int]]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the map as JSON-able data, the document of `--json`, and what pictures and pages are drawn from."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+def map(  # noqa: A001  # the verb's name, as `open`
+    source: Source,
+    *,
+    slots: Collection[str] | None = None,
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Map:
+    """Tell which elements of every slot lie on which rank, or in which file. Reads no tensor.
+
+    Parameters
+    ----------
+    source : path-like or Checkpoint
     slots : collection of str, optional
         Only these.
+    roots, tag, names, tp_rules
+        As for `open`; of a path only.
 
-    Returns
-    -------
-    dict
-        JSON-able.
-
-        `slots`: names, in the order of colours. `dtypes`: [name, bytes of an element].
-        `rows`: `label`, `dp` and `mp` rank or null, `held` (bytes by slot), `padding` (bytes), `file_nbytes`, `paths`
-        (by slot an index into `paths`; -1: holds none of it, -2: several files). `root`: what `paths` are relative to.
-        `parameters`: `name`, `shape`, `numel`, `kind` (parameter, frozen, buffer, unnamed, tied), `group`, `owner`
-        (of a tied one), `cuts`: [slots, dtypes, numel, runs] where `slots` are cut alike and `runs` is a flat list of
-        row, count, start, share, stop, box: row + i holds elements [start + i * share, start + (i + 1) * share), the
-        last one up to `stop`. Elements count along the flattened tensor; in a box that is not one run of it (`box` is
-        an index into `boxes`: offsets, sizes, start; else -1), along the boxes, each flattened in turn.
-        `padding`: group, row, elements, bytes.
+    Raises
+    ------
+    UsageError
+        There is no such slot, or an option cannot be used.
+    SourceError
+        The source cannot be opened.
     """
+    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    there = checkpoint.slot_names()
+    unknown = [name for name in slots or () if name not in there]
+    if unknown:
+        raise UsageError(
+            "no such slot", path=named(checkpoint), expected=f"some of {', '.join(there)}", found=", ".join(unknown)
+        )
     rows = Rows(checkpoint.files)
-    names = [name for name in checkpoint.slot_names() if slots is None or name in slots]
-    drawing = _Drawing(rows, {name: index for index, name in enumerate(names)})
+    chosen = [name for name in there if slots is None or name in slots]
+    drawing = _Drawing(rows, {name: index for index, name in enumerate(chosen)})
     parameters = [drawing.parameter(p, _kind(p)) for p in checkpoint.parameters.values()]
     parameters += [drawing.parameter(p, "buffer") for p in checkpoint.buffers.values()]
     parameters += [drawing.parameter(p, "unnamed") for p in checkpoint.unnamed.values()]
@@ -67,20 +123,20 @@ def layout_map(checkpoint: Checkpoint, *, slots: Collection[str] | None = None) 
     order = rows.order()
     place = {row: index for index, row in enumerate(order)}
     paths, root = drawing.relative_paths()
-    return {
-        "source": checkpoint.source,
-        "format": checkpoint.format,
-        "zero_stage": checkpoint.zero_stage,
-        "step": checkpoint.step,
-        "slots": names,
-        "dtypes": [[name, itemsize(name)] for name in drawing.dtypes],
-        "root": root,
-        "paths": paths,
-        "rows": [drawing.row(row, padded.get(row, 0)) for row in order],
-        "parameters": [_renumbered(one, place) for one in parameters],
-        "boxes": [[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
-        "padding": [[group, place[row], numel, nbytes] for group, row, numel, nbytes in padding],
-    }
+    return Map(
+        source=checkpoint.source,
+        format=checkpoint.format,
+        zero_stage=checkpoint.zero_stage,
+        step=checkpoint.step,
+        slots=chosen,
+        dtypes=[[name, itemsize(name)] for name in drawing.dtypes],
+        root=root,
+        paths=paths,
+        rows=[drawing.row(row, padded.get(row, 0)) for row in order],
+        parameters=[_renumbered(one, place) for one in parameters],
+        boxes=[[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
+        padding=[[group, place[row], numel, nbytes] for group, row, numel, nbytes in padding],
+    )
 
 
 def _kind(parameter: Parameter) -> str:

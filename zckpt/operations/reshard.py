@@ -11,19 +11,15 @@ from zckpt.engine.checking import Checked
 from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
 from zckpt.formats.checksums import source_checks
-from zckpt.formats.deepspeed.carried import notes
-from zckpt.formats.deepspeed.decide import decide
-from zckpt.formats.deepspeed.names import is_own
-from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
-from zckpt.formats.deepspeed.target import Options
-from zckpt.formats.deepspeed.writer import target_files
+from zckpt.formats.format import Job, TargetFiles, choose
+from zckpt.formats.registry import get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.result import Written
 from zckpt.operations.target import write_target
+from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
-from zckpt.storage.ownership import Owned
 
 
 def reshard(
@@ -96,30 +92,25 @@ def reshard(
     for place in (str(origin), *checkpoint.roots):
         if Path(place).resolve() in path.resolve().parents:
             raise UsageError("the target is inside the source", path=path, found=place)
-    run_directory = checkpoint.files != [] and origin.resolve() != Path(checkpoint.source).resolve()
-    options = Options(world_size, stage, elastic, round_robin, parameter_alignment, expert_parallel_size,
-                      tensor_parallel_size, padded_vocab_size)  # fmt: skip
-    wanted = decide(checkpoint, options)
-    others = [Path(root) for root in checkpoint.roots]
-    beside, told = files_beside(checkpoint, origin, wanted, roots=others) if run_directory else ([], [])
-    copied = {one.name for one in beside}
-    dropped = check_nothing_lost(checkpoint, drop, copied=copied)
-    owned = Owned(lambda name: is_own(Path(name).name) or name in copied or (bool(copied) and is_trainers_own(name)))
+    own = get(checkpoint.format)
+    given = {
+        "world_size": world_size, "stage": stage, "elastic": elastic, "round_robin": round_robin,
+        "parameter_alignment": parameter_alignment, "expert_parallel_size": expert_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size, "padded_vocab_size": padded_vocab_size,
+    }  # fmt: skip
+    chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
+    laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
+    dropped = check_nothing_lost(checkpoint, drop, copied=laid.copied)
+    owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    made = plan([*target_files(wanted, run_directory=run_directory), *beside])
-    told = [*notes(wanted), *told]
-    compared = 0
-    if weight_check:
-        from zckpt.compare.weights import check_weights
-        from zckpt.formats.deepspeed.slice_check import check_slices
-
-        compared = check_weights(checkpoint) + check_slices(wanted)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, restated=None)
+    planned = plan(laid.files)
+    compared = _compared(checkpoint, laid) if weight_check else 0
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated)
     checked = Checked()
     if not dry_run:
-        checks = source_checks(checkpoint.files, made) if checksums else None
+        checks = source_checks(checkpoint, planned) if checksums else None
         checked = write_target(
-            made,
+            planned,
             path,
             owned=owned,
             overwrite=overwrite,
@@ -128,17 +119,24 @@ def reshard(
             checks=checks,
             prove=proof.of,
         )
-    files = tuple(path / one.file.name for one in made.files)
+    files = tuple(path / one.file.name for one in planned.files)
     return Written(
         dry_run=dry_run,
         files=files,
-        read_nbytes=made.read_nbytes,
-        write_nbytes=made.write_nbytes,
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
         memory=memory,
         compared=compared,
         checksummed=checked.nbytes,
         verified=proof.verified,
-        notes=tuple(told),
+        notes=tuple(laid.notes),
         dropped=dropped,
         warnings=tuple(checkpoint.warnings),
     )
+
+
+def _compared(checkpoint: Checkpoint, laid: TargetFiles) -> int:
+    """Hold masters against weights, and what else the format can compare; return how many elements."""
+    from zckpt.compare.weights import check_weights
+
+    return check_weights(checkpoint) + (laid.check() if laid.check is not None else 0)

@@ -1,9 +1,15 @@
-"""What the verbs that write return: what they wrote, or under `dry_run` would have, and how it was checked."""
+"""What the verbs that write return: what they wrote, or under `dry_run` would have, and how it was checked.
+
+And what all results say alike of a checkpoint, and of numbers that JSON cannot say.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+
+from zckpt.state import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +65,14 @@ class Written:
             "dropped": list(self.dropped),
             "warnings": list(self.warnings),
         }
+
+
+def about(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what a document says of one of several checkpoints."""
+    keys = ("source", "format", "step", "world_size", "zero_stage")
+    return {key: getattr(checkpoint, key) for key in keys}
+
+
+def number(value: float | None) -> float | str | None:
+    """Return a float as JSON can say it."""
+    return str(value) if value is not None and not math.isfinite(value) else value

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from zckpt.compare.figures import Figures, Tolerance
 from zckpt.compare.slots import measure
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.scan import Row
+from zckpt.engine.scan import SlotSet
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
+from zckpt.operations.result import about, number
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.names import canonical_names
 
@@ -20,7 +21,7 @@ Key = tuple[str, str]
 """Name of a parameter and of a slot."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Moved:
     """One slot over the checkpoints; None where a checkpoint does not have it, or has it in another shape.
 
@@ -38,12 +39,28 @@ class Moved:
     change: list[float | None] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Series:
     """Several checkpoints of one run, and how their slots moved, in the order of the first."""
 
     checkpoints: list[Checkpoint]
     moved: list[Moved]
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "sources": [about(one) for one in self.checkpoints],
+            "steps": [one.step for one in self.checkpoints],
+            "series": [
+                {
+                    "name": one.name,
+                    "slot": one.slot,
+                    "norm": [number(value) for value in one.norm],
+                    "change": [number(value) for value in one.change],
+                }
+                for one in self.moved
+            ],
+        }
 
 
 def series(
@@ -114,7 +131,7 @@ def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int) -> d
     """Return the figures of slots that both have."""
     keys = [key for key in after if key in before and before[key].shape == after[key].shape]
     rows = [
-        Row(
+        SlotSet(
             f"{slot}/{name}",
             (before[name, slot], after[name, slot]),
             (before[name, slot].dtype, after[name, slot].dtype),

@@ -11,8 +11,9 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Hole, fill, plan
 from zckpt.errors import LayoutError, UsageError
-from zckpt.formats import open_checkpoint, strippers
+from zckpt.formats import open_checkpoint
 from zckpt.formats.checksums import source_checks
+from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
@@ -110,7 +111,7 @@ def strip(
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
-    made = strippers.strip(checkpoint, origin, request)
+    made = get(checkpoint.format).strip(checkpoint, origin, request)
     dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
     planned = plan(one.file for one in made.files if one.file is not None)
     owned = Owned(frozenset(one.name for one in made.files).__contains__)
@@ -121,7 +122,7 @@ def strip(
         _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
     checked = Checked()
-    checks = source_checks(checkpoint.files, planned) if checksums and not dry_run else None
+    checks = source_checks(checkpoint, planned) if checksums and not dry_run else None
     if not dry_run:
         checked = write_target(
             planned,
@@ -158,7 +159,7 @@ def _compared(checkpoint: Checkpoint) -> int:
 
 def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
     """Raise unless something is to go that can; where nothing is named, say what could be."""
-    slots = [name for name in strippers.slot_names(checkpoint, source) if name != WEIGHT]
+    slots = [name for name in get(checkpoint.format).slot_names(checkpoint, source) if name != WEIGHT]
     unknown = sorted((request.keep_slots or frozenset()) - {*slots, WEIGHT, MASTER})
     if unknown:
         raise UsageError(
@@ -174,7 +175,7 @@ def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> No
 
 def _gain(checkpoint: Checkpoint, source: Path, request: Request) -> int:
     """Return the bytes that would be saved."""
-    return sum(_saved(strippers.strip(checkpoint, source, request)).values())
+    return sum(_saved(get(checkpoint.format).strip(checkpoint, source, request)).values())
 
 
 def _saved(made: Stripping) -> dict[str, int]:

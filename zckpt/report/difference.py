@@ -1,19 +1,12 @@
-"""What `zckpt diff` found between two checkpoints, or over a series of them, as a JSON document and as text."""
+"""What `zckpt diff` found between two checkpoints, or over a series of them, as text; from the JSON documents."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zckpt.errors import shortened
 from zckpt.report.text import count, fitted, printable, size, table
-
-if TYPE_CHECKING:
-    from zckpt.compare.figures import Figures
-    from zckpt.operations.diff import Changed, Compared
-    from zckpt.operations.series import Series
-    from zckpt.state import Checkpoint
 
 SHOWN_ROWS = 40
 """Rows of a table of the text; `--json` has all."""
@@ -25,65 +18,6 @@ Paint = Callable[[str, str], str]
 """Return a text in the colour of what it means: `good`, `error`."""
 
 Rows = list[dict[str, Any]]
-
-
-def about(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what a document says of one checkpoint."""
-    keys = ("source", "format", "step", "world_size", "zero_stage")
-    return {key: getattr(checkpoint, key) for key in keys}
-
-
-def number(value: float | None) -> float | str | None:
-    """Return a float as JSON can say it."""
-    return str(value) if value is not None and not math.isfinite(value) else value
-
-
-def document(done: Compared) -> dict[str, Any]:
-    """Return the JSON document."""
-    return {
-        "a": about(done.a),
-        "b": about(done.b),
-        "equal": done.equal,
-        "compared": {
-            "parameters": done.num_parameters,
-            "slots": len(done.changed) + len(done.equal_slots),
-            "elements": done.num_elements,
-            "nbytes": done.nbytes,
-        },
-        "only_in_a": [{"name": name, "slot": slot} for name, slot in done.only_in_a],
-        "only_in_b": [{"name": name, "slot": slot} for name, slot in done.only_in_b],
-        "different": [_changed(one) for one in done.changed],
-        "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in done.equal_slots],
-        "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in done.settings],
-        "warnings": list(done.warnings),
-    }
-
-
-def _changed(one: Changed) -> dict[str, Any]:
-    match = one.match
-    figures = one.difference.figures if one.difference is not None else None
-    return {
-        "name": match.name,
-        "slot": match.slot,
-        "numel": match.a.numel,
-        **_figures(figures),
-        "dtype_a": match.a.dtype,
-        "dtype_b": match.b.dtype,
-        "shape_a": list(match.a.shape),
-        "shape_b": list(match.b.shape),
-    }
-
-
-def _figures(figures: Figures | None) -> dict[str, Any]:
-    from zckpt.compare.figures import DECADES
-
-    plain = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
-    floats = ("max_abs", "max_rel", "rel_l2", "cosine")
-    return {
-        **{key: getattr(figures, key) if figures else None for key in plain},
-        **{key: number(getattr(figures, key)) if figures else None for key in floats},
-        "histogram": {"decades": list(DECADES), "counts": list(figures.decades)} if figures else None,
-    }
 
 
 def render(document: dict[str, Any], *, width: int, paint: Paint | None = None) -> str:
@@ -188,23 +122,6 @@ def _verdict(document: dict[str, Any]) -> str:
         if document[key]
     ]
     return "different: " + ", ".join(parts)
-
-
-def series_document(done: Series) -> dict[str, Any]:
-    """Return the JSON document of a series: how each slot moved from one checkpoint to the next."""
-    return {
-        "sources": [about(one) for one in done.checkpoints],
-        "steps": [one.step for one in done.checkpoints],
-        "series": [
-            {
-                "name": one.name,
-                "slot": one.slot,
-                "norm": [number(value) for value in one.norm],
-                "change": [number(value) for value in one.change],
-            }
-            for one in done.moved
-        ],
-    }
 
 
 def render_series(document: dict[str, Any], *, width: int) -> str:

@@ -10,22 +10,22 @@ from zckpt.state.checkpoint import (
     WEIGHT,
     Checkpoint,
     Duplicate,
-    Extent,
     Padding,
     PaddingRun,
     Parameter,
     ParamGroup,
     Scalar,
-    Slot,
     SourceFile,
-    Span,
     Topology,
 )
+from zckpt.state.spans import CutFiles, CutSpans, Extent, Slot, Span, Spans
 
 __all__ = [
     "MASTER",
     "WEIGHT",
     "Checkpoint",
+    "CutFiles",
+    "CutSpans",
     "Duplicate",
     "Extent",
     "Padding",
@@ -36,5 +36,6 @@ __all__ = [
     "Slot",
     "SourceFile",
     "Span",
+    "Spans",
     "Topology",
 ]

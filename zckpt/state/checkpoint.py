@@ -1,17 +1,13 @@
 """The logical state of a checkpoint and where its elements lie. Data only, no I/O.
 
-    Checkpoint
-    |-- parameters: name -> Parameter          trainable, frozen and tied ones
-    |-- buffers:    name -> Parameter          model tensors that no optimizer owns
-    |   `-- slots:  name -> Slot               weight, master, and the optimizer's own keys
-    |       `-- spans: Span, ...               which elements lie in which bytes of which file
-    |-- param_groups: ParamGroup, ...          hyperparameters, ordered names, state that is one value per group
-    |-- per_rank: RankValue, ...               state that belongs to what one rank holds, as a whole
-    `-- files: SourceFile, ...                 what was read, and every rank's share of it
-
-A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole
-tensor is a box with the full range; a ZeRO slice is the whole box with a part of the range; a
-tensor-parallel slice is a smaller box; a ZeRO slice of a tensor-parallel slice is both.
+Checkpoint
+|-- parameters: name -> Parameter          trainable, frozen and tied ones
+|-- buffers:    name -> Parameter          model tensors that no optimizer owns
+|   `-- slots:  name -> Slot               weight, master, and the optimizer's own keys
+|       `-- spans                         which elements lie in which bytes of which file, see `spans`
+|-- param_groups: ParamGroup, ...          hyperparameters, ordered names, state that is one value per group
+|-- per_rank: RankValue, ...               state that belongs to what one rank holds, as a whole
+`-- files: SourceFile, ...                 what was read, and every rank's share of it
 """
 
 from __future__ import annotations
@@ -21,75 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zckpt.errors import SHOWN_PATH, shortened, without_controls
-from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.rank_values import RankValue
+from zckpt.state.spans import Slot
 
 WEIGHT = "weight"
 MASTER = "master"
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """A box of a tensor, and a flattened range within that box.
-
-    Parameters
-    ----------
-    offsets, sizes : tuple of int, elements
-        The box: its first index and its size along each dimension. Both empty for a 0-d tensor.
-    start, numel : int, elements
-        The range of the box's row-major flattening, [start, start + numel).
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    numel: int
-
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Extent:
-        """Return the extent of all elements of a tensor of `shape`."""
-        return cls((0,) * len(shape), shape, 0, math.prod(shape))
-
-    @classmethod
-    def flat(cls, shape: tuple[int, ...], start: int, numel: int) -> Extent:
-        """Return elements [start, start + numel) of the flattened tensor of `shape`."""
-        return cls((0,) * len(shape), shape, start, numel)
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """An extent and where its bytes are.
-
-    Parameters
-    ----------
-    extent : Extent
-    path : str
-        The file.
-    offset : int, bytes
-        Where the first element of the extent is.
-    dtype : str
-        Element type as stored.
-    strides : tuple of int, elements, or None
-        Distance between neighbours along each dimension of the box, for a tensor that is not stored in
-        row-major order; the range is then the whole box. None: the range is one contiguous run.
-    byteorder : {"little", "big"}
-    unresolved : tuple of {"conj", "neg"}
-        What is still to be done to the elements that are stored, to have their values: torch's bits for lazy views.
-    """
-
-    extent: Extent
-    path: str
-    offset: int
-    dtype: str
-    strides: tuple[int, ...] | None = None
-    byteorder: str = "little"
-    unresolved: tuple[str, ...] = ()
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the elements lie end to end and as they are, but for the order of their bytes."""
-        return self.strides is None and not self.unresolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +31,6 @@ class Scalar:
 
     value: float | int | bool
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
-
-    Parameters
-    ----------
-    name : str
-        `weight`, `master`, or the optimizer's own key.
-    dtype : str
-    shape : tuple of int
-        The parameter's shape, except for state that is not per element (a factored second moment).
-    spans : tuple of Span
-        Cover every element exactly once.
-    replicas : tuple of tuple of Span
-        Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values
-        drift apart and are averaged by rule); empty almost always.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    spans: tuple[Span, ...]
-    replicas: tuple[tuple[Span, ...], ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the elements."""
-        return self.numel * itemsize(self.dtype)
 
 
 @dataclass(slots=True)

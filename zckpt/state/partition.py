@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zckpt.errors import LayoutError, UsageError
 
@@ -77,7 +79,7 @@ def flat_partition_numel(total: int, world_size: int) -> int:
     Source: pad each group to a multiple of 2 x dp elements (DeepSpeed 0.4 to 0.19, ZeRO-1/2 and BF16_Optimizer).
     """
     check_world_size(world_size)
-    return FLAT_ALIGNMENT * math.ceil(total / (FLAT_ALIGNMENT * world_size))
+    return FLAT_ALIGNMENT * -(-total // (FLAT_ALIGNMENT * world_size))
 
 
 def flat_padding(total: int, partition: int, rank: int) -> int:
@@ -132,10 +134,12 @@ def flat_fragments(numels: Sequence[int], starts: Sequence[int], partition: int,
         Position among the ranks that share the group.
     """
     low, high = rank * partition, (rank + 1) * partition
-    for index, n in enumerate(numels):
-        begin, end = max(starts[index], low), min(starts[index] + n, high)
+    index = max(bisect_right(starts, low, 0, len(numels)) - 1, 0)
+    while index < len(numels) and starts[index] < high:
+        begin, end = max(starts[index], low), min(starts[index] + numels[index], high)
         if begin < end:
             yield Fragment(index, begin - starts[index], begin - low, end - begin)
+        index += 1
 
 
 def round_robin_order(count: int, world_size: int) -> list[int]:
@@ -198,6 +202,21 @@ def shard_fragment(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     per_rank = shard_numel(numel, world_size)
     start = min(rank * per_rank, numel)
     return start, min(per_rank, numel - start)
+
+
+def shard_paddings(numels: Sequence[int], world_size: int) -> list[int]:
+    """Return how many elements of each rank's shards of these parameters, all together, are padding.
+
+    Takes as many steps as there are parameters and ranks, not one for each of both.
+    """
+    more, less = [0] * (world_size + 1), [0] * (world_size + 1)
+    for numel in numels:
+        per_rank = shard_numel(numel, world_size)
+        if per_rank:
+            full, rest = divmod(numel, per_rank)
+            more[full] += per_rank  # this rank and all after it hold nothing,
+            less[full] += rest  # but for the rest, which this one has
+    return [held - rest for held, rest in zip(accumulate(more[:world_size]), less, strict=False)]
 
 
 def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:

@@ -1,16 +1,15 @@
 """What the operating system does to names and bytes on a disk, and what can be done where it does not.
 
-Names that change in one step: `renameat2` of Linux. Writeback that begins early, and waiting for its end.
+Names that change in one step: `renameat2` of Linux. Writeback that begins early, and waiting for its end. What writing
+needs is loaded when something is written: everything that only reads checkpoints starts without.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,6 +53,8 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 def sync_all(paths: Sequence[Path]) -> None:
     """Wait until files and directories are on disk; many small ones at once, which a journal takes together."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(SYNCED_AT_ONCE, max(len(paths), 1)), thread_name_prefix="zckpt-sync") as pool:
         for done in [pool.submit(sync, path) for path in paths]:
             done.result()
@@ -100,6 +101,8 @@ def _renamed(source: Path, target: Path, flags: int) -> bool:
     function = _renameat2()
     if function is None:
         return False
+    import ctypes
+
     if function(_HERE, os.fsencode(source), _HERE, os.fsencode(target), flags) == 0:
         return True
     number = ctypes.get_errno()
@@ -112,6 +115,8 @@ def _renamed(source: Path, target: Path, flags: int) -> bool:
 def _renameat2() -> Callable[[int, bytes, int, bytes, int], int] | None:
     if sys.platform != "linux":
         return None
+    import ctypes
+
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is not None:
         function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -36,6 +35,8 @@ LIST_NBYTES = 1 << 16
 
 def check_space(directory: Path, nbytes: int) -> None:
     """Raise TargetError unless the file system of `directory` has room for `nbytes` bytes."""
+    import shutil
+
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise TargetError(
@@ -117,7 +118,7 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned) -> Iterato
             _name_directory(partial, target, overwrite=overwrite, owned=owned)
         except BaseException:
             if is_named(descriptor, partial):  # and not what it has taken the place of
-                shutil.rmtree(partial, ignore_errors=True)
+                _remove(partial)
             raise
 
 
@@ -238,6 +239,8 @@ def _replace_in_two_steps(partial: Path, target: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove what has a temporary name, as far as that goes; links are not followed."""
     if path.is_dir() and not path.is_symlink():
+        import shutil
+
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

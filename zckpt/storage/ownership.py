@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -291,6 +290,8 @@ def _lock(descriptor: int, name: Path) -> None:
 def _remove_left(name: Path, *, directory: bool) -> None:
     try:
         if directory:
+            import shutil
+
             shutil.rmtree(name)  # follows no links
         else:
             name.unlink()

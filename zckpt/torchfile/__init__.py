@@ -8,7 +8,7 @@ calls anything that a file names: an unknown class becomes an inert `Object` tha
 
 from __future__ import annotations
 
-from zckpt.torchfile.archive import CENTRAL, Record, find_directory, has_checksums, read_archive, read_directory
+from zckpt.torchfile.archive import CENTRAL, LOCAL, Record, find_directory, has_checksums, read_archive, read_directory
 from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, NewRecord, Placed, lay_out_archive
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.nodes import (
@@ -56,6 +56,7 @@ __all__ = [
     "ALIGNMENT",
     "CENTRAL",
     "LEAVES",
+    "LOCAL",
     "MAX_DEPTH",
     "MAX_DIMENSIONS",
     "MAX_ELEMENTS",

@@ -8,7 +8,7 @@ Sizes are in elements of the storage class. Several tensors may mention one key;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -158,7 +158,7 @@ class TorchFile:
         Pickle record to the globals it mentions, `module.name`, sorted.
     protocol : int
         Pickle protocol of the object tree.
-    records : tuple of Record
+    records : sequence of Record
         Of a zip archive, in the order of its directory.
     archive : str
         Name of the archive's root folder; empty for legacy files.
@@ -174,7 +174,7 @@ class TorchFile:
     storages: dict[str, Storage]
     globals: dict[str, tuple[str, ...]]
     protocol: int
-    records: tuple[Record, ...] = ()
+    records: Sequence[Record] = ()
     archive: str = ""
     plain: PlainParts | None = field(default=None, repr=False, compare=False)
 

@@ -1,13 +1,13 @@
 """Save and load while training: any world size, any format that zckpt reads.
 
-values        schedulers, random states and what the program adds, without a pickle
+values        plain data, tensors and arrays as inert nodes, and back, without a pickle
 parts         what this rank writes
 whole         what the first rank knows of all, and the document
 writing       all ranks write one directory
 saving        `save`, and saving while training goes on
 workers       the same of parameters that live on RPC workers
 loading       `load`
-extras        what a checkpoint has besides model and optimizer, on its way back
+other_state   schedulers, random states and the program's own values
 checkpointer  a run's directory: when to save, what to keep, where to resume
 run_record    which checkpoints a Checkpointer wrote
 """

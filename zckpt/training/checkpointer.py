@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats import native
+from zckpt.formats.native.digests import check_digests
+from zckpt.formats.native.names import OWNED
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.model_state import Stateful
 from zckpt.optim.ranks import Ranks
@@ -251,7 +252,7 @@ class Checkpointer:
         if not entry.is_in(self.directory):
             return
         try:
-            check_replaceable(path, native.OWNED)
+            check_replaceable(path, OWNED)
         except TargetError as error:
             warnings.warn(f"{path.name} is not removed: {error}", stacklevel=2)
             return
@@ -331,7 +332,7 @@ class Checkpointer:
     def _damage(self, path: Path) -> str | None:
         """Return what is damaged of a checkpoint; each rank reads some of its files."""
         try:
-            every = native.check_digests(path, part=(self._ranks.rank, self._ranks.world_size))
+            every = check_digests(path, part=(self._ranks.rank, self._ranks.world_size))
             found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]

@@ -25,7 +25,7 @@ from zckpt.optim.shares import share_of
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.extras import Extras, read_extras
+from zckpt.training.other_state import OtherState, read_other_state
 
 SHOWN = 4
 
@@ -171,7 +171,7 @@ class _Loading:
             self._be_strict()
         self.replicated: list[Wanted] = []
         self.sharded: list[Wanted] = []
-        self.extras = Extras()
+        self.other = OtherState()
         self.restoring: list[Restoring] = optimizers.restore(
             self.checkpoint, self.path, tag=tag, listed=names, strict=strict
         )
@@ -212,10 +212,10 @@ class _Loading:
 
     def prepare(self, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None) -> None:
         """Find out what is to be read, and check all that can be known of it before."""
-        self.extras = read_extras(self.checkpoint, scheduler, grad_scaler, rank)
-        self.report.extra = self.extras.extra
-        self.report.notes += [*self.extras.missing, *self.extras.notes]
-        for note in self.extras.missing:
+        self.other = read_other_state(self.checkpoint, scheduler, grad_scaler, rank)
+        self.report.extra = self.other.extra
+        self.report.notes += [*self.other.missing, *self.other.notes]
+        for note in self.other.missing:
             warnings.warn(f"{self.path}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
@@ -260,8 +260,8 @@ class _Loading:
             one.share()
 
     def restore_rest(self) -> None:
-        """Restore what else a checkpoint has."""
-        self.extras.restore(self.model)
+        """Restore what goes with the model and the optimizer."""
+        self.other.restore(self.model)
 
 
 def _tensor_called(checkpoint: OpenedCheckpoint, name: str) -> Parameter | None:

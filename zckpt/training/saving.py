@@ -28,8 +28,9 @@ from zckpt.optim.states import state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.state import WEIGHT
 from zckpt.training import whole
+from zckpt.training.other_state import random_states
 from zckpt.training.parts import Part, Staging, deal, entries
-from zckpt.training.values import Values, random_states
+from zckpt.training.values import Values
 from zckpt.training.workers import save_workers
 from zckpt.training.writing import Prepared, write
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -212,43 +211,3 @@ _RULES: dict[type, Callable[[Any], Any]] = {
         else node
     ),
 }
-
-
-def random_states() -> dict[str, Any]:
-    """Return the states of this rank's generators of random numbers, as plain data: Python, numpy, torch, its GPU."""
-    version, words, following = random.getstate()
-    kind, key, position, has_gauss, gauss = np.random.get_state()
-    found: dict[str, Any] = {
-        "python": [version, np.array(words, "<u4").tobytes(), following],
-        "numpy": [kind, np.asarray(key, "<u4").tobytes(), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if torch.cuda.is_available():
-        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return found
-
-
-def check_random_states(states: Mapping[str, Any]) -> None:
-    """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
-    version, words, following = states["python"]
-    random.Random().setstate(  # noqa: S311  # not for secrets
-        (version, tuple(np.frombuffer(words, "<u4").tolist()), following)
-    )
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.RandomState().set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.Generator().set_state(_bytes(states["torch"]))
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
-    version, words, following = states["python"]
-    random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.set_rng_state(_bytes(states["torch"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(states["cuda"]))
-
-
-def _bytes(state: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

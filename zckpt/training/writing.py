@@ -8,10 +8,10 @@ from pathlib import Path
 
 from zckpt.compare.digests import FILE_NAME, write_digests
 from zckpt.engine.plan import plan
-from zckpt.formats import native
-from zckpt.formats.native.names import rank_name
+from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Ranks, written_together
@@ -55,7 +55,7 @@ def write(
     ZckptError
         A rank has failed; nothing has been written.
     """
-    with written_together(path, ranks, overwrite=overwrite, owned=native.OWNED) as partial:
+    with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
         agreed = ranks.told(identity or new_identity())
         part, state = ranks.do(lambda: _write_part(ranks, partial, agreed, prepared))
         parts = ranks.gather(part)
@@ -85,7 +85,7 @@ def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank a part of it; the first writes it down."""
     from zckpt.compare.leaves import digest_part, put_together
 
-    mine = ranks.do(lambda: digest_part(native.read(directory), part=(ranks.rank, ranks.world_size)))
+    mine = ranks.do(lambda: digest_part(read(directory), part=(ranks.rank, ranks.world_size)))
     parts = ranks.gather(mine)
     if ranks.rank == 0:
         write_digests(put_together(parts), directory / FILE_NAME)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.formats.account.files import file_items
-from zckpt.formats.account.ranges import covered, shares
-from zckpt.formats.account.trees import FileAccount, taken
-from zckpt.state import Checkpoint
+from zckpt.formats.account.ranges import Known, Range, covered, shares
+from zckpt.formats.account.trees import FileAccount, Taken, taken
+from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
 
 
@@ -29,6 +31,7 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     known, values = covered(checkpoint), taken(checkpoint)
     root = Path(checkpoint.opened or checkpoint.source)
     read = {os.path.realpath(file.path): shown(file.path, root) for file in checkpoint.files}
+    before: dict[object, tuple[list[Item], dict[str, list[Range]]]] = {}
     for file in checkpoint.files:
         name = read[os.path.realpath(file.path)]
         if file.path in checkpoint.leftovers:
@@ -39,12 +42,33 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             found.items.append(Item(name, "", FILE, claim.fate, claim.about, file.nbytes))
             found.nbytes[name] = {claim.fate: file.nbytes}
             continue
-        account = FileAccount(file, name, known.get(file.path, {}), values)
-        found.items += account.items()
-        found.nbytes[name] = shares(file.nbytes, account.ranges)
+        items, ranges = _account(file, name, known.get(file.path, {}), values, before)
+        found.items += items
+        found.nbytes[name] = shares(file.nbytes, ranges)
     found.items += file_items(checkpoint, read)
     found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
+
+
+def _account(
+    file: SourceFile,
+    name: str,
+    known: Mapping[str, Known],
+    values: Taken,
+    before: dict[object, tuple[list[Item], dict[str, list[Range]]]],
+) -> tuple[list[Item], dict[str, list[Range]]]:
+    """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
+    if file.path in values.paths:
+        account = FileAccount(file, name, known, values)
+        return account.items(), account.ranges
+    bytes_of = tuple((fate, tuple(one.ranges)) for fate, one in sorted(known.items()))
+    key = id(file.tree), id(file.records), file.role, file.rules, bytes_of
+    if key not in before:
+        account = FileAccount(file, name, known, values)
+        before[key] = account.items(), account.ranges
+        return before[key]
+    items, ranges = before[key]
+    return [replace(item, file=name) for item in items], ranges
 
 
 def shown(path: str, root: Path) -> str:

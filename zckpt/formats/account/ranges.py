@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.state import Checkpoint, Slot, Span
+from zckpt.state import Checkpoint, CutSpans, Slot, Span
+from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 
@@ -70,10 +71,17 @@ def covered(checkpoint: Checkpoint) -> Covered:
         if low < high:
             found.setdefault(path, {}).setdefault(fate, Known()).ranges.append((low, high, slot))
 
+    cut: dict[tuple[int, str], list[CutSpans]] = {}
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
         for slot in parameter.slots.values():
-            for span in spans_of(slot):
-                add(span.path, STATE, *reach(span), slot.name)
+            for spans in (slot.spans, *slot.replicas):
+                if isinstance(spans, CutSpans):
+                    cut.setdefault((id(spans.files), slot.name), []).append(spans)
+                    continue
+                for span in spans:
+                    add(span.path, STATE, *reach(span), slot.name)
+    for path, low, high, name in _cut_ranges(cut):
+        add(path, STATE, low, high, name)
     for duplicate in checkpoint.duplicates:
         for span in spans_of(duplicate.slot):
             add(span.path, COPY, *reach(span), duplicate.slot.name)
@@ -84,6 +92,19 @@ def covered(checkpoint: Checkpoint) -> Covered:
         for known in by_fate.values():
             known.close()
     return found
+
+
+def _cut_ranges(cut: Mapping[tuple[int, str], Sequence[CutSpans]]) -> Iterator[tuple[str, int, int, str]]:
+    """Yield path, first and last byte, and slot of what lies end to end of all parameters that are cut alike."""
+    before: tuple[Cuts, list[tuple[int, list[Range]]]] | None = None
+    for (_, name), found in cut.items():
+        files, cuts = found[0].files, Cuts(found)
+        if before is None or before[0] != cuts:  # the slots of an optimizer lie alike
+            before = cuts, list(cuts.ranges())
+        size = itemsize(files.dtype)
+        for file, ranges in before[1]:
+            for low, high in ranges:
+                yield files.paths[file], files.offsets[file] + low * size, files.offsets[file] + high * size, name
 
 
 def spans_of(slot: Slot) -> Iterator[Span]:

@@ -42,15 +42,19 @@ class Taken:
 
     Parameters
     ----------
-    nodes : dict of int to (str, str)
-        Fate, and under which key, by the id of a node; the checkpoint keeps them alive.
+    nodes : dict of (str, int) to (str, str)
+        Fate, and under which key, by the file of a node, where one is named, and its id: files that are alike share a
+        tree, of which each keeps its own tensors. The checkpoint keeps nodes alive.
+    paths : set of str
+        Files that are named.
     values : dict of (str, int) to str
         Under which key a plain value is carried, by its own key and its id.
     keys : set of str
         Of single values that parameters and param groups have.
     """
 
-    nodes: dict[int, tuple[str, str]] = field(default_factory=dict)
+    nodes: dict[tuple[str, int], tuple[str, str]] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
     values: dict[tuple[str, int], str] = field(default_factory=dict)
     keys: set[str] = field(default_factory=set)
 
@@ -81,15 +85,16 @@ def taken(checkpoint: Checkpoint) -> Taken:
 
 def _mark(found: Taken, value: object, fate: str, key: str) -> None:
     """Note a node and all below it: those that are more than plain values by themselves, the others by their keys."""
-    waiting = [value]
+    waiting = [(value, "")]
     while waiting:
-        node = waiting.pop()
+        node, path = waiting.pop()
         if isinstance(node, FromFile):
-            waiting.append(node.node)
-        elif (type(node) not in LEAVES or isinstance(node, Storage)) and id(node) not in found.nodes:
-            found.nodes[id(node)] = fate, key
+            waiting.append((node.node, node.path))
+            found.paths.add(node.path)
+        elif (type(node) not in LEAVES or isinstance(node, Storage)) and (path, id(node)) not in found.nodes:
+            found.nodes[path, id(node)] = fate, key
             for step, child in children(node):
-                waiting.append(child)
+                waiting.append((child, path))
                 if fate == CARRIED and isinstance(step, str):
                     found.values.setdefault((step, id(child)), key)
 
@@ -162,7 +167,7 @@ class FileAccount:
             if id(node) in seen:
                 return []
             seen.add(id(node))
-        fate, about = self.taken.nodes.get(id(node), ("", "")) if not leaf else ("", "")
+        fate, about = self._fate(node) if not leaf else ("", "")
         if fate:
             return self._take(node, steps, fate, about)
         if isinstance(node, Slot):
@@ -204,6 +209,11 @@ class FileAccount:
             return False
         self._add(VALUE, CARRIED, key, "/".join((*steps, _text(step))))
         return True
+
+    def _fate(self, node: object) -> tuple[str, str]:
+        """Return the fate of a node that the checkpoint has taken, and under which key; empty where it has not."""
+        nodes = self.taken.nodes
+        return nodes.get((self.file.path, id(node))) or nodes.get(("", id(node)), ("", ""))
 
     def _take(self, node: object, steps: Steps, fate: str, about: str) -> list[tuple[object, Steps, Sequence[Rule]]]:
         """Account for a node that was taken over, with the tensors below it."""

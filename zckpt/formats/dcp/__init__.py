@@ -10,15 +10,82 @@ that FSDP, tensor parallelism and both are read alike.
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from zckpt.formats.dcp.directory import Directory, find
-from zckpt.formats.dcp.reader import read
-from zckpt.formats.dcp.writer import is_own, lay_out
+from zckpt.codes import MISSING_FILE
+from zckpt.formats.dcp.directory import find, is_own, lacks_metadata, rank_of
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option, option
+from zckpt.storage.ownership import Owned
 
-__all__ = ["Directory", "find", "is_dcp", "is_own", "lay_out", "read"]
+if TYPE_CHECKING:
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint
 
 
-def is_dcp(path: Path) -> bool:
-    """Tell whether a directory holds a checkpoint of torch's DCP."""
-    return find(path) is not None
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to dcp` can be given."""
+
+    world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
+    dtype: str = dtype_option()
+
+
+class Dcp(Format):
+    """Directories of torch.distributed.checkpoint."""
+
+    name = "dcp"
+    title = "torch.distributed.checkpoint"
+    reads = (
+        (
+            "torch.distributed.checkpoint",
+            "DDP, FSDP1, FSDP2, tensor parallel; flattened, raw and nested keys",
+        ),
+        ("Trainer, Lightning, Accelerate", "the DeepSpeed and DCP directories inside theirs"),
+    )
+    writes = "torch.distributed.checkpoint"
+    options = Options
+    owns = Owned(is_own)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find a directory with `.metadata`, or Accelerate's two folders with one each."""
+        path = search.path
+        if path.is_file() and (path.name == ".metadata" or rank_of(path.name) is not None):
+            return NearMiss("is one file of a torch.distributed.checkpoint", f"give its directory, {path.parent}")
+        directory = find(path)
+        if directory is not None:
+            return Found(directory)
+        if path.is_dir() and lacks_metadata(path):
+            return NearMiss(
+                "the file that says what is where is missing",
+                "the save did not finish, or the file was not copied: its name begins with a dot",
+                code=MISSING_FILE,
+                expected=".metadata",
+            )
+        return None
+
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+        """Read `.metadata` and the headers of the items."""
+        from zckpt.formats.dcp.reader import read
+
+        return read(search.path, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return `.metadata`, the items, and what they have no place for."""
+        from zckpt.formats.dcp.writer import lay_out
+
+        return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size, dtype=job.options.dtype))
+
+    def survey(self, search: Search, found: Found | None) -> Survey:
+        """Read every file, and hold each item against `.metadata`."""
+        from zckpt.formats.dcp.items import faults
+        from zckpt.formats.dcp.metadata import read_metadata
+        from zckpt.formats.survey import survey_files
+
+        surveyed = survey_files(search.path)
+        for folder in found.place.folders.values() if found is not None else ():
+            surveyed.errors += faults(folder, read_metadata(folder))
+        return surveyed
+
+
+FORMATS = (Dcp(),)

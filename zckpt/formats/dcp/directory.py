@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.formats.dcp.metadata import NAME
 from zckpt.storage.files import is_file, read_head
+
+NAME = ".metadata"
+"""Of the pickle that says what is where, in each folder."""
 
 LIGHTNING_NAME = "meta.pt"
 MEGATRON_NAMES = ("common.pt", "metadata.json")
@@ -28,6 +30,7 @@ HEAD_NBYTES = 4096
 
 OWN_NAME = "zckpt.pt"
 
+_OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
 _FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 
@@ -64,6 +67,20 @@ def find(path: Path) -> Directory | None:
     if not names:
         return None
     return Directory(path, {name: path / name for name in names}, (), None)
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
+    return _OWN.fullmatch(name) is not None
+
+
+def lacks_metadata(path: Path) -> bool:
+    """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
+    try:
+        folders = [path, *(Path(e.path) for e in os.scandir(path) if _FOLDER.fullmatch(e.name) and e.is_dir())]
+        return any(_RANK.fullmatch(e.name) for f in folders if not is_file(f / NAME) for e in os.scandir(f))
+    except OSError:
+        return False
 
 
 def is_megatrons(path: Path) -> bool:

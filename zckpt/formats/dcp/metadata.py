@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.dcp.directory import NAME
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
-
-NAME = ".metadata"
 
 MAXIMUM_DEPTH = 64
 """Keys and indices in a path: real ones have five."""

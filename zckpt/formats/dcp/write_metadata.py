@@ -24,7 +24,6 @@ from zckpt.torchfile import Writer
 
 T = TypeVar("T")
 
-NAME = ".metadata"
 VERSION = "1.0.0"
 
 CLASSES = "torch.distributed.checkpoint.metadata"

@@ -13,15 +13,15 @@ model and optimizer that has tensors and comes back from its items as it was is 
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.engine.plan import Literal, TargetFile
 from zckpt.formats import torch_archive
+from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.write_archives import Archives, TensorPiece
 from zckpt.formats.dcp.write_items import Item, expanded, items
-from zckpt.formats.dcp.write_metadata import NAME, Chunk, Entry, metadata
+from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.optimizer_file import value_node
 from zckpt.formats.remainder import WITH_ITEMS, remainder
 from zckpt.formats.torch_archive import SlotTensor, ValueTensor
@@ -35,15 +35,8 @@ KEY = "dcp"
 CUT_NBYTES = 1 << 16
 """Tensors above this are cut for the ranks: a smaller piece would be little more than the archive around it."""
 
-_OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
-
 Piece = tuple[int, object]
 """A rank, and what of an item is in its file."""
-
-
-def is_own(name: str) -> bool:
-    """Tell whether a file name is one that a directory of this format has of its own."""
-    return _OWN.fullmatch(name) is not None
 
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep") -> list[TargetFile]:

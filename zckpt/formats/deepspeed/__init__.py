@@ -2,9 +2,92 @@
 
 from __future__ import annotations
 
-from zckpt.formats.deepspeed.directory import TagDirectory, find, latest_name
-from zckpt.formats.deepspeed.reader import read
-from zckpt.formats.deepspeed.shards import BOOKKEEPING
-from zckpt.formats.deepspeed.survey import survey
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["BOOKKEEPING", "TagDirectory", "find", "latest_name", "read", "survey"]
+from zckpt.formats.deepspeed.directory import find
+from zckpt.formats.deepspeed.names import classify, is_own
+from zckpt.formats.deepspeed.options import Options, RecutOptions
+from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint
+
+
+class DeepSpeed(Format):
+    """Run and tag directories of DeepSpeed."""
+
+    name = "deepspeed"
+    title = "DeepSpeed"
+    reads = (
+        ("DeepSpeed ZeRO-1, ZeRO-2", "rigid and elastic state, round robin, parameter alignment, several param groups, "
+         "padding over several ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
+        ("DeepSpeed ZeRO-3", "sub-groups, frozen fragments, uninitialised padding"),
+        ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
+        ("mixture of experts", "expert groups with their own partition counts, expert files, also without ZeRO"),
+        ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and cut anew only where each rank "
+         "keeps its elements; Muon is cut for any ranks; quantised frozen layers"),
+        ("tensor and pipeline parallel", "by the rules in `universal_checkpoint_info`; layer files, tied layers"),
+    )  # fmt: skip
+    writes = "a run directory that stock DeepSpeed loads"
+    takes = frozenset({ROOTS, TAG, TP_RULES})
+    options = Options
+    recut_options = RecutOptions
+    owns = Owned(lambda name: is_own(name.rpartition("/")[2]))
+    family = "deepspeed"
+    keeps_ranks = True
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find a tag directory: the path itself, what `latest` names, or the only one there."""
+        path = search.path
+        shard = classify(path.name, str(path)) if path.is_file() else None
+        if shard is not None:
+            return NearMiss(f"is the {shard.role} file of one rank of DeepSpeed", f"give its directory, {path.parent}")
+        directory = find(path, roots=search.roots, tag=search.tag) if path.is_dir() else None
+        return Found(directory) if directory is not None else None
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the structure of every rank's files."""
+        from zckpt.formats.deepspeed.reader import read
+
+        return read(found.place, names=search.names, tp_rules=search.tp_rules)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return a run directory."""
+        from zckpt.formats.deepspeed.writer import lay_out
+
+        return lay_out(job)
+
+    def recut(self, job: Job) -> TargetFiles:
+        """Return a run or a tag directory, as the source is one."""
+        from zckpt.formats.deepspeed.writer import recut
+
+        return recut(job)
+
+    def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
+        """Read every rank's files, and hold those that can be read against each other."""
+        from zckpt.formats.survey import Survey
+
+        if found is None:
+            return Survey()
+        from zckpt.formats.deepspeed.survey import survey
+
+        return survey(found.place)
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take out what DeepSpeed loads a checkpoint without."""
+        from zckpt.formats.deepspeed.strip import strip
+
+        return strip(checkpoint, source, request)
+
+    def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:
+        """Tell what follows from ranks and stage, and what DeepSpeed keeps for itself."""
+        from zckpt.formats.deepspeed.settings import follows
+
+        return follows(key, values, sides)
+
+
+FORMATS = (DeepSpeed(),)

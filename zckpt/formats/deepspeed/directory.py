@@ -15,10 +15,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard, classify
-from zckpt.storage.files import is_file, read_head
-
-LATEST_NBYTES = 4096
-"""A `latest` file holds one directory name; a longer one is something else."""
+from zckpt.formats.latest import latest_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +126,6 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
-
-
-def latest_name(source: Path) -> str | None:
-    """Return what a run's `latest` holds; None if there is no such file."""
-    latest = source / "latest"
-    return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
 
 
 def is_tag(name: str) -> bool:

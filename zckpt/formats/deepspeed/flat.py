@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
-from zckpt.formats.tensors import span_of
-from zckpt.state import MASTER, Extent, Padding, PaddingRun, Slot, Span
+from zckpt.formats.tensors import span_of, unresolved
+from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.state.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
 from zckpt.torchfile import Tensor
 
@@ -145,34 +145,62 @@ def cut_group(
     """
     starts = flat_starts(group.numels, group.pads)
     partition = partition_numel(group, members, starts[-1])
-    names, shapes = list(group.shapes), list(group.shapes.values())
-    slots: Slots = {name: {} for name in names}
-    spans: dict[tuple[str, str], list[Span]] = {(n, key): [] for n in names for key in (MASTER, *sorted(keys))}
+    names = list(group.shapes)
     present = {key for m in members for key in m.tensors[group.index]} & keys
     paddings: list[Padding] = []
     runs: list[PaddingRun] = []
-    dealt = [list(flat_fragments(group.numels, starts, partition, position)) for position in range(len(members))]
+    numels, ranks = group.numels, range(len(members))
+    dealt = [list(flat_fragments(numels, starts, partition, position)) for position in ranks]
     for position, member in enumerate(members):
-        fragments = dealt[position]
         _check_mappings(group, member, names, dealt, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
-        for key in (MASTER, *sorted(present)):
-            tensor = _tensor(member, group.index, key, needed=bool(fragments))
-            for fragment in fragments:
-                _check_inside(member, tensor, key, fragment, group.index)
-                name, shape = names[fragment.index], shapes[fragment.index]
-                spans[name, key].append(_span(tensor, shape, fragment, member.path))
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
-        own = list(_padding_runs(member, group.index, partition, fragments, keys))
+        own = list(_padding_runs(member, group.index, partition, dealt[position], keys))
         kept = _zero_keys(member, group.index)
         zeros = tuple(run for run in own if run.slot == MASTER or run.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
         runs += own
-    for name, shape in group.shapes.items():
-        for key in (MASTER, *sorted(present)):
-            slots[name][key] = Slot(key, _dtype(members, group.index, key), shape, tuple(spans[name, key]))
+    slots: Slots = {name: {} for name in names}
+    for key in (MASTER, *sorted(present)):
+        tensors = [_checked(group.index, key, *one) for one in zip(members, dealt, strict=True)]
+        dtype = _dtype(members, group.index, key)
+        files = cut_files(tensors, [member.path for member in members])
+        for index, (name, shape) in enumerate(group.shapes.items()):
+            spans: Sequence[Span] = CutSpans(files, shape, starts[index], partition) if files is not None else ()
+            slots[name][key] = Slot(key, dtype, shape, spans)
+        for name, found in _spelled_out(group, members, tensors, dealt).items() if files is None else ():
+            slots[name][key] = Slot(key, dtype, group.shapes[name], tuple(found))
     return slots, paddings, runs
+
+
+def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | None:
+    """Return the tensors of all ranks as the files of one line; None where they are not all stored alike.
+
+    Raises
+    ------
+    UnsupportedError
+        The bytes of a tensor alone do not give its values.
+    """
+    if any(unresolved(tensor, path) for tensor, path in zip(tensors, paths, strict=True)):
+        return None
+    if len({(t.dtype, t.byteorder) for t in tensors}) != 1 or not all(t.is_contiguous for t in tensors):
+        return None
+    offsets = tuple(tensor.offset for tensor in tensors)
+    return CutFiles(tuple(paths), offsets, tensors[0].dtype, tensors[0].byteorder)
+
+
+def _spelled_out(
+    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], dealt: Sequence[list[Fragment]]
+) -> dict[str, list[Span]]:
+    """Return the spans of each parameter, one by one."""
+    names, shapes = list(group.shapes), list(group.shapes.values())
+    spans: dict[str, list[Span]] = {name: [] for name in names}
+    for member, tensor, fragments in zip(members, tensors, dealt, strict=True):
+        for one in fragments:
+            extent = Extent.flat(shapes[one.index], one.start, one.numel)
+            spans[names[one.index]].append(span_of(tensor, member.path, extent, first=one.position))
+    return spans
 
 
 def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: int) -> int:
@@ -182,13 +210,14 @@ def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: 
     """
     world = len(members)
     found = [member.masters[group.index].numel for member in members]
-    for partition in (flat_partition_numel(total, world), math.ceil(total / world)):
+    for partition in (flat_partition_numel(total, world), -(-total // world)):
         needed = [min(max(total - rank * partition, 0), partition) for rank in range(world)]
         if all(need <= have <= partition for need, have in zip(needed, found, strict=True)):
             return partition
     first = flat_partition_numel(total, world)
     starts = flat_starts(group.numels, group.pads)
-    dealt = [list(flat_fragments(group.numels, starts, first, position)) for position in range(world)]
+    numels = group.numels
+    dealt = [list(flat_fragments(numels, starts, first, position)) for position in range(world)]
     _check_ranks(group, members, range(world), list(group.shapes), dealt)
     wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
     raise LayoutError(
@@ -275,34 +304,28 @@ def _addresses(names: Sequence[str], fragments: Iterable[Fragment]) -> dict[str,
     return {names[f.index]: (f.position, f.numel) for f in fragments}
 
 
-def _tensor(member: OptimizerShard, group: int, key: str, *, needed: bool) -> Tensor:
+def _checked(group: int, key: str, member: OptimizerShard, fragments: Sequence[Fragment]) -> Tensor:
+    """Return a rank's tensor of a slot, which has to hold its fragments; where it has none, any tensor."""
     tensor = member.masters[group] if key == MASTER else member.tensors[group].get(key)
-    if tensor is not None:
-        return tensor
-    if needed:
+    if tensor is None and fragments:
         raise LayoutError(
             f"rank {member.rank} has no {key} for group {group}, other ranks have",
             path=member.path,
             code=SLOT_MISSING,
             ranks=[member.rank],
         )
-    return member.masters[group]
-
-
-def _check_inside(member: OptimizerShard, tensor: Tensor, key: str, fragment: Fragment, group: int) -> None:
-    if fragment.position + fragment.numel > tensor.numel or not tensor.is_contiguous:
-        raise LayoutError(
-            f"rank {member.rank}, group {group}: {key} is too short",
-            path=member.path,
-            expected=f"at least {fragment.position + fragment.numel} elements",
-            found=tensor.numel,
-            ranks=[member.rank],
-        )
-
-
-def _span(tensor: Tensor, shape: tuple[int, ...], fragment: Fragment, path: str) -> Span:
-    extent = Extent.flat(shape, fragment.start, fragment.numel)
-    return span_of(tensor, path, extent, first=fragment.position)
+    if tensor is None:
+        return member.masters[group]
+    for one in fragments[-1:] if tensor.is_contiguous else fragments:
+        if one.position + one.numel > tensor.numel or not tensor.is_contiguous:
+            raise LayoutError(
+                f"rank {member.rank}, group {group}: {key} is too short",
+                path=member.path,
+                expected=f"at least {one.position + one.numel} elements",
+                found=tensor.numel,
+                ranks=[member.rank],
+            )
+    return tensor
 
 
 def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:

@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import numpy as np
+
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.flat import Slots
+from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.tensors import span_of
-from zckpt.state import MASTER, WEIGHT, Extent, Padding, PaddingRun, Slot, Span
-from zckpt.state.partition import shard_fragment, shard_numel
+from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
+from zckpt.state.cuts import merged_ranges
+from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings
 from zckpt.torchfile import Tensor
 
 
@@ -39,28 +42,78 @@ def cut_parameters(
     """
     _check_partition_groups(members)
     world = len(members)
+    walk = _walk_all(shapes, members)
+    paddings = _paddings(shapes, members, keys, walk)
+    files: dict[tuple[int, str], _Files] = {}
     slots: Slots = {name: {} for name in shapes}
-    spans: dict[tuple[str, str], list[Span]] = {}
-    sub_groups: dict[str, int] = {}
-    paddings = []
-    for position, member in enumerate(members):
-        pad: dict[int, int] = {}
-        for name, index, at in _walk(shapes, member, world):
-            numel = math.prod(shapes[name])
-            start, count = shard_fragment(numel, world, position)
-            sub_groups[name] = index
-            pad[index] = pad.get(index, 0) + shard_numel(numel, world) - count
-            for key in (MASTER, *sorted(keys[index] & set(member.tensors[index]))):
-                tensor = member.masters[index] if key == MASTER else member.tensors[index][key]
-                span = span_of(tensor, member.path, Extent.flat(shapes[name], start, count), first=at)
-                spans.setdefault((name, key), []).append(span)
-        paddings += [
-            Padding(member.rank, index, numel, numel * _bytes_per_element(member, index, keys[index]))
-            for index, numel in sorted(pad.items())
+    for name, index, at in walk:
+        for key in (MASTER, *sorted(keys[index])):
+            if (index, key) not in files:
+                files[index, key] = _Files(members, index, key)
+            spans = files[index, key].spans(shapes[name], at, world)
+            if spans is not None:
+                slots[name][key] = Slot(key, files[index, key].dtype, shapes[name], spans)
+    return slots, {name: index for name, index, _ in walk}, paddings
+
+
+class _Files:
+    """The tensors of one slot of one sub-group in the files of all ranks, of which some may have none."""
+
+    def __init__(self, members: Sequence[OptimizerShard], index: int, key: str) -> None:
+        tensors = [m.masters[index] if key == MASTER else m.tensors[index].get(key) for m in members]
+        self._tensors = [
+            (rank, member.path, tensor)
+            for rank, (member, tensor) in enumerate(zip(members, tensors, strict=True))
+            if tensor is not None
         ]
-    for (name, key), found in spans.items():
-        slots[name][key] = Slot(key, found[0].dtype, shapes[name], tuple(s for s in found if s.extent.numel))
-    return slots, sub_groups, paddings
+        self._cut: CutFiles | None = None
+        if len(self._tensors) == len(members):
+            self._cut = cut_files([tensor for _, _, tensor in self._tensors], [path for _, path, _ in self._tensors])
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the first tensor."""
+        return self._tensors[0][2].dtype
+
+    def spans(self, shape: tuple[int, ...], at: int, world: int) -> Sequence[Span] | None:
+        """Return where a parameter lies whose shards begin at element `at`; None if no rank has any of it."""
+        numel = math.prod(shape)
+        if self._cut is not None:
+            return CutSpans(self._cut, shape, 0, shard_numel(numel, world), at)
+        found = []
+        for rank, path, tensor in self._tensors:
+            start, count = shard_fragment(numel, world, rank)
+            if count:
+                found.append(span_of(tensor, path, Extent.flat(shape, start, count), first=at))
+        return tuple(found) if self._tensors else None
+
+
+def _walk_all(shapes: Shapes, members: Sequence[OptimizerShard]) -> list[tuple[str, int, int]]:
+    """Return for each parameter its sub-group and where its shard starts there, which is one for all ranks."""
+    found, sizes = _walk(shapes, members[0], len(members)), [master.numel for master in members[0].masters]
+    for member in members[1:]:
+        other = [master.numel for master in member.masters]
+        if other != sizes and _walk(shapes, member, len(members)) != found:
+            raise _mismatch(member, len(members), shapes, other)
+    return found
+
+
+def _paddings(
+    shapes: Shapes,
+    members: Sequence[OptimizerShard],
+    keys: Mapping[int, Set[str]],
+    walk: Sequence[tuple[str, int, int]],
+) -> list[Padding]:
+    """Return the padding of each rank and sub-group."""
+    numels: dict[int, list[int]] = {}
+    for name, index, _ in walk:
+        numels.setdefault(index, []).append(math.prod(shapes[name]))
+    pads = {index: shard_paddings(found, len(members)) for index, found in sorted(numels.items())}
+    return [
+        Padding(member.rank, index, pad[rank], pad[rank] * _bytes_per_element(member, index, keys[index]))
+        for rank, member in enumerate(members)
+        for index, pad in pads.items()
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +131,23 @@ class ShardPadding:
     keys: Mapping[int, Set[str]]
 
     def __iter__(self) -> Iterator[PaddingRun]:
-        """Yield a run for each slot of each parameter that a rank has padding of."""
+        """Yield what lies end to end in each slot of each sub-group of a rank."""
         world = len(self.members)
-        for position, member in enumerate(self.members):
-            for name, index, at in _walk(self.shapes, member, world):
-                numel = math.prod(self.shapes[name])
-                _, count = shard_fragment(numel, world, position)
-                left = shard_numel(numel, world) - count
+        places: dict[int, list[tuple[int, int]]] = {}
+        for name, index, at in _walk_all(self.shapes, self.members):
+            places.setdefault(index, []).append((at, math.prod(self.shapes[name])))
+        for index, found in places.items():
+            starts, numels = np.array(found, np.int64).T
+            widths = -(-numels // world)
+            for rank, member in enumerate(self.members):
+                held = np.clip(numels - rank * widths, 0, widths)
+                ranges = merged_ranges(starts + held, starts + widths)
                 tensors = {MASTER: member.masters[index], **member.tensors[index]}
                 for key, tensor in tensors.items():
-                    if left and (key == MASTER or key in self.keys[index]):
-                        offset = tensor.offset + (at + count) * tensor.itemsize
-                        yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
+                    if key == MASTER or key in self.keys[index]:
+                        for low, high in ranges:
+                            offset = tensor.offset + low * tensor.itemsize
+                            yield PaddingRun(key, member.path, offset, (high - low) * tensor.itemsize)
 
 
 @dataclass(frozen=True, slots=True)

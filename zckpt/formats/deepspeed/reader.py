@@ -23,14 +23,14 @@ from zckpt.formats.deepspeed.shards import (
     ModelShard,
     OptimizerShard,
     configuration,
-    read_model,
+    read_models,
     read_optimizer,
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.formats.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, Topology
+from zckpt.state import Checkpoint, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
 VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
@@ -69,7 +69,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         The file of rules cannot be used.
     """
     given = None if tp_rules is None else read_rules(tp_rules)
-    models = [read_model(shard) for shard in directory.of(MODEL)]
+    models = read_models(directory.of(MODEL))
     if not models:
         raise ShardError(
             "no model file",
@@ -83,9 +83,13 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     of_experts = [(shard, read_torchfile(shard.path)) for shard in directory.of(EXPERT_OPTIMIZER)]
     checkpoint = Checkpoint(str(directory.path), "deepspeed")
     files = [*((m.shard, m.file) for m in models), *((o.shard, o.file) for o in optimizers), *outside, *of_experts]
+    described: dict[tuple[int, str], SourceFile] = {}
     for shard, file in files:
         known = MODEL_RULES if shard.role in (MODEL, EXPERT_OPTIMIZER) else ()
-        checkpoint.files.append(describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known))
+        like = described.get((id(file.root), shard.role))
+        one = describe(file, shard.role, shard.dp_rank, shard.mp_rank, rules=known, like=like)
+        described.setdefault((id(file.root), shard.role), one)
+        checkpoint.files.append(one)
     _refuse_unknown(directory, models)
     if optimizers:
         check_empty(of_experts)

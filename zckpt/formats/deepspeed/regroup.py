@@ -18,8 +18,8 @@ from zckpt.formats.deepspeed.experts import (
     local_name,
     spread_experts,
 )
+from zckpt.formats.deepspeed.options import RecutOptions
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.target import Options
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
@@ -51,7 +51,7 @@ def units(
     origin: Origin,
     groups: Sequence[ParamGroup],
     parameters: Mapping[str, Parameter],
-    options: Options,
+    options: RecutOptions,
 ) -> list[Unit]:
     """Return the param groups of one model-parallel rank of the target.
 
@@ -64,7 +64,7 @@ def units(
     """
     found: list[Unit] = []
     degrees = {_kind(origin, index, group)[0] for index, group in enumerate(groups)} - {None}
-    if options.expert_parallel is not None and len(degrees) > 1:
+    if options.expert_parallel_size is not None and len(degrees) > 1:
         raise UnsupportedError(
             "experts spread over different numbers of ranks are not regrouped",
             path=checkpoint.source,
@@ -75,7 +75,7 @@ def units(
         if source is None:
             found += [Unit(group, [group.parameters], {}) for group in alike]
             continue
-        degree = source if options.expert_parallel is None else options.expert_parallel
+        degree = source if options.expert_parallel_size is None else options.expert_parallel_size
         _check_degree(checkpoint, options, degree)
         found += _expert_units(alike, source, degree, parameters, checkpoint.source)
     return found
@@ -91,7 +91,7 @@ def _kind(origin: Origin, index: int, group: ParamGroup) -> tuple[int | None, ob
     return degree, Digests().of((group.hyperparameters, group.state))
 
 
-def _check_degree(checkpoint: Checkpoint, options: Options, degree: int) -> None:
+def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int) -> None:
     if options.world_size % degree:
         raise UsageError(
             f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks",

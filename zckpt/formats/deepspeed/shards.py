@@ -12,10 +12,11 @@ optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.scalars import read_scalars, with_scalars
 from zckpt.formats.tensors import as_mapping, by_name
@@ -142,6 +143,28 @@ class OptimizerShard:
         return self.shard.dp_rank or 0
 
 
+def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
+    """Read model files. Of several that say the same all but the first share a tree, and what is made of it.
+
+    The first one's is its own: what others hold is told apart from what the checkpoint has of it.
+
+    Raises
+    ------
+    DamagedFileError
+        One is not a model file of DeepSpeed.
+    """
+    reader = AlikeReader()
+    found: list[ModelShard] = []
+    known: dict[int, ModelShard] = {}
+    for index, shard in enumerate(shards):
+        file = reader.read(shard.path) if index else read_torchfile(shard.path)
+        like = known.get(id(file.root))
+        one = _read_model(shard, file) if like is None else replace(like, shard=shard, file=file)
+        known.setdefault(id(file.root), one)
+        found.append(one)
+    return found
+
+
 def read_model(shard: Shard) -> ModelShard:
     """Read a model file.
 
@@ -150,7 +173,10 @@ def read_model(shard: Shard) -> ModelShard:
     DamagedFileError
         It is not a model file of DeepSpeed.
     """
-    file = read_torchfile(shard.path)
+    return _read_model(shard, read_torchfile(shard.path))
+
+
+def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
     content = as_mapping(file.root, shard.path, "a dict of model states")
     module = content.get("module")
     tensors = _tensors_by_name(module, shard.path) if isinstance(module, dict) else {}

@@ -9,6 +9,7 @@ from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.names import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER
 from zckpt.formats.deepspeed.ranks import problems
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
+from zckpt.formats.survey import Survey
 from zckpt.formats.tensors import describe
 from zckpt.state import SourceFile
 from zckpt.torchfile import read_torchfile
@@ -17,7 +18,7 @@ Unread = list[tuple[str, int, int]]
 """Role, model- and data-parallel rank of files that are there and cannot be read."""
 
 
-def survey(directory: TagDirectory) -> tuple[list[SourceFile], list[SourceError]]:
+def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
     files: list[SourceFile] = []
     errors: list[SourceError] = []
@@ -42,7 +43,7 @@ def survey(directory: TagDirectory) -> tuple[list[SourceFile], list[SourceError]
                 error.ranks = (shard.dp_rank,)
             unread.append((shard.role, shard.mp_rank or 0, shard.dp_rank or 0))
             errors.append(error)
-    return files, [*errors, *_disagreements(directory, models, shards, unread)]
+    return Survey(files, [*errors, *_disagreements(directory, models, shards, unread)])
 
 
 def _disagreements(

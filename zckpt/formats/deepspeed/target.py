@@ -23,32 +23,6 @@ DEFAULT_SUB_GROUP_SIZE = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How the target is cut; None: as the source is.
-
-    Parameters
-    ----------
-    world_size : int
-        Data-parallel ranks.
-    stage : int or None
-    elastic, round_robin, alignment : bool or None
-    expert_parallel, tensor_parallel : int or None
-        Degrees.
-    padded_vocabulary : int or None
-        Rows of vocabulary parameters in the target's model, padding included.
-    """
-
-    world_size: int
-    stage: int | None = None
-    elastic: bool | None = None
-    round_robin: bool | None = None
-    alignment: bool | None = None
-    expert_parallel: int | None = None
-    tensor_parallel: int | None = None
-    padded_vocabulary: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TargetGroup:
     """A param group of one model-parallel rank of the target.
 

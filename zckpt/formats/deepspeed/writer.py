@@ -1,16 +1,130 @@
-"""A checkpoint as the files of a DeepSpeed run directory. Lays out; writes nothing."""
+"""A checkpoint as the files of a DeepSpeed run directory: of any format, or of DeepSpeed and cut for other ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from zckpt.engine.plan import Literal, TargetFile
-from zckpt.formats import torch_archive
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats import remainder, torch_archive
+from zckpt.formats.deepspeed import carried, foreign, loss_scaling
+from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
+from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
 from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
+
+
+def lay_out(job: Job) -> TargetFiles:
+    """Return the files of a checkpoint as a run directory.
+
+    Raises
+    ------
+    UsageError
+        The source does not say for how many ranks, or at which stage.
+    UnsupportedError
+        DeepSpeed's files have no place for something in the checkpoint.
+    """
+    origin = job.checkpoint.origin
+    written = _again(job) if isinstance(origin, Origin) and origin.members else _from_elsewhere(job)
+    if written.target.stage == 3 and "clip_grad" in job.checkpoint.optimizer_metadata:
+        written.restated.add("clip_grad")
+        written.notes.append("clip_grad is not kept by ZeRO-3, which clips as the training's configuration says")
+    return TargetFiles(
+        [*target_files(written.target, run_directory=written.run_directory), *written.copies],
+        notes=written.notes,
+        restated=written.restated,
+        copied={one.name for one in written.copies},
+    )
+
+
+class Written(NamedTuple):
+    """What is written, notes on it, what it says in another form, and copies of files that go with it."""
+
+    target: Target
+    notes: list[str]
+    restated: set[str]
+    copies: list[TargetFile]
+    run_directory: bool
+
+
+def _again(job: Job) -> Written:
+    """Return what becomes of a checkpoint that was read from DeepSpeed's files."""
+    checkpoint = job.checkpoint
+    world_size = checkpoint.topology.dp if job.options.world_size is None else job.options.world_size
+    target = decide(checkpoint, _recut(job.options, world_size, job.options.stage))
+    run_directory = job.source.resolve() != Path(checkpoint.source).resolve()
+    copies, notes = files_beside(checkpoint, job.source, target) if run_directory else ([], [])
+    stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
+    restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
+    return Written(target, [*carried.notes(target), *notes], restated, copies, run_directory)
+
+
+def _from_elsewhere(job: Job) -> Written:
+    """Return what becomes of a checkpoint of any other format."""
+    checkpoint, options = job.checkpoint, job.options
+    stage = _known_stage(checkpoint) if options.stage is None else options.stage
+    if options.world_size is None or stage is None:
+        raise UsageError(
+            f"{'--world-size' if options.world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
+            f"from this source",
+            path=checkpoint.source,
+            found=checkpoint.format,
+        )
+    if stage not in STAGES:
+        raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+    restated = set(loss_scaling.HANDLED)
+    adopted = foreign.adopt(checkpoint, stage=stage)
+    notes = foreign.notes(checkpoint, stage=stage)
+    strange = sorted(checkpoint.optimizer_metadata.keys() - restated)
+    if strange:
+        raise UnsupportedError(
+            f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer keeps beside its state",
+            path=checkpoint.source,
+            advice="convert to zckpt or dcp",
+        )
+    target = decide(adopted, _recut(options, options.world_size, stage))
+    return Written(target, list(notes), restated, [], run_directory=True)
+
+
+def _known_stage(checkpoint: Checkpoint) -> int | None:
+    """Return the stage of the DeepSpeed checkpoint that a source was once, if it says so."""
+    known = checkpoint.zero_stage or remainder.origin(checkpoint).get("zero_stage")
+    return known if known in STAGES and type(known) is int else None
+
+
+def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
+    return RecutOptions(world_size, stage, options.elastic, options.round_robin, options.parameter_alignment)
+
+
+def recut(job: Job) -> TargetFiles:
+    """Return the files of a DeepSpeed checkpoint, cut for other ranks; errors are those of `decide`."""
+    checkpoint = job.checkpoint
+    run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
+    target = decide(checkpoint, job.options)
+    found = files_beside(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
+    copies, notes = found
+
+    def check() -> int:
+        from zckpt.formats.deepspeed.slice_check import check_slices
+
+        return check_slices(target)
+
+    return TargetFiles(
+        [*target_files(target, run_directory=run_directory), *copies],
+        notes=[*carried.notes(target), *notes],
+        restated=None,
+        copied={one.name for one in copies},
+        replaceable=is_trainers_own if copies else lambda _: False,
+        check=check,
+    )
 
 
 def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:

@@ -10,9 +10,109 @@ ranges as ZeRO cuts them, or boxes as tensor parallelism does.
 
 from __future__ import annotations
 
-from zckpt.formats.native.digests import Mismatch, check_digests
-from zckpt.formats.native.names import OWNED, is_native, is_own
-from zckpt.formats.native.reader import read
-from zckpt.formats.native.writer import lay_out
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["OWNED", "Mismatch", "check_digests", "is_native", "is_own", "lay_out", "read"]
+from zckpt.errors import SourceError
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles, option
+from zckpt.formats.latest import is_name, latest_name
+from zckpt.formats.native.names import DOCUMENT_NAME, OWNED, is_native
+
+if TYPE_CHECKING:
+    from zckpt.engine.checking import Sum
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint, SourceFile
+
+RANK_ROLE = "rank"
+"""Of the files that hold the elements, and digests of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to zckpt` can be given."""
+
+    world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
+
+
+class Zckpt(Format):
+    """The format of zckpt itself."""
+
+    name = "zckpt"
+    title = "zckpt"
+    reads = (("zckpt", "JSON and safetensors, no pickle; [specified](docs/formats.md#the-zckpt-format-version-1)"),)
+    writes = "zckpt's own: JSON and safetensors, no pickle"
+    takes = frozenset({TAG})
+    options = Options
+    owns = OWNED
+    fingerprinted = True
+    lists_files = True
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find a directory of this format, or the one that a run's directory has under the tag or in `latest`."""
+        path = search.path
+        if not path.is_dir():
+            return None
+        name = search.tag or latest_name(path) or ""
+        try:
+            if is_name(name) and (path / name / DOCUMENT_NAME).is_file():
+                return Found(path / name)
+        except OSError:  # a name too long to be one
+            pass
+        return Found(path) if search.tag is None and is_native(path) else None
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the document and the headers of the files."""
+        from zckpt.formats.native.reader import read
+
+        return read(found.place, names=search.names)
+
+    def is_checkpoint(self, directory: Path) -> bool:
+        """Tell a directory of this format, complete or not."""
+        return is_native(directory)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the document and a file for each rank."""
+        from zckpt.formats.native.writer import lay_out
+
+        return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
+
+    def checks(self, file: SourceFile) -> Iterable[Sum]:
+        """Return the digest of each tensor."""
+        from zckpt.engine.checking import Sum
+        from zckpt.formats.native.digests import recorded
+
+        if file.role != RANK_ROLE:
+            return []
+        every = recorded(file.path)
+        return [Sum(slot.name, file.path, span.offset, slot.nbytes, crc) for slot, crc in every for span in slot.spans]
+
+    def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
+        """Read the document, then each file that it lists."""
+        from zckpt.formats.native.document import read_document
+        from zckpt.formats.native.rank_file import open_rank_file
+        from zckpt.formats.survey import Survey
+        from zckpt.state import SourceFile
+
+        surveyed = Survey()
+        if found is None:
+            return surveyed
+        directory = found.place
+        document, nbytes = read_document(directory)
+        surveyed.files.append(SourceFile(str(directory / DOCUMENT_NAME), nbytes, "document"))
+        listed = document.get("files")
+        for rank, one in enumerate(listed if isinstance(listed, list) else []):
+            name, size = (one.get("name"), one.get("nbytes")) if isinstance(one, dict) else (None, None)
+            if not isinstance(name, str) or not isinstance(size, int) or Path(name).name != name:
+                continue
+            try:
+                file = open_rank_file(directory / name, identity=str(document.get("id")), nbytes=size)
+                surveyed.files.append(SourceFile(file.path, file.nbytes, RANK_ROLE, rank))
+            except SourceError as error:
+                error.ranks = error.ranks or (rank,)
+                surveyed.errors.append(error)
+        return surveyed
+
+
+FORMATS = (Zckpt(),)

@@ -13,9 +13,61 @@ in the files:
   tensor (`torch.optim`), every group counts it up. What it would load wrongly is written so that it stops instead.
 """
 
-from zckpt.formats.universal.directory import find
-from zckpt.formats.universal.names import is_own, latest_universal
-from zckpt.formats.universal.reader import read
-from zckpt.formats.universal.writer import lay_out, notes
+from __future__ import annotations
 
-__all__ = ["find", "is_own", "latest_universal", "lay_out", "notes", "read"]
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.universal.directory import find
+from zckpt.formats.universal.names import FOLDER, is_own, latest_universal
+from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint
+
+
+class Universal(Format):
+    """DeepSpeed's universal checkpoints."""
+
+    name = "universal"
+    title = "DeepSpeed universal"
+    reads = (("DeepSpeed universal", "DeepSpeed's own, for Adam; ours, for any optimizer"),)
+    writes = "DeepSpeed's universal checkpoint, for any optimizer"
+    takes = frozenset({TAG, TP_RULES})  # it has no slices, so that rules for them change nothing
+    owns = Owned(is_own)
+    family = "deepspeed"
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find its directory, or the one that `latest_universal` names."""
+        directory = find(search.path, tag=search.tag) if search.path.is_dir() else None
+        return Found(directory) if directory is not None else None
+
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+        """Read the structure of all of its files."""
+        from zckpt.formats.universal.reader import read
+
+        return read(found.place)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return a folder for each parameter, the model, and the file beside the directory that names it."""
+        from zckpt.formats.universal.writer import lay_out, notes
+
+        outside = [latest_universal(job.target.name)]
+        return TargetFiles(lay_out(job.checkpoint), outside=outside, notes=notes(job.checkpoint))
+
+    def survey(self, search: Search, found: Found | None) -> Survey:
+        """Read every file; an error about one in a folder is about the parameter of that name."""
+        from pathlib import Path
+
+        from zckpt.formats.survey import Survey, survey_files
+
+        surveyed = survey_files(search.path) if found is not None else Survey()
+        for error in surveyed.errors:
+            path = Path(error.path or "")
+            if path.parent.parent.name == FOLDER:
+                error.parameters = (path.parent.name,)
+        return surveyed
+
+
+FORMATS = (Universal(),)

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from zckpt.codes import LATEST
 from zckpt.errors import UnknownFormatError
+from zckpt.formats.latest import LATEST_NBYTES, is_name
 from zckpt.formats.universal.names import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.storage.files import is_file, read_head
-
-LATEST_NBYTES = 4096
-"""A `latest_universal` file holds one directory name; a longer one is something else."""
 
 
 def find(source: Path, *, tag: str | None = None) -> Path | None:
@@ -25,7 +23,7 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
         `latest_universal` names nothing.
     """
     if tag is not None:
-        named = source / tag if _is_name(tag) else None
+        named = source / tag if is_name(tag) else None
         return named if named is not None and _is_universal(named) else None
     if _is_universal(source):
         return source
@@ -33,7 +31,7 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
     if not is_file(latest) or is_file(source / "latest"):
         return None
     name = read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip()
-    if _is_name(name) and _is_universal(source / name):
+    if is_name(name) and _is_universal(source / name):
         return source / name
     raise UnknownFormatError(
         "names no universal checkpoint",
@@ -42,10 +40,6 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
         found=repr(name[:80]),
         code=LATEST,
     )
-
-
-def _is_name(name: str) -> bool:
-    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name
 
 
 def _is_universal(directory: Path) -> bool:

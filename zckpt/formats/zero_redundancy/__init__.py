@@ -16,8 +16,65 @@ in a file next to them or in each of them. A consolidated file by itself is any 
 
 from __future__ import annotations
 
-from zckpt.formats.zero_redundancy.directory import Directory, find, is_own
-from zckpt.formats.zero_redundancy.reader import read
-from zckpt.formats.zero_redundancy.writer import lay_out
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["Directory", "find", "is_own", "lay_out", "read"]
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option, option
+from zckpt.formats.zero_redundancy.directory import OWNED, find
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to zero-redundancy` can be given."""
+
+    world_size: int | None = option(
+        int, None, "Ranks of which each gets a file of its own, too. Default: only the state of all.", metavar="N"
+    )
+    dtype: str = dtype_option()
+
+
+class ZeroRedundancy(Format):
+    """PyTorch's ZeroRedundancyOptimizer."""
+
+    name = "zero-redundancy"
+    title = "ZeroRedundancyOptimizer"
+    reads = (("ZeroRedundancyOptimizer", "consolidated and per rank"),)
+    writes = "PyTorch's ZeroRedundancyOptimizer; with --world-size each rank's file"
+    options = Options
+    owns = OWNED
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find the files of ranks, of which the first has to be read, or the `metadata.pt` that zckpt writes."""
+        directory = find(search.path)
+        return Found(directory) if directory is not None else None
+
+    def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
+        """Tell none: names alone do not tell such a directory."""
+        return False
+
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+        """Read the structure of all of its files."""
+        from zckpt.formats.zero_redundancy.reader import read
+
+        return read(search.path, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the model, the optimizer's state for all or for each rank, and the rest."""
+        from zckpt.formats.zero_redundancy.writer import lay_out
+
+        ranks, dtype = job.options.world_size, job.options.dtype
+        return TargetFiles(lay_out(job.checkpoint, world_size=ranks or 1, per_rank=ranks is not None, dtype=dtype))
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots out of every torch file."""
+        from zckpt.formats.torch_strip import strip_directory
+
+        return strip_directory(checkpoint, source, request)
+
+
+FORMATS = (ZeroRedundancy(),)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare.figures import Tolerance
+from zckpt.compare.figures import DECADES, Tolerance
 from zckpt.compare.slots import Difference, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
@@ -14,6 +14,7 @@ from zckpt.operations.diff.match import Filter, match
 from zckpt.operations.diff.settings import Setting, compare_settings
 from zckpt.operations.diff.values import Match
 from zckpt.operations.open import Source, opened
+from zckpt.operations.result import about, number
 from zckpt.state import Checkpoint
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
@@ -26,8 +27,26 @@ class Changed:
     match: Match
     difference: Difference | None
 
+    def as_dict(self) -> dict[str, object]:
+        """Return the slot and its figures as JSON-able data; None where there is no figure."""
+        match, figures = self.match, self.difference.figures if self.difference is not None else None
+        counts = ("num_different", "max_ulp", "nan_a", "nan_b", "inf_a", "inf_b", "first")
+        floats = ("max_abs", "max_rel", "rel_l2", "cosine")
+        return {
+            "name": match.name,
+            "slot": match.slot,
+            "numel": match.a.numel,
+            **{key: getattr(figures, key, None) for key in counts},
+            **{key: number(getattr(figures, key, None)) for key in floats},
+            "histogram": {"decades": list(DECADES), "counts": list(figures.decades)} if figures else None,
+            "dtype_a": match.a.dtype,
+            "dtype_b": match.b.dtype,
+            "shape_a": list(match.a.shape),
+            "shape_b": list(match.b.shape),
+        }
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """What `diff` found.
 
@@ -62,6 +81,26 @@ class Compared:
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not (self.changed or self.only_in_a or self.only_in_b or self.settings)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "a": about(self.a),
+            "b": about(self.b),
+            "equal": self.equal,
+            "compared": {
+                "parameters": self.num_parameters,
+                "slots": len(self.changed) + len(self.equal_slots),
+                "elements": self.num_elements,
+                "nbytes": self.nbytes,
+            },
+            "only_in_a": [{"name": name, "slot": slot} for name, slot in self.only_in_a],
+            "only_in_b": [{"name": name, "slot": slot} for name, slot in self.only_in_b],
+            "different": [one.as_dict() for one in self.changed],
+            "equal_slots": [{"name": one.name, "slot": one.slot, "numel": one.a.numel} for one in self.equal_slots],
+            "metadata": [{"key": one.key, "a": one.a, "b": one.b} for one in self.settings],
+            "warnings": list(self.warnings),
+        }
 
 
 def diff(
@@ -124,19 +163,29 @@ def diff(
     ours = opened(a, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters), tuple(rename)))
-    found = Compared(ours, theirs, only_in_a=matches.only_in_a, only_in_b=matches.only_in_b, warnings=matches.warnings)
-    if not (matches.slots or found.only_in_a or found.only_in_b or matches.singles) and (slots or parameters):
+    found = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
+    if not found and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
-    _compare_slots(found, matches.slots, Tolerance(rtol, atol), memory, reporter)
-    found.num_parameters = len(matches.names)
-    if not ignore_metadata:
-        found.settings = compare_settings(ours, theirs, matches, memory=memory)
-    return found
+    changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), memory, reporter)
+    return Compared(
+        ours,
+        theirs,
+        changed,
+        equal,
+        matches.only_in_a,
+        matches.only_in_b,
+        [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory),
+        matches.warnings,
+        num_parameters=len(matches.names),
+        num_elements=sum(one.a.numel for one in matches.slots),
+        nbytes=sum(one.a.nbytes for one in matches.slots),
+    )
 
 
 def _compare_slots(
-    found: Compared, slots: Sequence[Match], tolerance: Tolerance, memory: int, reporter: Reporter | None
-) -> None:
+    slots: Sequence[Match], tolerance: Tolerance, memory: int, reporter: Reporter | None
+) -> tuple[list[Changed], list[Match]]:
+    """Return the slots that differ, those that changed most first, and those that are equal."""
     alike = [one for one in slots if one.a.shape == one.b.shape]
     different = {
         one.index: one
@@ -144,10 +193,7 @@ def _compare_slots(
     }
     changed = [Changed(alike[index], one) for index, one in different.items()]
     changed += [Changed(one, None) for one in slots if one.a.shape != one.b.shape]
-    found.changed = sorted(changed, key=_how_much)
-    found.equal_slots = [one for index, one in enumerate(alike) if index not in different]
-    found.num_elements = sum(one.a.numel for one in slots)
-    found.nbytes = sum(one.a.nbytes for one in slots)
+    return sorted(changed, key=_how_much), [one for index, one in enumerate(alike) if index not in different]
 
 
 def _how_much(one: Changed) -> tuple[float, float]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zckpt.compare.logical import single
 from zckpt.compare.slots import Pair, differences
-from zckpt.formats.deepspeed import BOOKKEEPING
+from zckpt.formats.registry import formats
 from zckpt.operations.diff.match import Matches
 from zckpt.operations.diff.trees import Leaf, leaves
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 
 SHOWN_NAMES = 3
-
-_GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
-_EXPERT_GROUP = re.compile(r"ep_size_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +47,8 @@ def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: 
 
 
 def _of_layout(setting: Setting, a: Checkpoint, b: Checkpoint) -> bool:
-    """Tell whether a setting follows from how state is cut.
-
-    Notes
-    -----
-    Source: DeepSpeed 0.19. The batch of one rank is the batch of all, over the ranks; ZeRO-3 files hold no `clip_grad`;
-    groups of experts are named by the ranks that share them.
-    """
-    if a.format != b.format and None in (setting.a, setting.b) and _is_bookkeeping(setting.key):
-        return True
-    if setting.key.startswith("metadata.ds_config.zero_optimization."):
-        return True
-    if setting.key == "metadata.ds_config.train_micro_batch_size_per_gpu":
-        return a.world_size != b.world_size
-    if _GROUP_NAME.fullmatch(setting.key):
-        return all(_EXPERT_GROUP.fullmatch(str(one)) for one in (setting.a, setting.b))
-    return setting.key == "optimizer.clip_grad" and None in (setting.a, setting.b) and a.zero_stage != b.zero_stage
+    """Tell whether a setting follows from how state is cut, as any format knows that has ever held it."""
+    return any(one.follows(setting.key, (setting.a, setting.b), (a, b)) for one in formats())
 
 
 def _facts(a: Checkpoint, b: Checkpoint) -> list[tuple[str, object, object]]:
@@ -80,12 +62,6 @@ def _of_ranks(checkpoint: Checkpoint) -> dict[str, object]:
         f"{one.key}[group {one.group}, part {one.part}, rank {one.rank}, mp_rank {one.mp_rank}]": one.value
         for one in checkpoint.per_rank
     }
-
-
-def _is_bookkeeping(key: str) -> bool:
-    """Tell whether a format writes a setting for itself, and another has no need of it."""
-    top, _, rest = key.partition(".")
-    return top == "metadata" and re.split(r"[.\[]", rest, maxsplit=1)[0] in BOOKKEEPING
 
 
 def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
@@ -112,7 +88,8 @@ def _shown_members(a: list[str], b: list[str]) -> tuple[str, str]:
     if sorted(a) == sorted(b):
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         return f"{a[at]} at {at}", f"{b[at]} at {at}"
-    return _listed([name for name in a if name not in set(b)]), _listed([name for name in b if name not in set(a)])
+    ours, theirs = set(a), set(b)
+    return _listed([name for name in a if name not in theirs]), _listed([name for name in b if name not in ours])
 
 
 def _listed(names: list[str]) -> str:
@@ -137,9 +114,9 @@ def _state(matches: Matches) -> list[Setting]:
         group = ours[name].group if name in ours else None
         groups[group, key].append((name, x, y))
     found = []
+    sizes = Counter(parameter.group for parameter in ours.values() if parameter.tied_to is None)
     for (group, key), values in groups.items():
-        size = sum(parameter.group == group and parameter.tied_to is None for parameter in ours.values())
-        if group is not None and len(values) == size and len({repr(value[1:]) for value in values}) == 1:
+        if group is not None and len(values) == sizes[group] and len({repr(value[1:]) for value in values}) == 1:
             found.append(Setting(f"param_groups[{group}].state.{key}", *values[0][1:]))
         else:
             found += [Setting(f"state[{name}].{key}", x, y) for name, x, y in values]

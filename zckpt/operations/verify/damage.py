@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from zckpt.codes import (
     BUFFER_NAN,
@@ -14,7 +14,7 @@ from zckpt.codes import (
     REPLICAS_DIFFER,
     TIED_DIFFER,
 )
-from zckpt.formats.checksums import Sum
+from zckpt.engine.checking import Sum
 from zckpt.operations.verify.deep import Outcome
 from zckpt.operations.verify.elements import Tally
 from zckpt.operations.verify.findings import Finding, listed
@@ -22,7 +22,7 @@ from zckpt.operations.verify.inventory import BUFFER, Inventory, Subject
 from zckpt.operations.verify.inventory import PADDING as PADDING_KIND
 from zckpt.operations.verify.structure import Ranks
 from zckpt.operations.verify.weights import Comparison, weight_findings
-from zckpt.state import Checkpoint, Slot, Span
+from zckpt.state import Checkpoint, Slot, Span, Spans
 from zckpt.state.dtypes import itemsize
 
 
@@ -46,6 +46,7 @@ class Damage:
             one = sums[number]
             self._ranges.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes))
         self._checkpoint = checkpoint
+        self._held: dict[str, list[tuple[int, int, str, str]]] | None = None
 
     def explains(self, spans: Iterable[Span]) -> bool:
         """Tell whether any of these bytes lie in a damaged record."""
@@ -84,18 +85,34 @@ class Damage:
         """Return the parameters and buffers that have elements in a record, with the slot."""
         if self._checkpoint is None:
             return {}
+        if self._held is None:
+            self._held = _held(self._checkpoint, self._ranges)
         low, high = one.offset, one.offset + one.nbytes
         found: dict[str, str] = {}
-        for parameter in [*self._checkpoint.tensors(), *self._checkpoint.unnamed.values()]:
-            for key, slot in parameter.slots.items():
-                for span in _spans(slot):
-                    if span.path == one.path and reach(span)[0] < high and low < reach(span)[1]:
-                        found.setdefault(parameter.name, key)
+        for begin, end, name, key in self._held.get(one.path, ()):
+            if begin < high and low < end:
+                found.setdefault(name, key)
         return found
 
 
-def _spans(slot: Slot) -> list[Span]:
-    return [span for spans in (slot.spans, *slot.replicas) for span in spans if span.extent.numel]
+def _held(checkpoint: Checkpoint, paths: Collection[str]) -> dict[str, list[tuple[int, int, str, str]]]:
+    """Return what lies in some files, in the checkpoint's order: first and last byte, parameter or buffer, slot."""
+    found: dict[str, list[tuple[int, int, str, str]]] = {}
+    for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
+        for key, slot in parameter.slots.items():
+            for span in _spans(slot, paths):
+                found.setdefault(span.path, []).append((*reach(span), parameter.name, key))
+    return found
+
+
+def _spans(slot: Slot, paths: Collection[str] | None = None) -> list[Span]:
+    """Return the spans of a slot that hold any elements: all, or those in some files."""
+    return [
+        span
+        for spans in (slot.spans, *slot.replicas)
+        for span in (spans.within(paths) if paths is not None and isinstance(spans, Spans) else spans)
+        if span.extent.numel and (paths is None or span.path in paths)
+    ]
 
 
 def reach(span: Span) -> tuple[int, int]:

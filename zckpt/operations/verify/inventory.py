@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from zckpt.compare.weights import comparable
 from zckpt.engine.boxes import row_major
-from zckpt.engine.repeats import stored_once
-from zckpt.formats.checksums import Sum
+from zckpt.engine.checking import Sum
+from zckpt.engine.scan import stored_once
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
 

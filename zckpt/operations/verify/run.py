@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from zckpt.codes import ADDED, CHANGED, GONE
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.formats.format import Format, Search
+from zckpt.formats.registry import find_format
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.open import Source, opened
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, in_order
@@ -81,7 +83,7 @@ def verify(
     findings = [*structure_findings(checkpoint, ranks)]
     counts = _counts(checkpoint)
     if deep:
-        findings += _deep(counts, checkpoint.files, checkpoint, ranks, memory, told)
+        findings += _deep(counts, checkpoint.files, find_format(checkpoint.format), checkpoint, ranks, memory, told)
     else:
         findings += _sampled(counts, checkpoint, ranks)
     text = None
@@ -132,7 +134,7 @@ def _unopened(
     """Say what is wrong with a source that cannot be opened, and what with each of its files."""
     if not os.path.lexists(path):
         raise error
-    surveyed = survey(path, roots=roots, tag=tag)
+    surveyed = survey(Search(path, tuple(roots), tag))
     about_it = error.path is None or Path(error.path) == path
     unknown = isinstance(error, (UnknownFormatError, UnsupportedError)) and error.code is None and about_it
     others = [one for one in surveyed.errors if (one.path, one.message) != (error.path, error.message)]
@@ -143,7 +145,7 @@ def _unopened(
     findings = [finding_of(one) for one in _distinct(error, surveyed)]
     if deep:
         ranks = {f.path: (f.dp_rank,) for f in surveyed.files if f.dp_rank is not None}
-        findings += _deep(counts, surveyed.files, None, ranks, memory, reporter)
+        findings += _deep(counts, surveyed.files, surveyed.format, None, ranks, memory, reporter)
     return Verification(os.fspath(path), None, deep, in_order(_once(findings)), Checked(**counts))
 
 
@@ -189,13 +191,15 @@ def _sampled(counts: dict[str, int], checkpoint: Checkpoint, ranks: Ranks) -> It
 def _deep(
     counts: dict[str, int],
     files: Sequence[SourceFile],
+    owner: Format | None,
     checkpoint: Checkpoint | None,
     ranks: Ranks,
     memory: int,
     reporter: Reporter,
 ) -> Iterator[Finding]:
     """Read every byte once."""
-    from zckpt.formats.checksums import Sum, checksums
+    from zckpt.engine.checking import Sum
+    from zckpt.formats.checksums import checksums
     from zckpt.operations.verify.damage import Damage, damage_findings
     from zckpt.operations.verify.deep import Work, nbytes_of, run, stretch_nbytes
     from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
@@ -205,7 +209,7 @@ def _deep(
     errors: list[SourceError] = []
     for file in files:
         try:
-            sums += checksums(file)
+            sums += checksums(file, owner)
         except SourceError as error:
             errors.append(error)
     index = SumIndex(sums)

@@ -36,7 +36,7 @@ def inspect_page(document: Mapping[str, Any], map_data: Mapping[str, Any]) -> st
     document : dict
         From `zckpt.inspect`.
     map_data : dict
-        From `zckpt.operations.map.layout_map`.
+        From `zckpt.map`.
     """
     source = name_of(document["source"])
     listed = _files(document, str(map_data.get("root", "")))

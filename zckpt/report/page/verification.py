@@ -22,7 +22,7 @@ def verify_page(document: Mapping[str, Any], map_data: Mapping[str, Any] | None 
     document : dict
         What `zckpt verify --json` prints.
     map_data : dict, optional
-        From `zckpt.operations.map.layout_map`, if the checkpoint could be read; findings are marked in it.
+        From `zckpt.map`, if the checkpoint could be read; findings are marked in it.
     """
     source = name_of(document["source"])
     findings = sorted(document["findings"], key=lambda one: SEVERITIES.index(one["severity"]))

@@ -24,7 +24,7 @@ def svg(map_data: Mapping[str, Any]) -> str:
     Parameters
     ----------
     map_data : dict
-        From `zckpt.operations.map.layout_map`.
+        From `zckpt.map`.
     """
     drawn, height = shapes(map_data)
     title = f"Map of {map_data['source']}"

@@ -1,4 +1,7 @@
-"""Processes that train together; one of them may be killed, upon which the others end, too."""
+"""A small GPT, and processes that train it together; one of them may be killed, after which the others end, too.
+
+The model learns this library's source, byte by byte. A step's batch depends on its number alone.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,88 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 from zckpt.errors import ZckptError
 from zckpt.optim import ZeroOptimizer
 from zckpt.training.checkpointer import Checkpointer
-from zckpt.training.demo.gpt import BATCH, GPT, Size, batch, source_text
+
+BATCH = 12
+"""Sequences in a batch, of all ranks together: what 4, 3 and 2 ranks can share."""
+
+BYTES = 128
+"""The source is ASCII."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large the model is.
+
+    Parameters
+    ----------
+    width, layers, heads : int
+    length : int
+        Bytes of a sequence.
+    """
+
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    length: int = 64
+
+
+SMALL = Size(width=16, layers=1, heads=2, length=16)
+
+
+class GPT(nn.Module):
+    """Embeddings, causal layers, and a head that is tied to the embedding of bytes."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(BYTES, size.width)
+        self.place = nn.Embedding(size.length, size.width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                size.width, size.heads, 4 * size.width, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(size.layers)
+        )
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, BYTES, bias=False)
+        nn.init.normal_(self.byte.weight, std=0.1)
+        nn.init.normal_(self.place.weight, std=0.1)
+        self.head.weight = self.byte.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of predicting each byte from those before it.
+
+        Parameters
+        ----------
+        ids : Tensor of int64, sequences x (length + 1)
+        """
+        given, expected = ids[:, :-1], ids[:, 1:]
+        length = given.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        hidden = self.byte(given) + self.place.weight[:length]
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), expected.flatten())
+
+
+def source_text() -> torch.Tensor:
+    """Return the bytes of this library's source."""
+    root = Path(__file__).resolve().parents[2]
+    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % BYTES
+
+
+def batch(text: torch.Tensor, size: Size, seed: int, step: int) -> torch.Tensor:
+    """Return the sequences of a step, for all ranks together: `BATCH` x (length + 1)."""
+    numbers = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - size.length, (BATCH,), generator=numbers)
+    return torch.stack([text[start : start + size.length + 1] for start in starts.tolist()])
+
 
 SILENCE = 120.0
 """Seconds without a word from the first rank after which the training is given up."""
@@ -98,11 +178,11 @@ def run(training: Training, world_size: int, *, kill: tuple[int, int] | None = N
     context.set_forkserver_preload(PRELOADED)
     dies = {} if kill is None else {kill[1]: kill[0]}
     with tempfile.TemporaryDirectory(prefix="zckpt-demo-") as scratch:
-        told, tells = context.Pipe(duplex=False)
+        receiver, sender = context.Pipe(duplex=False)
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(training, (rank, world_size), scratch, None if rank else tells, dies.get(rank)),
+                args=(training, (rank, world_size), scratch, None if rank else sender, dies.get(rank)),
                 daemon=True,
             )
             for rank in range(world_size)
@@ -110,8 +190,8 @@ def run(training: Training, world_size: int, *, kill: tuple[int, int] | None = N
         try:
             for one in ranks:
                 one.start()
-            tells.close()
-            part = _listen(told, Part(world_size))
+            sender.close()
+            part = _listen(receiver, Part(world_size))
         except BaseException:
             _end(ranks, 0.0)
             raise
@@ -124,11 +204,11 @@ def run(training: Training, world_size: int, *, kill: tuple[int, int] | None = N
         return part
 
 
-def _listen(told: Connection, part: Part) -> Part:
+def _listen(receiver: Connection, part: Part) -> Part:
     """Hear the first rank until it ends."""
-    while told.poll(SILENCE):
+    while receiver.poll(SILENCE):
         try:
-            what, *values = told.recv()
+            what, *values = receiver.recv()
         except (EOFError, ConnectionError):
             break
         if what == "resumed":
@@ -160,7 +240,7 @@ def _reason(codes: list[int | None], scratch: Path) -> str:
 
 
 def _rank_main(
-    training: Training, place: tuple[int, int], scratch: str, tells: Connection | None, dies: int | None
+    training: Training, place: tuple[int, int], scratch: str, sender: Connection | None, dies: int | None
 ) -> None:
     """Be one rank."""
     rank, world_size = place
@@ -175,14 +255,14 @@ def _rank_main(
             world_size=world_size,
             timeout=datetime.timedelta(seconds=SILENCE),
         )
-        _train(training, rank, world_size, tells, dies)
+        _train(training, rank, world_size, sender, dies)
         dist.destroy_process_group()
-    except Exception:  # noqa: BLE001  # told by exit status; of ranks that were left alone nobody wants to hear
+    except Exception:  # noqa: BLE001  # the exit status says so; of ranks that were left alone nobody wants to hear
         (Path(scratch) / f"error-{rank}").write_text(traceback.format_exc())
         os._exit(1)  # gloo's threads may wait for the one that is gone
 
 
-def _train(training: Training, rank: int, world_size: int, tells: Connection | None, dies: int | None) -> None:
+def _train(training: Training, rank: int, world_size: int, sender: Connection | None, dies: int | None) -> None:
     """Go on with a training, from its newest checkpoint to its last step, or to the one after which this rank dies."""
     model = GPT(training.size)
     optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3, stage=2)
@@ -191,8 +271,8 @@ def _train(training: Training, rank: int, world_size: int, tells: Connection | N
     checkpointer = Checkpointer(training.directory, every=training.every, keep=2, async_=True)
     restored = checkpointer.resume(**parts)
     done = (restored.step or 0) if restored else 0
-    if tells is not None:
-        tells.send(("resumed", done, restored.world_size if restored else None))
+    if sender is not None:
+        sender.send(("resumed", done, restored.world_size if restored else None))
     text = source_text()
     share = BATCH // world_size
     for step in range(done + 1, training.steps + 1):
@@ -204,8 +284,8 @@ def _train(training: Training, rank: int, world_size: int, tells: Connection | N
         scheduler.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        if tells is not None:
-            tells.send(("loss", step, mean.item() / world_size))
+        if sender is not None:
+            sender.send(("loss", step, mean.item() / world_size))
         checkpointer.step(step, **parts)
         if step == dies:
             os.kill(os.getpid(), signal.SIGKILL)  # no handler, no farewell; a save may be going on

@@ -1,22 +1,24 @@
-"""What a checkpoint holds besides a model and an optimizer, on its way into what is being trained.
+"""Schedulers, grad scalers, random states and the program's own values, which go with a model and an optimizer.
 
 Keys of `metadata` are ours only where `save` wrote them, which it says: a user may call anything `extra` or
-`random_states`. Of other checkpoints all is `extra`, but for what a scheduler or grad scaler that was given takes.
-Everything is read and held against what it must be before anything is changed.
+`random_states`. Of other checkpoints all is `extra`, except what a scheduler or grad scaler that was given takes.
+Everything is read and checked before anything is changed.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.optim.model_state import Stateful, set_extra
 from zckpt.state import Checkpoint
-from zckpt.training.values import check_random_states, set_random_states, value_of
+from zckpt.training.values import value_of
 from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF
 
 OF_DEEPSPEED = "lr_scheduler"
@@ -24,7 +26,7 @@ OF_DEEPSPEED = "lr_scheduler"
 
 
 @dataclass(slots=True)
-class Extras:
+class OtherState:
     """Values that were read, and what was not there.
 
     Parameters
@@ -51,7 +53,7 @@ class Extras:
     missing: list[str] = field(default_factory=list)
 
     def restore(self, model: torch.nn.Module | None) -> None:
-        """Give everything what it had."""
+        """Give each object the state that was read for it."""
         for target, state, _ in self.states:
             target.load_state_dict(state)
         if model is not None:
@@ -61,25 +63,25 @@ class Extras:
             set_random_states(self.random)
 
 
-def read_extras(
+def read_other_state(
     checkpoint: Checkpoint, scheduler: Stateful | None, grad_scaler: Stateful | None, rank: int | None
-) -> Extras:
+) -> OtherState:
     """Read what a checkpoint has besides the model and the optimizer.
 
     Parameters
     ----------
     checkpoint : Checkpoint
     scheduler, grad_scaler : optional
-        That are to get their state.
+        They get their state.
     rank : int or None
-        Whose random states are wanted.
+        Whose random states are read.
 
     Raises
     ------
     SourceError
         It cannot be read, or what `save` wrote is not as it was.
     """
-    found = Extras()
+    found = OtherState()
     ours = saved_by_us(checkpoint)
     values = {key: value_of(node) for key, node in checkpoint.metadata.items()}
     taken = {EXTRA, EXTRA_STATE, RANDOM, SCHEDULER, GRAD_SCALER} if ours else set[str]()
@@ -105,7 +107,7 @@ def read_extras(
 
 
 def saved_by_us(checkpoint: Checkpoint) -> bool:
-    """Tell whether `save` wrote what is there besides the model and the optimizer, be it converted since."""
+    """Tell whether `save` wrote the values that go with the model and the optimizer, even if it was converted since."""
     origin = checkpoint.details.get("origin")
     if not isinstance(origin, Mapping) or not str(origin.get("format_version", "")).startswith("zckpt "):
         return False
@@ -122,7 +124,7 @@ def _mapping(values: Mapping[str, Any], key: str, checkpoint: Checkpoint) -> dic
     return dict(found)
 
 
-def _random(found: Extras, states: object, rank: int, checkpoint: Checkpoint) -> None:
+def _random(found: OtherState, states: object, rank: int, checkpoint: Checkpoint) -> None:
     """Find the random states of a rank."""
     count = len(states) if isinstance(states, list) else 0
     if not isinstance(states, list) or rank >= count or not states[rank]:
@@ -138,3 +140,43 @@ def _random(found: Extras, states: object, rank: int, checkpoint: Checkpoint) ->
             advice="load with random_states=False",
         ) from error
     found.random = states[rank]
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's generators of random numbers, as plain data: Python, numpy, torch, its GPU."""
+    version, words, following = random.getstate()
+    kind, key, position, has_gauss, gauss = np.random.get_state()
+    found: dict[str, Any] = {
+        "python": [version, np.array(words, "<u4").tobytes(), following],
+        "numpy": [kind, np.asarray(key, "<u4").tobytes(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return found
+
+
+def check_random_states(states: Mapping[str, Any]) -> None:
+    """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
+    version, words, following = states["python"]
+    random.Random().setstate(  # noqa: S311  # not for secrets
+        (version, tuple(np.frombuffer(words, "<u4").tolist()), following)
+    )
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    np.random.RandomState().set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    torch.Generator().set_state(_bytes(states["torch"]))
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
+    version, words, following = states["python"]
+    random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    torch.set_rng_state(_bytes(states["torch"]))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes(states["cuda"]))
+
+
+def _bytes(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

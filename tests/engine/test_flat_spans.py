@@ -1,4 +1,4 @@
-"""Runs of a slot: every range of elements is where it is said to be, and what does not lie so is told."""
+"""Spans of a slot that lies flat: every range of elements is where it should be; what lies otherwise is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import cuts, shapes
-from zckpt.engine.flat_runs import flat_runs
+from zckpt.engine.scan import flat_spans
 from zckpt.state import Extent, Slot, Span
 
 
@@ -28,12 +28,12 @@ def test_any_range_is_read_from_where_its_elements_lie(data, shape):
     numel = math.prod(shape)
     lengths = [length for _, length in data.draw(cuts(numel))]
     made = slot(shape, lengths)
-    runs = flat_runs(replace(made, spans=tuple(data.draw(st.permutations(made.spans)))), "float32")
+    runs = flat_spans(replace(made, spans=tuple(data.draw(st.permutations(made.spans)))), "float32")
     assert runs is not None
     start = data.draw(st.integers(0, numel - 1))
     count = data.draw(st.integers(0, numel - start))
     found = [
-        (path, byte) for path, offset, size in runs.stretches(start, count) for byte in range(offset, offset + size)
+        (path, byte) for path, offset, size in runs.byte_ranges(start, count) for byte in range(offset, offset + size)
     ]
     expected = []
     for span in made.spans:
@@ -61,9 +61,9 @@ WHOLE = slot((4, 3), [5, 7])
     ids=["gap", "twice", "type", "byte order", "strides", "box", "replicas"],
 )
 def test_what_does_not_lie_in_runs(other):
-    assert flat_runs(WHOLE, "float32") is not None
-    assert flat_runs(other, "float32") is None
+    assert flat_spans(WHOLE, "float32") is not None
+    assert flat_spans(other, "float32") is None
 
 
 def test_runs_of_another_type_are_none():
-    assert flat_runs(WHOLE, "bfloat16") is None
+    assert flat_spans(WHOLE, "bfloat16") is None

@@ -1,0 +1,56 @@
+"""What verbs return: frozen, and as data the document that the command line prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+
+SOURCE, OTHER = FIXTURES / "s2_bf16_dp2", FIXTURES / "s2_bf16_dp3"
+SLOTS = ("--slots", "all")
+VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
+    "inspect": (lambda _: zckpt.inspect(SOURCE, include_inventory=True), [SOURCE, "--files"]),
+    "map": (lambda _: zckpt.map(SOURCE, slots=["exp_avg"]), [SOURCE, "--slots", "exp_avg"]),
+    "diff": (lambda _: zckpt.diff(SOURCE, OTHER), [SOURCE, OTHER]),
+    "diff --series": (lambda _: zckpt.series([SOURCE, OTHER]), [SOURCE, OTHER]),
+    "verify": (lambda _: zckpt.verify(str(SOURCE), deep=True), [SOURCE, "--deep"]),
+    "fingerprint": (lambda _: zckpt.fingerprint(SOURCE), [SOURCE]),
+    "consolidate": (lambda at: zckpt.consolidate(SOURCE, at / "m.pt", slots="all"), [SOURCE, "m.pt", *SLOTS]),
+    "convert": (lambda at: zckpt.convert(SOURCE, at / "dcp", to="dcp"), [SOURCE, "dcp", "--to", "dcp"]),
+    "reshard": (lambda at: zckpt.reshard(SOURCE, at / "r", world_size=3), [SOURCE, "r", "--world-size", 3]),
+    "strip": (lambda at: zckpt.strip(SOURCE, at / "s", padding=True), [SOURCE, "s", "--padding"]),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_result_is_frozen_and_the_document_of_the_command_line(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, arguments = VERBS[verb]
+    done = call(tmp_path)
+    with pytest.raises(FrozenInstanceError):
+        setattr(done, fields(done)[0].name, None)
+    (tmp_path / "again").mkdir()
+    monkeypatch.chdir(tmp_path / "again")
+    printed = run(*verb.split(), *arguments, "--json")
+    assert printed.returncode in (0, 1), printed.stderr
+    expected = json.loads(json.dumps(done.as_dict()).replace(f'"{tmp_path}/', '"'))
+    assert json.loads(printed.stdout) == expected
+
+
+def test_a_map_without_a_target_is_printed_or_refused() -> None:
+    done = run("map", SOURCE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "nowhere to draw the map" in done.stderr
+
+
+def test_a_map_of_a_slot_that_is_not_there_is_refused() -> None:
+    with pytest.raises(zckpt.UsageError, match="no such slot: expected some of weight, master"):
+        zckpt.map(SOURCE, slots=["momentum"])

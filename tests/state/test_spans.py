@@ -1,0 +1,155 @@
+"""A rule for spans gives the spans that spelling them out does, whatever the sizes, ranks and pads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.engine.span_index import SpanIndex
+from zckpt.errors import LayoutError
+from zckpt.state import CutFiles, CutSpans, Extent, Slot, Span
+from zckpt.state.cuts import Cuts, merged_ranges
+from zckpt.state.partition import (
+    alignment_padding,
+    flat_fragments,
+    flat_padding,
+    flat_partition_numel,
+    flat_starts,
+    round_robin_order,
+    shard_fragment,
+    shard_numel,
+    shard_paddings,
+)
+
+LARGE = st.integers(2**53, 2**70)
+"""Above what floating-point numbers count one by one."""
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
+WORLDS = st.integers(1, 13)
+
+
+def files(world: int) -> CutFiles:
+    return CutFiles(
+        tuple(f"{rank}.pt" for rank in range(world)), tuple(1000 * rank for rank in range(world)), "float32"
+    )
+
+
+def span(made: CutFiles, shape: tuple[int, ...], rank: int, start: int, numel: int, position: int) -> Span:
+    return Span(Extent.flat(shape, start, numel), made.paths[rank], made.offsets[rank] + 4 * position, made.dtype)
+
+
+def flat_cut(shapes: list[tuple[int, ...]], world: int, align: int | None) -> list[tuple[CutSpans, list[Span]]]:
+    """Return for each parameter of a flat group its rule, and its spans one by one."""
+    numels = [math.prod(shape) for shape in shapes]
+    starts = flat_starts(numels, alignment_padding(numels, align) if align else None)
+    partition, made = flat_partition_numel(starts[-1], world), files(world)
+    spelled: list[list[Span]] = [[] for _ in shapes]
+    for rank in range(world):
+        for one in flat_fragments(numels, starts, partition, rank):
+            spelled[one.index].append(span(made, shapes[one.index], rank, one.start, one.numel, one.position))
+    return [(CutSpans(made, shape, starts[i], partition), spelled[i]) for i, shape in enumerate(shapes)]
+
+
+def shard_cut(shapes: list[tuple[int, ...]], world: int, _: int | None) -> list[tuple[CutSpans, list[Span]]]:
+    """Return the same for parameters that are cut one by one."""
+    made, at, found = files(world), 0, []
+    for shape in shapes:
+        numel, spelled = math.prod(shape), []
+        for rank in range(world):
+            start, count = shard_fragment(numel, world, rank)
+            spelled += [span(made, shape, rank, start, count, at)] if count else []
+        found.append((CutSpans(made, shape, 0, shard_numel(numel, world), at), spelled))
+        at += shard_numel(numel, world)
+    return found
+
+
+@pytest.mark.parametrize("cut", [flat_cut, shard_cut])
+@given(shapes=SHAPES, world=WORLDS, align=st.sampled_from([None, 4, 8]), data=st.data())
+def test_a_rule_reaches_what_the_spans_spelled_out_do(cut, shapes, world, align, data) -> None:  # type: ignore[no-untyped-def]
+    for rule, spelled in cut(shapes, world, align):
+        assert list(rule) == spelled
+        assert len(rule) == len(spelled)
+        assert rule == tuple(spelled)
+        assert hash(rule) == hash(tuple(spelled))
+        assert rule[:2] == tuple(spelled[:2])
+        assert [rule[i] for i in range(-len(rule), 0)] == spelled
+        low = data.draw(st.integers(0, rule.numel))
+        extent = Extent.flat(rule.shape, low, data.draw(st.integers(0, rule.numel - low)))
+        near, table = (SpanIndex(Slot("w", "float32", rule.shape, one)).reaching(extent) for one in (rule, (*spelled,)))
+        end = low + extent.numel
+        exact = [s for s in spelled if s.extent.start < end and low < s.extent.start + s.extent.numel and low < end]
+        assert list(near.spans) == exact
+        assert set(exact) <= set(table.spans)
+
+
+@pytest.mark.parametrize("cut", [flat_cut, shard_cut])
+@given(shapes=SHAPES, world=WORLDS, align=st.sampled_from([None, 4]))
+def test_the_columns_of_many_rules_give_what_each_file_has(cut, shapes, world, align) -> None:  # type: ignore[no-untyped-def]
+    made = cut(shapes, world, align)
+    held: dict[int, set[int]] = {}
+    for _, spelled in made:
+        for one in spelled:
+            rank = int(one.path.partition(".")[0])
+            at = (one.offset - 1000 * rank) // 4
+            held.setdefault(rank, set()).update(range(at, at + one.extent.numel))
+    found = {rank: ranges for rank, ranges in Cuts([rule for rule, _ in made]).ranges() if ranges}
+    assert {rank: {e for low, high in ranges for e in range(low, high)} for rank, ranges in found.items()} == held
+    for ranges in found.values():
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
+
+
+def test_a_rule_that_goes_beyond_its_files_is_refused() -> None:
+    with pytest.raises(LayoutError, match="beyond"):
+        CutSpans(files(3), (10,), 0, 3)
+    with pytest.raises(LayoutError, match="beyond"):
+        CutSpans(files(3), (1,), 0, 0)
+    assert list(CutSpans(files(3), (9,), 0, 3))[-1].extent.start == 6
+
+
+def test_no_ranges_merge_to_none() -> None:
+    import numpy as np
+
+    empty = np.array([3, 5], np.int64)
+    assert merged_ranges(empty, empty) == []
+
+
+@given(total=LARGE, world=st.integers(1, 4096))
+def test_partitions_are_exact_where_floating_point_is_not(total: int, world: int) -> None:
+    partition = flat_partition_numel(total, world)
+    assert partition % 2 == 0
+    assert partition * world >= total > (partition - 2) * world
+    assert sum(flat_padding(total, partition, rank) for rank in range(world)) == partition * world - total
+
+
+@given(numel=LARGE, world=st.integers(1, 4096))
+def test_shards_are_exact_where_floating_point_is_not(numel: int, world: int) -> None:
+    held = shard_numel(numel, world)
+    assert held * world >= numel > (held - 1) * world
+    assert sum(shard_fragment(numel, world, rank)[1] for rank in range(world)) == numel
+
+
+@given(numels=st.lists(st.integers(0, 40), max_size=12), world=WORLDS)
+def test_padding_of_shards_is_what_they_do_not_hold(numels: list[int], world: int) -> None:
+    expected = [sum(shard_numel(n, world) - shard_fragment(n, world, rank)[1] for n in numels) for rank in range(world)]
+    assert shard_paddings(numels, world) == expected
+
+
+@given(numels=st.lists(st.integers(0, 9), min_size=1, max_size=12), world=WORLDS, pads=st.booleans())
+def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels: list[int], world: int, pads: bool) -> None:
+    starts = flat_starts(numels, alignment_padding(numels, 4) if pads else None)
+    partition = flat_partition_numel(starts[-1], world)
+    for rank in range(world):
+        low, high = rank * partition, (rank + 1) * partition
+        places = [(max(s, low), min(s + n, high), i, s) for i, (n, s) in enumerate(zip(numels, starts, strict=False))]
+        expected = [(i, begin - s, begin - low, end - begin) for begin, end, i, s in places if begin < end]
+        found = flat_fragments(numels, starts, partition, rank)
+        assert [(f.index, f.start, f.position, f.numel) for f in found] == expected
+
+
+@given(count=st.integers(0, 300), world=st.integers(1, 64))
+def test_round_robin_deals_each_parameter_once(count: int, world: int) -> None:
+    assert sorted(round_robin_order(count, world)) == list(range(count))

@@ -1,0 +1,423 @@
+"""What a format on disk is: one object that finds, reads, lays out, checks, strips and recuts its checkpoints.
+
+`registry` holds one object for each format, and other packages add theirs; nothing else knows which formats there are.
+This module is data and defaults only. The modules that do the work are imported when a method needs them, so that the
+list of all formats with their options costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.state.partition import check_world_size
+
+if TYPE_CHECKING:
+    from zckpt.engine.checking import Sum
+    from zckpt.engine.plan import TargetFile
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint, SourceFile
+    from zckpt.storage.ownership import Owned
+
+ROOTS, TAG, TP_RULES = "roots", "tag", "tp_rules"
+"""What a search may be given beside a path, and only some formats have a use for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the user wants opened.
+
+    Parameters
+    ----------
+    path : Path
+    roots : tuple of Path
+        The same directory on other nodes.
+    tag : str or None
+        Which checkpoint of a run directory.
+    tp_rules : Path or None
+        A file with the rules of tensor-parallel slices.
+    names : sequence of str or None
+        Names of the optimizer's parameters in its order; a format that knows the names ignores it.
+    """
+
+    path: Path
+    roots: tuple[Path, ...] = ()
+    tag: str | None = None
+    tp_rules: Path | None = None
+    names: Sequence[str] | None = None
+
+    @property
+    def given(self) -> frozenset[str]:
+        """What was given that not every format understands."""
+        return frozenset(name for name in (ROOTS, TAG, TP_RULES) if getattr(self, name) not in (None, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint that a format recognises.
+
+    Parameters
+    ----------
+    place : object
+        Whatever the format's `read` and `survey` need to know of where it is.
+    sure : bool
+        False: other formats are to be asked, and the checkpoint is theirs if one of them is sure.
+    """
+
+    place: Any
+    sure: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class NearMiss:
+    """Something that a format knows, but cannot open.
+
+    Parameters
+    ----------
+    message : str
+        What it is, to follow the name of the source: "is one rank's file of a DeepSpeed checkpoint".
+    advice : str or None
+        What to do about it.
+    intact : bool
+        Whether it is whole, and zckpt has no way to read it; such an error has the exit status 5.
+    code : str or None
+        Of the finding of `verify` that it is, where something is missing.
+    expected : str or None
+        What should be there.
+    """
+
+    message: str
+    advice: str | None = None
+    intact: bool = False
+    code: str | None = None
+    expected: str | None = None
+
+    def error(self, path: Path) -> SourceError:
+        """Return the error to raise for a path of which no format is sure."""
+        kind = UnsupportedError if self.intact else UnknownFormatError if self.code is None else ShardError
+        return kind(self.message, path=path, expected=self.expected, advice=self.advice, code=self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a format leaves to choose.
+
+    Parameters
+    ----------
+    name : str
+        As a keyword in Python; on the command line with hyphens.
+    kind : type
+        int, bool or str.
+    default : object
+        None: decided by the format, as `help` says.
+    help : str
+        One line.
+    choices : tuple
+        All values there are; empty: any.
+    opposite : str
+        Of a bool: what the command line calls False.
+    metavar : str or None
+    """
+
+    name: str
+    kind: type
+    default: object
+    help: str
+    choices: tuple[object, ...] = ()
+    opposite: str = ""
+    metavar: str | None = None
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line, without its hyphens."""
+        return self.name.replace("_", "-")
+
+
+def option(
+    kind: type,
+    default: object,
+    help: str,  # noqa: A002
+    *,
+    choices: Sequence[object] = (),
+    opposite: str = "",
+    metavar: str | None = None,
+) -> Any:  # noqa: ANN401  # a field, which stands where its value will
+    """Return a field of a format's `options`. The arguments are those of `Option`."""
+    about = {"kind": kind, "help": help, "choices": tuple(choices), "opposite": opposite, "metavar": metavar}
+    return field(default=default, metadata=about)
+
+
+DTYPES = ("float32", "bfloat16", "float16", "keep")
+
+
+def dtype_option() -> Any:  # noqa: ANN401  # a field
+    """Return the field of formats that have a whole model."""
+    return option(str, "keep", "Element type of trained parameters in the model.", choices=DTYPES)
+
+
+def options_of(kind: type | None) -> list[Option]:
+    """Return the options that a frozen dataclass of `option` fields has; of None, none."""
+    fields = dataclasses.fields(kind) if kind is not None else ()
+    return [Option(one.name, default=one.default, **one.metadata) for one in fields]
+
+
+def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  # noqa: ANN401  # one of that dataclass
+    """Return a format's options as they were given; what is None was not.
+
+    Raises
+    ------
+    UsageError
+        An option that does not apply to `what`, or a value that it cannot have.
+    """
+    known = {one.name: one for one in options_of(kind)}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    for name, value in chosen.items():
+        if name not in known:
+            flags = ", ".join(one.flag for one in known.values())
+            raise UsageError(f"{name.replace('_', '-')} does not apply to {what}", expected=flags or "no option")
+        one = known[name]
+        if one.choices and value not in one.choices:
+            raise UsageError(f"unusable {one.flag}", expected=" or ".join(map(str, one.choices)), found=repr(value))
+        if not isinstance(value, one.kind) or (one.kind is int and isinstance(value, bool)):
+            raise UsageError(f"unusable {one.flag}", expected=f"a value of type {one.kind.__name__}", found=repr(value))
+        if name == "world_size" and isinstance(value, int):
+            check_world_size(value)
+    return kind(**chosen) if kind is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFiles:
+    """The files of a target, as `lay_out` and `recut` give them.
+
+    Parameters
+    ----------
+    files : sequence of TargetFile
+        In the target directory; the only one is the target itself where `is_file`.
+    outside : sequence of TargetFile
+        Small ones of literals only that go into the target's parent, replacing what is there.
+    is_file : bool
+    notes : sequence of str
+        What to know of the target.
+    restated : collection of str, or None
+        Keys of the source's metadata that the target says in another form, or of which the notes speak. None: no key
+        has to arrive, for ranks that the target does not have hold some of their own.
+    copied : collection of str
+        Names of files that are copies of the source's as they are, whatever is in them.
+    replaceable : callable
+        Tells a name of a file that the format does not own, but a target that is to be replaced may have as well.
+    check : callable or None
+        Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
+    """
+
+    files: Sequence[TargetFile]
+    outside: Sequence[TargetFile] = ()
+    is_file: bool = False
+    notes: Sequence[str] = ()
+    restated: Collection[str] | None = frozenset()
+    copied: Collection[str] = frozenset()
+    replaceable: Callable[[str], bool] = lambda _: False
+    check: Callable[[], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be written.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    source, target : Path
+        As the user named them.
+    options : object
+        One of the format's `options`, or of its `recut_options`.
+    roots : tuple of Path
+        The same source on other nodes.
+    """
+
+    checkpoint: Checkpoint
+    source: Path
+    target: Path
+    options: Any
+    roots: tuple[Path, ...] = ()
+
+
+class Format(Protocol):
+    """A format on disk. Subclass it; everything but `name`, `title`, `find` and `read` has a default.
+
+    Who calls what, in which order:
+
+    1. `open_checkpoint` calls `find` of the registered formats in turn, those of other packages last, until one is
+       sure, then `read` of that one. Where none recognises the source it raises the first near miss. Below a directory
+       that it has opened, the inventory calls `is_checkpoint` of folders from which nothing was read.
+    2. `convert` opens its source, checks the user's options against `options`, then calls `lay_out` of the target's
+       format, plans the files, writes them below a temporary name, opens those (`find`, `read`), holds them against the
+       source, and names them. `owns` tells which directories `overwrite` may replace.
+    3. `reshard` does the same with `recut_options` and `recut` of the source's own format, and `strip` with `strip`.
+    4. Whoever copies or verifies calls `checks` for each file of the source. `verify` calls `survey` where `find`
+       recognises a source that `read` cannot open.
+    5. `diff` calls `follows` of every format for each setting that differs.
+
+    No method reads or writes the elements of tensors; the engine does, from what `read` and the `lay_out`s return.
+    What a format knows of the meaning of values in its files (which ones the inventory need not look for elsewhere) it
+    gives with each `SourceFile`, as `rules`.
+    """
+
+    name: str
+    """What `Checkpoint.format` says, and `--to` takes."""
+
+    title: str
+    """What people call it, a few words."""
+
+    reads: Sequence[tuple[str, str]] = ()
+    """What of it is read, for the table in the README: variants, and details of each. By default the title."""
+
+    writes: str = ""
+    """What `convert` makes of a target, one line; empty: it is not written."""
+
+    takes: frozenset[str] = frozenset()
+    """Which of `ROOTS`, `TAG` and `TP_RULES` a search for it may be given; given another, it is not asked."""
+
+    options: type | None = None
+    """A frozen dataclass of `option` fields: what `lay_out` leaves to choose."""
+
+    recut_options: type | None = None
+    """The same for `recut`; None: `reshard` refuses the format."""
+
+    owns: Owned | None = None
+    """Which directories hold nothing but its files, so that they may be replaced; None: it is not written."""
+
+    family: str = ""
+    """Formats of one family keep the names that wrappers gave to parameters, as their programs look for them."""
+
+    keeps_ranks: bool = False
+    """Whether a target has each rank's own weights where the source has them, rather than rounded masters."""
+
+    fingerprinted: bool = False
+    """Whether `convert` records the fingerprint of a target by default."""
+
+    lists_files: bool = False
+    """Whether it has a list of all files of its directory, so that no other program's are looked for in it."""
+
+    def owned_with(self, target: TargetFiles) -> Owned:
+        """Return which directories a target may replace: those of the format, with the files it has besides."""
+        from zckpt.storage.ownership import Owned
+
+        own = self.owns or Owned(lambda _: False)
+        return Owned(lambda name: own.is_own(name) or name in target.copied or target.replaceable(name), own.is_marked)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Tell from names and few bytes whether a path is, or holds, a checkpoint of this format.
+
+        Raises
+        ------
+        SourceError
+            It is one for certain, and where it is cannot be told: `latest` names nothing, a rank's file is missing.
+        """
+        ...
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the structure of what `find` found.
+
+        Raises
+        ------
+        SourceError
+            A file is damaged or missing, the files contradict each other, or hold what is not read.
+        """
+        ...
+
+    def is_checkpoint(self, directory: Path) -> bool:
+        """Tell by names alone whether a directory is a checkpoint of its own, or a damaged one."""
+        try:
+            return isinstance(self.find(Search(directory)), Found)
+        except SourceError:
+            return True
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of a checkpoint of any format in this one.
+
+        Raises
+        ------
+        UsageError
+            An option that is needed, or cannot be.
+        UnsupportedError
+            The format has no place for something in the checkpoint.
+        """
+        raise UnsupportedError(f"{self.title} is not written", path=job.checkpoint.source)
+
+    def checks(self, file: SourceFile) -> Iterable[Sum]:
+        """Return the checksums that a file of a checkpoint holds of its own bytes; by default a torch file's CRCs.
+
+        Raises
+        ------
+        SourceError
+            The file cannot be read, or the structure that states them is damaged.
+        """
+        from zckpt.formats.checksums import archive_sums
+
+        return archive_sums(file)
+
+    def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
+        """Read every file by itself, where the whole cannot be opened; by default all torch and safetensors files.
+
+        Parameters
+        ----------
+        search : Search
+        found : Found or None
+            What `find` returned; None: it raised an error.
+        """
+        from zckpt.formats.survey import survey_files
+
+        return survey_files(search.path)
+
+    def slot_names(self, checkpoint: Checkpoint, source: Path) -> list[str]:  # noqa: ARG002
+        """Return the names of all slots that `strip` can take out of a source."""
+        return checkpoint.slot_names()
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:  # noqa: ARG002
+        """Return what becomes of the files of a checkpoint without what is to go.
+
+        Raises
+        ------
+        UnsupportedError
+            Nothing is taken out of this format.
+        """
+        from zckpt.formats.registry import formats
+
+        expected = ", ".join(one.name for one in formats() if type(one).strip is not Format.strip)
+        raise UnsupportedError("nothing can be taken out of this format", path=checkpoint.source, expected=expected,
+                               found=self.name, advice="use `zckpt convert`")  # fmt: skip
+
+    def recut(self, job: Job) -> TargetFiles:
+        """Return the files of a checkpoint of this format, cut for other ranks.
+
+        Raises
+        ------
+        UsageError
+            An option that cannot be.
+        UnsupportedError
+            It cannot be cut for others.
+        """
+        raise UnsupportedError(
+            "only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are cut for another number of ranks",
+            path=job.checkpoint.source,
+            found=self.name,
+            advice="use `zckpt convert`, whose targets any number of ranks loads",
+        )
+
+    def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
+        """Tell whether a setting that differs between two checkpoints only says how each is cut or stored.
+
+        Parameters
+        ----------
+        key : str
+            As `diff` prints it: `metadata.ds_config.zero_optimization.stage`.
+        values : (object, object)
+            None where a side does not have it.
+        sides : (Checkpoint, Checkpoint)
+        """
+        return False

@@ -1,0 +1,191 @@
+"""What to say of something that no format recognises: what it seems to be, and where a checkpoint is near it.
+
+Knows by names and first bytes what other programs leave, which zckpt does not read, and which directories of a run are
+its checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from zckpt.errors import SourceError, UnknownFormatError
+from zckpt.formats.format import NearMiss, Search
+from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
+from zckpt.storage.files import is_file, read_head
+
+HEAD_NBYTES = 512
+
+LFS = b"version https://git-lfs.github.com/spec/"
+
+ITERATION = "latest_checkpointed_iteration.txt"
+"""In which Megatron-LM names the iteration that it saved last: a number, or `release`."""
+
+SHOWN_NAMES = 6
+
+MAXIMUM_FOLDERS = 1000
+"""Folders that are looked into for a checkpoint: a run keeps few."""
+
+TO_HUGGING_FACE = "export it to safetensors or a torch state dict with the program that wrote it"
+
+_FILES = (
+    (b"GGUF", r"", "is a GGUF file of llama.cpp"),
+    (b"\x89HDF\r\n\x1a\n", r"", "is an HDF5 file, as Keras writes it"),
+    (b"\x93NUMPY", r"", "is an array of NumPy"),
+    (b"PK\3\4", r".*\.npz", "is an archive of NumPy arrays"),
+    (b"PK\3\4", r".*\.keras", "is a model of Keras"),
+    (b"", r".*\.(data-[0-9]{5}-of-[0-9]{5}|ckpt[-.0-9]*\.(index|meta))", "is a part of a checkpoint of TensorFlow"),
+    (b"", r"saved_model\.pb", "is a saved model of TensorFlow"),
+    (b"", r"(flax_model\.msgpack|.*\.msgpack)", "is a file of Flax"),
+    (b"", r".*\.(onnx|tflite)", "is a graph for inference, without training state"),
+)
+"""First bytes and name of a file of another program, and what it is."""
+
+_DIRECTORIES = (
+    (r"_CHECKPOINT_METADATA|manifest\.ocdbt|_METADATA", "is a checkpoint of Orbax (JAX)"),
+    (r"saved_model\.pb", "is a saved model of TensorFlow"),
+    (r".+\.data-[0-9]{5}-of-[0-9]{5}", "is a checkpoint of TensorFlow"),
+    (r"mp_rank_[0-9]{2}(_[0-9]{3})*/(model_optim_rng|model_rng|distrib_optim)\.pt", "is a checkpoint of Megatron-LM"),
+    (r".+\.gguf", "holds GGUF files of llama.cpp"),
+    (r".+\.npz", "holds archives of NumPy arrays"),
+    (r"flax_model.*\.msgpack", "is a model of Flax"),
+)
+"""Names in a directory of another program, and what it is."""
+
+
+def unrecognised(
+    path: Path, misses: Sequence[NearMiss], broken: Sequence[BrokenPluginError], *, whatever: bool
+) -> SourceError | None:
+    """Return the error for a source of which no format is sure; None if the one that is not sure is to read it.
+
+    Parameters
+    ----------
+    path : Path
+    misses : sequence of NearMiss
+        What formats have seen in it.
+    broken : sequence of BrokenPluginError
+        Formats that could not be asked.
+    whatever : bool
+        Whether there is not even a format that would try.
+    """
+    if path.is_dir():
+        if not whatever:
+            return None
+        found = next(iter(misses), None) or _of_others(path)
+        error: SourceError = found.error(path) if found is not None else _unknown(path)
+        error.advice = error.advice or _parent(path)
+    else:
+        found = pointer(path) or next(iter(misses), None) or _of_other(path)
+        if found is None and not whatever and not broken:
+            return None
+        error = found.error(path) if found is not None else _unknown_file(path)
+    if broken:
+        error.advice = "; ".join([*([error.advice] if error.advice else []), *map(str, broken)])
+    return error
+
+
+def explained(error: SourceError, search: Search, misses: Sequence[NearMiss]) -> SourceError:
+    """Return the error that reading stopped at, or one that says better what the file is."""
+    at = Path(error.path) if error.path is not None else None
+    found = pointer(at) if at is not None and is_file(at) else None
+    if found is not None and at is not None:
+        return found.error(at)
+    if at != search.path or at is None or at.is_dir():
+        return error
+    found = _of_other(at) if isinstance(error, UnknownFormatError) else None
+    if found is not None:
+        return found.error(at)
+    if misses and error.advice is None:
+        error.advice = f"it {misses[0].message}" + (f": {misses[0].advice}" if misses[0].advice else "")
+    return error
+
+
+def pointer(path: Path) -> NearMiss | None:
+    """Tell a file in whose place git-lfs has left a pointer."""
+    if _head(path).startswith(LFS):
+        return NearMiss("is a pointer of git-lfs, not the file itself", "run `git lfs pull`")
+    return None
+
+
+def _of_other(path: Path) -> NearMiss | None:
+    """Tell a file of another program."""
+    head = _head(path)
+    for first, name, what in _FILES:
+        if head.startswith(first) and (not name or re.fullmatch(name, path.name)):
+            return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
+    return None
+
+
+def _of_others(path: Path) -> NearMiss | None:
+    """Tell a directory of another program, by the names of what is in it and in its folders."""
+    names = list(_names(path))
+    for name, what in _DIRECTORIES:
+        if any(re.fullmatch(name, one) for one in names):
+            return NearMiss(f"{what}, which zckpt does not read", TO_HUGGING_FACE, intact=True)
+    pointers = [name for name in names if "/" not in name and pointer(path / name)]
+    if pointers:
+        return NearMiss(f"holds pointers of git-lfs, such as {pointers[0]}, not the files", "run `git lfs pull`")
+    return None
+
+
+def _names(path: Path) -> Iterator[str]:
+    """Yield the names of files, and of folders' files, in a directory."""
+    for entry in _entries(path):
+        yield entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from (f"{entry.name}/{one.name}" for one in _entries(Path(entry.path)))
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        return sorted(islice(os.scandir(path), MAXIMUM_FOLDERS), key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _unknown(path: Path) -> SourceError:
+    names = [entry.name for entry in _entries(path)]
+    found = ", ".join(names[:SHOWN_NAMES]) + (f" and {len(names) - SHOWN_NAMES} more" if names[SHOWN_NAMES:] else "")
+    return UnknownFormatError(
+        "no checkpoint recognised",
+        path=path,
+        expected="a directory of DeepSpeed, torch DCP, ZeroRedundancyOptimizer, safetensors or zckpt",
+        found=found or "nothing",
+    )
+
+
+def _unknown_file(path: Path) -> SourceError:
+    return UnknownFormatError("no checkpoint recognised", path=path, expected="a file of torch.save or safetensors")
+
+
+def _parent(path: Path) -> str | None:
+    """Name the latest checkpoint one level down, where a run's or a Trainer's output directory has them."""
+    folders = [Path(entry.path) for entry in _entries(path) if entry.is_dir()]
+    named = _iteration(path)
+    if named is not None and named in folders:
+        return f"did you mean {named}?"
+    own = [one for one in formats() if one.name in BUILT_IN]
+    inside = [f for f in folders if (f / "latest").is_file() or any(one.is_checkpoint(f) for one in own)]
+    latest = max(inside, key=lambda folder: _numbered(folder.name), default=None)
+    return f"did you mean {latest}?" if latest is not None else None
+
+
+def _iteration(path: Path) -> Path | None:
+    """Return the directory that Megatron-LM's file names."""
+    text = _head(path / ITERATION).decode("ascii", "replace").strip()
+    return path / (f"iter_{int(text):07d}" if text.isdigit() else text) if text.isalnum() else None
+
+
+def _numbered(name: str) -> tuple[tuple[int, ...], int, str]:
+    """Return what orders the names of checkpoints as they were saved: by their numbers."""
+    return tuple(int(number) for number in re.findall(r"[0-9]+", name)), len(name), name
+
+
+def _head(path: Path) -> bytes:
+    try:
+        return read_head(str(path), HEAD_NBYTES) if is_file(path) else b""
+    except SourceError:
+        return b""

@@ -1,0 +1,74 @@
+"""Many parameters that are cut alike, file by file: what each file has of them, worked out for all at once. Pure.
+
+A rule says where the elements of one parameter lie. Here the rules of thousands, one after the other in the same files,
+are columns of numbers, so that what a file has of them takes a few operations on arrays and no object for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from zckpt.state.spans import CutSpans
+
+Column = npt.NDArray[np.int64]
+"""A number for each parameter."""
+
+
+class Cuts:
+    """Rules of parameters in the same files, as columns.
+
+    Parameters
+    ----------
+    spans : sequence of CutSpans
+    """
+
+    def __init__(self, spans: Sequence[CutSpans]) -> None:
+        some = [one for one in spans if one.numel]
+        self.origin = np.array([one.origin for one in some], np.int64)
+        self.width = np.array([one.width for one in some], np.int64)
+        self.at = np.array([one.at for one in some], np.int64)
+        self.numel = np.array([one.numel for one in some], np.int64)
+        self._first = self.origin // self.width
+        self._end = -(-(self.origin + self.numel) // self.width)
+        self._is_sorted = bool((np.diff(self._first) >= 0).all() and (np.diff(self._end) >= 0).all())
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the same elements lie in the same places of other files."""
+        if not isinstance(other, Cuts):
+            return NotImplemented
+        ours, theirs = ((x.origin, x.width, x.at, x.numel) for x in (self, other))
+        return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # compared, never looked up
+
+    def ranges(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """Yield each file's index, and which elements of its tensor are some parameter's: sorted, none touching."""
+        for file in range(int(self._end.max(initial=0))):
+            begin, end = 0, len(self.origin)
+            if self._is_sorted:
+                begin = int(np.searchsorted(self._end, file, "right"))
+                end = int(np.searchsorted(self._first, file, "right"))
+            width, line = self.width[begin:end], self.origin[begin:end]
+            start = file * width
+            low = np.maximum(line, start)
+            high = np.minimum(line + self.numel[begin:end], start + width)
+            shift = self.at[begin:end] - start
+            yield file, merged_ranges(low + shift, high + shift)
+
+
+def merged_ranges(lows: Column, highs: Column) -> list[tuple[int, int]]:
+    """Return ranges sorted and none touching another, that cover the same numbers; those that end early are empty."""
+    some = lows < highs
+    lows, highs = lows[some], highs[some]
+    if not len(lows):
+        return []
+    if (np.diff(lows) < 0).any():
+        order = np.argsort(lows, kind="stable")
+        lows, highs = lows[order], highs[order]
+    ends = np.maximum.accumulate(highs)
+    first = np.concatenate(([True], lows[1:] > ends[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return list(zip(lows[first].tolist(), ends[last].tolist(), strict=True))

@@ -1,0 +1,284 @@
+"""Where the elements of a slot lie: extents, spans, and spans that a rule gives. Pure: no I/O.
+
+A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole tensor is a box with
+the full range; a ZeRO slice is the whole box with a part of the range; a tensor-parallel slice is a smaller box; a ZeRO
+slice of a tensor-parallel slice is both.
+
+A slot has a sequence of spans. Few of them are a tuple. The spans that ZeRO cuts are a rule, so that a checkpoint of
+thousands of parameters by thousands of ranks takes memory and time for their sum, not for their product:
+
+    line        | a a a a a | b b b | c c c c c c c c |        the parameter begins at element `origin` of a line
+    files       |  file 0  |  file 1  |  file 2  |             which is cut every `width` elements
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+from zckpt.errors import LayoutError
+from zckpt.state.dtypes import itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A box of a tensor, and a flattened range within that box.
+
+    Parameters
+    ----------
+    offsets, sizes : tuple of int, elements
+        The box: its first index and its size along each dimension. Both empty for a 0-d tensor.
+    start, numel : int, elements
+        The range of the box's row-major flattening, [start, start + numel).
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    numel: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Extent:
+        """Return the extent of all elements of a tensor of `shape`."""
+        return cls((0,) * len(shape), shape, 0, math.prod(shape))
+
+    @classmethod
+    def flat(cls, shape: tuple[int, ...], start: int, numel: int) -> Extent:
+        """Return elements [start, start + numel) of the flattened tensor of `shape`."""
+        return cls((0,) * len(shape), shape, start, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An extent and where its bytes are.
+
+    Parameters
+    ----------
+    extent : Extent
+    path : str
+        The file.
+    offset : int, bytes
+        Where the first element of the extent is.
+    dtype : str
+        Element type as stored.
+    strides : tuple of int, elements, or None
+        Distance between neighbours along each dimension of the box, for a tensor that is not stored in
+        row-major order; the range is then the whole box. None: the range is one contiguous run.
+    byteorder : {"little", "big"}
+    unresolved : tuple of {"conj", "neg"}
+        What is still to be done to the elements that are stored, to have their values: torch's bits for lazy views.
+    """
+
+    extent: Extent
+    path: str
+    offset: int
+    dtype: str
+    strides: tuple[int, ...] | None = None
+    byteorder: str = "little"
+    unresolved: tuple[str, ...] = ()
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the elements lie end to end and as they are, but for the order of their bytes."""
+        return self.strides is None and not self.unresolved
+
+
+class Spans(Sequence[Span]):
+    """Spans that are not kept one by one: each is made when it is asked for."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
+        """Return those that have some of elements [low, high) of the flattened tensor."""
+
+    @abstractmethod
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether another sequence has the same spans."""
+        if not isinstance(other, (tuple, Spans)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        """Return the hash of a tuple of the same spans."""
+        return hash(tuple(self))
+
+
+@dataclass(frozen=True, slots=True)
+class CutFiles:
+    """The tensors, one in each rank's file, that together hold a line of elements.
+
+    Parameters
+    ----------
+    paths : tuple of str
+    offsets : tuple of int, bytes
+        Where the tensor of each file begins.
+    dtype : str
+    byteorder : {"little", "big"}
+    """
+
+    paths: tuple[str, ...]
+    offsets: tuple[int, ...]
+    dtype: str
+    byteorder: str = "little"
+    _indexes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+
+    def index(self, path: str) -> int | None:
+        """Return which of the files a path is; None for another."""
+        if not self._indexes:
+            self._indexes.update({path: index for index, path in enumerate(self.paths)})
+        return self._indexes.get(path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutSpans(Spans):
+    """The spans of a parameter on a line that is cut every `width` elements.
+
+    ZeRO-1/2: the line is a param group's buffer, the width that of a partition. ZeRO-3: each parameter is a line of its
+    own, the width that of a shard, and in every file its shard begins at element `at` of the tensor there.
+
+    Parameters
+    ----------
+    files : CutFiles
+        One for all parameters that are cut alike.
+    shape : tuple of int
+        Of the parameter.
+    origin : int, elements
+        Where it begins on the line.
+    width : int, elements
+        That each file has of the line.
+    at : int, elements
+        Where in the tensor of a file its part of the line begins.
+
+    Raises
+    ------
+    LayoutError
+        The parameter goes beyond the last file.
+    """
+
+    files: CutFiles
+    shape: tuple[int, ...]
+    origin: int
+    width: int
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the files hold all of it: then each element is in one span."""
+        numel = self.numel
+        if min(self.origin, self.at) < 0 or (numel and self.width < 1) or self._end > len(self.files.paths):
+            raise LayoutError(
+                "a parameter goes beyond the files that hold it",
+                expected=f"at most {len(self.files.paths)} files of {self.width} elements",
+                found=f"elements {self.origin} to {self.origin + numel}",
+            )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def _first(self) -> int:
+        """Index of the first file with elements."""
+        return self.origin // self.width if self.numel else 0
+
+    @property
+    def _end(self) -> int:
+        """Index after the last file with elements."""
+        return -(-(self.origin + self.numel) // self.width) if self.numel else 0
+
+    def __len__(self) -> int:
+        """Return the number of files that have some of it."""
+        return self._end - self._first
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        """Return a span, or some, in the order of the files."""
+        if isinstance(index, slice):
+            return tuple(self._span(self._first + i) for i in range(*index.indices(len(self))))
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._span(self._first + index % len(self))
+
+    def __iter__(self) -> Iterator[Span]:
+        """Yield the spans in the order of the files."""
+        return map(self._span, range(self._first, self._end))
+
+    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
+        """Return those that have some of elements [low, high) of the flattened tensor."""
+        low, high = max(low, 0), min(high, self.numel)
+        if low >= high:
+            return ()
+        first, end = (self.origin + low) // self.width, -(-(self.origin + high) // self.width)
+        return tuple(self._span(file) for file in range(first, end))
+
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+        found = sorted(index for path in paths for index in (self.files.index(path),) if index is not None)
+        return tuple(self._span(file) for file in found if self._first <= file < self._end)
+
+    def _span(self, file: int) -> Span:
+        begin = file * self.width
+        low, high = max(self.origin, begin), min(self.origin + self.numel, begin + self.width)
+        offset = self.files.offsets[file] + (self.at + low - begin) * itemsize(self.files.dtype)
+        extent = Extent.flat(self.shape, low - self.origin, high - low)
+        return Span(extent, self.files.paths[file], offset, self.files.dtype, None, self.files.byteorder)
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether another sequence has the same spans."""
+        if isinstance(other, CutSpans) and self._place() == other._place() and self.files is other.files:
+            return True
+        return Spans.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        """Return the hash of a tuple of the same spans."""
+        return Spans.__hash__(self)
+
+    def _place(self) -> tuple[object, ...]:
+        return self.shape, self.origin, self.width, self.at
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One state of a parameter: its model weight, its master, or a tensor of the optimizer.
+
+    Parameters
+    ----------
+    name : str
+        `weight`, `master`, or the optimizer's own key.
+    dtype : str
+    shape : tuple of int
+        The parameter's shape, except for state that is not per element (a factored second moment).
+    spans : sequence of Span
+        A tuple, or a rule. Cover every element exactly once.
+    replicas : tuple of sequence of Span
+        Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values
+        drift apart and are averaged by rule); empty almost always.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spans: Sequence[Span]
+    replicas: tuple[Sequence[Span], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the elements."""
+        return self.numel * itemsize(self.dtype)
