@@ -28,7 +28,7 @@ from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
-from zckpt.formats import open_checkpoint, torch_archive
+from zckpt.formats import open_checkpoint
 from zckpt.formats.native import rank_file as ranks
 from zckpt.formats.native.digests import check_digests
 from zckpt.formats.native.document import encode, read_document
@@ -39,6 +39,7 @@ from zckpt.formats.native.pieces import Layouts
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import lay_out
 from zckpt.formats.remainder import origin
+from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
@@ -86,7 +87,7 @@ def same_bits(found: Slot, expected: Slot) -> bool:
 
 def as_torch_file(tree: object, path: Path) -> bytes:
     """The bytes of a torch file: equal only for trees of equal objects, of which the same ones are one and the same."""
-    write_target(plan([torch_archive.lay_out("tree.pt", tree)]), path, overwrite=True)
+    write_target(plan([torch_writer.lay_out("tree.pt", tree)]), path, overwrite=True)
     return path.read_bytes()
 
 

@@ -200,7 +200,7 @@ def test_every_tool_sees_which_optimizer_a_group_is_of(
     ]
     source = directory / "redundancy"
     assert groups(zckpt.open(source)) == expected
-    assert [group["optimizer"] for group in zckpt.inspect(zckpt.open(source))["param_groups"]] == [
+    assert [group["optimizer"] for group in zckpt.inspect(source).param_groups] == [
         "matrices",
         "matrices",
         "rest",

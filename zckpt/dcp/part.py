@@ -15,7 +15,7 @@ from zckpt.dcp.contents import Contents, Held, contents, may_be_tied, single_num
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.metadata import Keys
 from zckpt.formats.native.rank_file import Entry, slot_entry
-from zckpt.formats.scalars import encode
+from zckpt.formats.torch_files.tensors import encode
 from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.state import WEIGHT, Extent, Scalar, Slot
 from zckpt.training.parts import key_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.formats.safetensors_file import header_of, read_header
+from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.files import is_file

@@ -22,9 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from zckpt.errors import ZckptError
-from zckpt.optim import ZeroOptimizer
-from zckpt.training.checkpointer import Checkpointer
+import zckpt
 
 BATCH = 12
 """Sequences in a batch, of all ranks together: what 4, 3 and 2 ranks can share."""
@@ -90,7 +88,7 @@ class GPT(nn.Module):
 
 def source_text() -> torch.Tensor:
     """Return the bytes of this library's source."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(str(zckpt.__file__)).parent
     text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % BYTES
 
@@ -108,7 +106,7 @@ SILENCE = 120.0
 GRACE = 20.0
 """Seconds that the ranks have to end, or to find out that one of them is gone."""
 
-PRELOADED = [__name__, "torch._dynamo"]
+PRELOADED = [__name__, "torch._dynamo", "zckpt.training", "zckpt.optim"]
 """Imported once, not by each rank: torch, and what it imports when an optimizer is made."""
 
 
@@ -200,7 +198,7 @@ def run(training: Training, world_size: int, *, kill: tuple[int, int] | None = N
         if kill is not None and codes[kill[1]] == -signal.SIGKILL and kill[1] not in hung:
             part.killed = kill[1]
         elif any(codes) or max(part.losses, default=part.resumed) < training.steps:
-            raise ZckptError(f"training on {world_size} ranks failed", found=_reason(codes, Path(scratch)))
+            raise zckpt.ZckptError(f"training on {world_size} ranks failed", found=_reason(codes, Path(scratch)))
         return part
 
 
@@ -265,10 +263,10 @@ def _rank_main(
 def _train(training: Training, rank: int, world_size: int, sender: Connection | None, dies: int | None) -> None:
     """Go on with a training, from its newest checkpoint to its last step, or to the one after which this rank dies."""
     model = GPT(training.size)
-    optimizer = ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3, stage=2)
+    optimizer = zckpt.optim.ZeroOptimizer(model.named_parameters(), torch.optim.AdamW, lr=3e-3, stage=2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, training.steps)
     parts: Any = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    checkpointer = Checkpointer(training.directory, every=training.every, keep=2, async_=True)
+    checkpointer = zckpt.Checkpointer(training.directory, every=training.every, keep=2, async_=True)
     restored = checkpointer.resume(**parts)
     done = (restored.step or 0) if restored else 0
     if sender is not None:
