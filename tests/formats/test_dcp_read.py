@@ -35,11 +35,13 @@ from zckpt.errors import (
     UsageError,
     ZckptError,
 )
-from zckpt.formats import open_checkpoint, safetensors_file, safetensors_shards
+from zckpt.formats import open_checkpoint
 from zckpt.formats.dcp import items
 from zckpt.formats.dcp import reader as adapter
 from zckpt.formats.dcp.directory import find
 from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.safetensors import shards as safetensors_shards
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint, Extent, Scalar
 from zckpt.torchfile import FromFile, Tensor

@@ -8,15 +8,16 @@ A program that does not know it can leave it alone: all of it is beside the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.jsonable import jsonable
-from zckpt.formats.tensors import as_mapping, as_names, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
 from zckpt.state.inventory import IMPLIED, Rule
-from zckpt.torchfile import TorchFile, brief
+from zckpt.torchfile import Renderer, Tensor, TorchFile, brief
+from zckpt.torchfile.plain import LIMIT
 
 KEY = "zckpt"
 """Under which the tree is kept in a dict that others read too."""
@@ -125,3 +126,43 @@ def _give_masters(checkpoint: Checkpoint) -> None:
         weight = parameter.slots.get(WEIGHT)
         if parameter.group is not None and weight is not None:
             parameter.slots.setdefault(MASTER, replace(weight, name=MASTER))
+
+
+MAXIMUM_VALUES = 1 << 17
+"""Values within values that are said of all groups, or of all parameters: a file may repeat a tree without end."""
+
+
+def jsonables(groups: Iterable[Mapping[str, object]], renderer: Renderer | None = None) -> list[dict[str, object]]:
+    """Return the values of groups, or of whatever has many, as JSON-able data.
+
+    Parameters
+    ----------
+    groups : iterable of mapping
+    renderer : Renderer, optional
+        Limits how many there are in all; by default to `MAXIMUM_VALUES`, with `...` for the rest.
+    """
+    renderer = renderer or Renderer(MAXIMUM_VALUES)
+    return [{key: jsonable(value, renderer) for key, value in group.items()} for group in groups]
+
+
+def jsonable(value: object, renderer: Renderer | None = None) -> object:
+    """Return a value as JSON-able data: single values as numbers, tensors by type and shape, NaN and Inf as text.
+
+    Parameters
+    ----------
+    value : object
+    renderer : Renderer, optional
+        Limits what several values become together.
+    """
+    if isinstance(value, Scalar):
+        return jsonable(value.value)
+    if isinstance(value, Tensor):
+        return {"tensor": value.dtype, "shape": list(value.shape)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    renderer = renderer or Renderer(LIMIT)
+    if isinstance(value, dict) and any(isinstance(one, Scalar) for one in value.values()):
+        return {str(key): jsonable(one, renderer) for key, one in value.items()}
+    return renderer.render(value)

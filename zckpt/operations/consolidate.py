@@ -11,9 +11,15 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked
 from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.errors import UsageError
-from zckpt.formats import safetensors_file
 from zckpt.formats.checksums import source_checks
-from zckpt.formats.consolidated import DEFAULT_MAX_SHARD_NBYTES, Tensors, model_tensors, model_tree, optimizer_slots
+from zckpt.formats.consolidated.model import (
+    DEFAULT_MAX_SHARD_NBYTES,
+    Tensors,
+    model_tensors,
+    model_tree,
+    optimizer_slots,
+)
+from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, opened
@@ -177,9 +183,9 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
-        from zckpt.formats import torch_archive
+        from zckpt.formats.torch_files import writer as torch_writer
 
-        return [torch_archive.lay_out(path.name, model_tree(tensors))]
+        return [torch_writer.lay_out(path.name, model_tree(tensors))]
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
@@ -192,7 +198,7 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
-    from zckpt.formats.optimizer_file import IN_DIRECTORY, beside_model, optimizer_safetensors, optimizer_torch
+    from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, beside_model, optimizer_safetensors, optimizer_torch
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:

@@ -13,9 +13,9 @@ from zckpt.engine.plan import Hole, fill
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.formats.optimizer_file import beside_model
+from zckpt.formats.consolidated.optimizer import beside_model
 from zckpt.formats.suffixes import check_directory
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model

@@ -9,7 +9,7 @@ import torch
 
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
-from zckpt.formats.torch_archive import NewStorage, ValuePart, lay_out, new_storage, view
+from zckpt.formats.torch_files.writer import NewStorage, ValuePart, lay_out, new_storage, view
 from zckpt.operations.target import write_target
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
 

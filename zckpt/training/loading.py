@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
+from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
 from zckpt.optim import DistributedOptimizer, files
@@ -130,7 +131,8 @@ def load(
     ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
 
     def prepared() -> _Loading:
-        loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
+        with headers_shared(ranks.rank, ranks.world_size):
+            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.tensors import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import (

@@ -23,7 +23,7 @@ from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
-from zckpt.formats.tensors import span_of
+from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source

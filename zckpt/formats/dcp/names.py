@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.dcp.tree import Branch, Node, branch, is_list
-from zckpt.formats.torch_file import MODEL_KEYS
+from zckpt.formats.torch_files.reader import MODEL_KEYS
 from zckpt.state.names import aligned, bare_names
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"

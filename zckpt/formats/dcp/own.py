@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from zckpt.errors import DamagedFileError, UsageError
 from zckpt.formats.dcp.optimizer import OptimizerState
 from zckpt.formats.remainder import remainder_rules, restore
-from zckpt.formats.scalars import with_scalars
-from zckpt.formats.tensors import as_mapping, describe
+from zckpt.formats.torch_files.tensors import as_mapping, describe, with_scalars
 from zckpt.state import Checkpoint, Parameter
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
-from zckpt.formats import torch_archive
-from zckpt.formats.torch_archive import SlotPart, SlotTensor, ValueTensor
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor
 from zckpt.state import Extent, Slot
 from zckpt.torchfile import ALIGNMENT
 
@@ -80,7 +80,7 @@ class Archives:
         kind = _kind(value)
         archive = self._known.get(kind)
         if archive is None:
-            archive = self._known[kind] = _joined(torch_archive.lay_out(STEM, _node(value)))
+            archive = self._known[kind] = _joined(torch_writer.lay_out(STEM, _node(value)))
         return archive
 
 
@@ -99,8 +99,8 @@ def _node(value: object) -> object:
     if not isinstance(value, TensorPiece):
         return value
     stand_in = Slot("", value.tensor.dtype, value.sizes, ())
-    storage = torch_archive.new_storage(value.tensor.dtype, stand_in.numel, [SlotPart(0, stand_in, "")])
-    return torch_archive.view(storage, value.sizes)
+    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotPart(0, stand_in, "")])
+    return torch_writer.view(storage, value.sizes)
 
 
 def _joined(archive: TargetFile) -> TargetFile:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.consolidated import model_tensors, model_tree, optimizer_slots
-from zckpt.formats.optimizer_file import optimizer_tree
-from zckpt.formats.tensors import slot_of
-from zckpt.formats.torch_archive import SlotTensor, ValueTensor
+from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
+from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state import Checkpoint
 from zckpt.torchfile import (
     DefaultMapping,

@@ -17,14 +17,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.engine.plan import Literal, TargetFile
-from zckpt.formats import torch_archive
+from zckpt.formats.consolidated.optimizer import value_node
 from zckpt.formats.dcp.directory import NAME
 from zckpt.formats.dcp.write_archives import Archives, TensorPiece
 from zckpt.formats.dcp.write_items import Item, expanded, items
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
-from zckpt.formats.optimizer_file import value_node
 from zckpt.formats.remainder import WITH_ITEMS, remainder
-from zckpt.formats.torch_archive import SlotTensor, ValueTensor
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 from zckpt.state.partition import check_world_size
 
@@ -66,7 +66,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
         entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
     content = metadata(entries)
-    rest = torch_archive.lay_out(REST_NAME, _rest(checkpoint, found))
+    rest = torch_writer.lay_out(REST_NAME, _rest(checkpoint, found))
     return [*(file for file in files if file.nbytes), rest, TargetFile(NAME, len(content), [Literal(0, content)])]
 
 

@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
-from zckpt.formats.torch_archive import new_storage, view
+from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
 from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 

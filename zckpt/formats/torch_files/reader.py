@@ -13,8 +13,8 @@ from pathlib import Path
 from zckpt.codes import UNSUPPORTED
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
-from zckpt.formats.tensors import by_name, carried, describe, identity_of, slot_of
-from zckpt.formats.torch_optimizer import attach, looks_like_optimizer, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import attach, looks_like_optimizer, optimizer_rules, parse
+from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import Rule

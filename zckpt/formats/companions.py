@@ -1,12 +1,12 @@
-"""What programs keep beside a checkpoint, in the directory that was opened: carried as it is, or a copy of weights.
+"""The files that programs put next to a checkpoint, in the directory that was opened: carried, or copies of weights.
 
 DIR/scheduler.pt, rng_state_R.pth, training_args.bin     Hugging Face's Trainer
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin      Accelerate
-DIR/model.safetensors, pytorch_model.bin                 the weights once more, beside a directory of DeepSpeed's
+DIR/model.safetensors, pytorch_model.bin                 the weights once more, next to a directory of DeepSpeed's
 DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch put together into the files above
 
 Files of the first two kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
-copy as far as its names, shapes and types are those of what was read, and `verify --deep` holds it against that; any
+copy as far as its names, shapes and types are those of what was read, and `verify --deep` compares it with that; any
 other tensor of it has been read by no one.
 """
 
@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from zckpt.engine.plan import Hole, TargetFile
 from zckpt.errors import SourceError
-from zckpt.formats.tensors import carried, describe, slot_of
-from zckpt.state import WEIGHT, Checkpoint, Duplicate, Slot, SourceFile
+from zckpt.formats.torch_files.tensors import carried, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Slot, SourceFile, Span
 from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.storage.durable import interrupted
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -37,8 +39,8 @@ METADATA_ROLE = "metadata"
 """Of files that hold neither a model nor an optimizer."""
 
 
-def read_beside(checkpoint: Checkpoint, directory: Path) -> None:
-    """Add what a directory holds beside what was read. Reads no tensor; a file that cannot be read is not added.
+def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
+    """Add what a directory holds besides what was read. Reads no tensor; a file that cannot be read is not added.
 
     Parameters
     ----------
@@ -77,7 +79,7 @@ def _carry(checkpoint: Checkpoint, path: Path) -> None:
 
 def _copy(checkpoint: Checkpoint, path: Path) -> bool:
     """Note what a file holds of the model as copies; tell whether it is any of it."""
-    from zckpt.formats import safetensors_file
+    from zckpt.formats.safetensors import file as safetensors_file
 
     try:
         if path.suffix == ".safetensors":
@@ -114,7 +116,7 @@ def _duplicates(checkpoint: Checkpoint, slots: dict[str, Slot]) -> Iterator[Dupl
 
 def _shards(checkpoint: Checkpoint, directory: Path) -> None:
     """Note the pieces of a model, where they lie below the files that they were put together into."""
-    from zckpt.formats import safetensors_shards
+    from zckpt.formats.safetensors import shards as safetensors_shards
 
     try:
         if not safetensors_shards.is_sharded(directory):
@@ -127,3 +129,62 @@ def _shards(checkpoint: Checkpoint, directory: Path) -> None:
     if copies:
         checkpoint.files += pieces.files
         checkpoint.duplicates += copies
+
+
+def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
+    """Yield the name within `root` and the path of every file below it, sorted.
+
+    Parameters
+    ----------
+    root : Path
+    without : collection of str
+        Names of directories directly in `root` that are left out.
+
+    Raises
+    ------
+    SourceError
+        Something is neither a file nor a directory, or cannot be read.
+    """
+    for at, folders, names in os.walk(root, onerror=_unreadable):
+        here = Path(at)
+        if here == root:
+            folders[:] = [name for name in folders if name not in without]
+        folders.sort()
+        for name in folders:
+            if (here / name).is_symlink():
+                raise SourceError(
+                    "is a link to a directory, which is not followed",
+                    path=here / name,
+                    advice="put the directory there",
+                )
+        for name in sorted(names):
+            path = here / name
+            if not path.is_file():
+                raise SourceError("is no regular file", path=path, advice="remove it")
+            yield path.relative_to(root).as_posix(), path
+
+
+def copy_of(path: Path, name: str) -> TargetFile:
+    """Return a file that has the bytes of another.
+
+    Parameters
+    ----------
+    path : Path
+    name : str
+        Within the target.
+    """
+    nbytes = path.stat().st_size
+    extent = Extent.whole((nbytes,))
+    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
+    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
+
+
+def _unreadable(error: OSError) -> None:
+    raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
+
+
+def warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Return a checkpoint with a warning if what is to go with its file is not there yet."""
+    unfinished = interrupted(path)
+    checkpoint.warnings += [unfinished] if unfinished else []
+    return checkpoint

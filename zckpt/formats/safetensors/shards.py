@@ -20,7 +20,7 @@ from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
 from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
-from zckpt.formats.safetensors_file import INDEX_NAME, METADATA_KEY, RULES, read_header
+from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Rule

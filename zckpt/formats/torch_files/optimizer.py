@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.parameter_names import deduce_names
-from zckpt.formats.scalars import read_scalars, with_scalars
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.optimizer_names import deduce_names
+from zckpt.formats.torch_files.tensors import read_scalars, slot_of, with_scalars
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import aligned

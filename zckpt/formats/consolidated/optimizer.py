@@ -18,9 +18,10 @@ from typing import Any
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats import safetensors_file, torch_archive
-from zckpt.formats.jsonable import MAXIMUM_VALUES, jsonables
-from zckpt.formats.scalars import encode
+from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import encode
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
@@ -163,7 +164,7 @@ def _members(group: object, path: Path) -> list[str]:
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
     """Return a torch file of an optimizer's state dict with some slots of all parameters."""
-    return torch_archive.lay_out(name, optimizer_tree(checkpoint, slots))
+    return torch_writer.lay_out(name, optimizer_tree(checkpoint, slots))
 
 
 def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, object]:
@@ -201,10 +202,10 @@ def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -
         if not isinstance(value, Slot):
             found[key] = value_node(value)
         elif key in slots:
-            found[key] = torch_archive.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
+            found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
     return found
 
 
 def value_node(value: object) -> object:
     """Return a single value as a torch file has it: a 0-d tensor stays one."""
-    return torch_archive.ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
+    return torch_writer.ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value

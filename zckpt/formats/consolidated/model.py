@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.engine.plan import TargetFile
-from zckpt.formats import safetensors_file, torch_archive
-from zckpt.formats.optimizer_file import optimizer_tree
+from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
-from zckpt.formats.tensors import describe
-from zckpt.formats.torch_optimizer import attach, optimizer_rules, parse
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import attach, optimizer_rules, parse
+from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, read_torchfile
@@ -93,9 +94,9 @@ def _is_exact(parameter: Parameter, dtype: str | None) -> bool:
 def model_tree(tensors: Tensors) -> OrderedMapping:
     """Return a model's state dict; names of one slot share its storage."""
     root = OrderedMapping()
-    made: dict[int, torch_archive.SlotTensor] = {}
+    made: dict[int, torch_writer.SlotTensor] = {}
     for name, (slot, dtype) in tensors.items():
-        root[name] = made.setdefault(id(slot), torch_archive.SlotTensor(slot, dtype, name))
+        root[name] = made.setdefault(id(slot), torch_writer.SlotTensor(slot, dtype, name))
     return root
 
 
@@ -121,8 +122,8 @@ def lay_out(
     files = safetensors_file.lay_out_directory(entries, max_shard_size)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-        files.append(torch_archive.lay_out(OPTIMIZER_NAME, tree))
-    return [*files, torch_archive.lay_out(METADATA_NAME, remainder(checkpoint))]
+        files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
+    return [*files, torch_writer.lay_out(METADATA_NAME, remainder(checkpoint))]
 
 
 def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> TargetFile:
@@ -131,7 +132,7 @@ def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> T
     root: dict[str, object] = {"model": model_tree(tensors)}
     if checkpoint.param_groups:
         root["optimizer"] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
-    return torch_archive.lay_out(name, {**root, KEY: remainder(checkpoint)})
+    return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint)})
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:

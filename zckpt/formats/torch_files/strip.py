@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from zckpt.errors import SourceError
-from zckpt.formats import safetensors_file
-from zckpt.formats.files_below import files_below
-from zckpt.formats.optimizer_file import is_optimizers
+from zckpt.formats.companions import files_below
+from zckpt.formats.consolidated.optimizer import is_optimizers
+from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
-from zckpt.formats.torch_optimizer import looks_like_optimizer
+from zckpt.formats.torch_files.optimizer import looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
