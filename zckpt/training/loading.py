@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import UsageError
+from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
 from zckpt.optim.model_state import ModelState, Stateful, model_state
@@ -131,7 +132,8 @@ def load(
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
 
     def prepared() -> _Loading:
-        loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
+        with headers_shared(ranks.rank, ranks.world_size):
+            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 

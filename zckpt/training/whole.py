@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.engine.plan import Hole, fill, plan
-from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target
@@ -116,8 +115,7 @@ def write_document(state: Whole, parts: Sequence[Part], identity: str, directory
     checkpoint = _checkpoint(state, parts)
     placed = _placed(checkpoint, parts)
     members = members_of(checkpoint, describe(checkpoint), placed)
-    files = [(rank_name(rank, len(parts)), part.nbytes) for rank, part in enumerate(parts)]
-    document = lay_out_document(members, identity, files)
+    document = lay_out_document(members, identity, [part.file for part in parts])
     write_target(plan([document]), directory / document.name)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import Entry, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
@@ -74,7 +74,7 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
         first = [_storage_entry(key, data) for key, data in stored]
         file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
         write_target(plan([file]), Path(directory) / file.name)
-        return Part([piece for piece, _ in held], state.values, {}, file.nbytes)
+        return Part([piece for piece, _ in held], state.values, {}, listed(file))
 
 
 def _storage_entry(key: str, data: bytes) -> Entry:
