@@ -97,7 +97,18 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.beside if laid.is_file else ()
     done = write_from(checkpoint, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified)
+    return replace(done, verified=proof.verified, notes=(*done.notes, *_of_several(checkpoint, to)))
+
+
+def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+    """Say what becomes of several optimizers in a format of programs that have one."""
+    names = checkpoint.optimizers()
+    if not names or to == "zckpt":
+        return ()
+    return (
+        f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
+        f"only zckpt's own metadata says",
+    )
 
 
 def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
