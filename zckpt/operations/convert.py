@@ -112,9 +112,20 @@ def convert(
         compared=compared,
         checksummed=checked.nbytes,
         verified=proof.verified,
-        notes=tuple(laid.notes),
+        notes=(*laid.notes, *_of_several(checkpoint, to)),
         dropped=dropped,
         warnings=tuple(checkpoint.warnings),
+    )
+
+
+def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+    """Say what becomes of several optimizers in a format of programs that have one."""
+    names = checkpoint.optimizers()
+    if not names or to == "zckpt":
+        return ()
+    return (
+        f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
+        f"only zckpt's own metadata says",
     )
 
 
