@@ -119,7 +119,8 @@ finally:
 """
     loaded = set(re.findall(r"'(.+?)'", python(program).stderr))
     others = {
-        "zckpt.formats.whole",
+        "zckpt.formats.safetensors",
+        "zckpt.formats.consolidated",
         "zckpt.formats.dcp",
         "zckpt.formats.zero_redundancy",
         "zckpt.formats.native.reader",

@@ -17,7 +17,7 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.truth import bits
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
-from zckpt.formats.storage_runs import gaps, runs, shares
+from zckpt.formats.shrinking import gaps, runs, shares
 from zckpt.operations.strip import strip
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda one: (one[0], sum(one))), max_size=12)

@@ -23,7 +23,7 @@ from tests.truth import Truth, bits
 from zckpt.engine.plan import plan
 from zckpt.formats.deepspeed.directory import find as find_deepspeed
 from zckpt.formats.deepspeed.reader import read as read_deepspeed
-from zckpt.formats.torch_file import read as read_torch_file
+from zckpt.formats.torch_files.reader import read as read_torch_file
 from zckpt.formats.zero_redundancy.reader import read
 from zckpt.formats.zero_redundancy.writer import lay_out
 from zckpt.state import Checkpoint

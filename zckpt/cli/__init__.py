@@ -15,7 +15,6 @@ import click
 from zckpt import __version__
 from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.convert_command import convert_command
-from zckpt.cli.demo_command import demo_command
 from zckpt.cli.diff_command import diff_command
 from zckpt.cli.fingerprint_command import fingerprint_command
 from zckpt.cli.formats_command import formats_command
@@ -50,7 +49,6 @@ cli.add_command(fingerprint_command)
 cli.add_command(verify_command)
 cli.add_command(map_command)
 cli.add_command(formats_command)
-cli.add_command(demo_command)
 
 
 def main() -> None:

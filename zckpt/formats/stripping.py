@@ -17,10 +17,9 @@ from pathlib import Path
 
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats.files_below import copy_of
-from zckpt.formats.replaced_tensors import replace_tensors
-from zckpt.formats.storage_runs import Range, Runs, gaps, runs, shares
-from zckpt.formats.torch_archive import FromFile, NewStorage, SlotPart, lay_out, new_storage
+from zckpt.formats.companions import copy_of
+from zckpt.formats.shrinking import Range, Runs, gaps, replace_tensors, runs, shares
+from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotPart, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage, Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors

@@ -14,7 +14,7 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import formats
-from zckpt.formats.tensors import describe
+from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import SourceFile
 from zckpt.torchfile import read_torchfile
 
@@ -82,7 +82,7 @@ def survey_files(source: Path) -> Survey:
 
 
 def _safetensors(path: Path) -> SourceFile:
-    from zckpt.formats.safetensors_file import read_header
+    from zckpt.formats.safetensors.file import read_header
 
     slots, _, nbytes = read_header(path)
     return SourceFile(str(path), nbytes, "model", tensor_nbytes=sum(slot.nbytes for slot in slots.values()))

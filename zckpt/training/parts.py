@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zckpt.formats.native.rank_file import Entry, slot_entry
+from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.optim.shares import Share
 from zckpt.state import Extent, Slot
@@ -63,14 +63,14 @@ class Part:
     values : dict
         State of its parameters that is no tensor.
     random_states : dict
-    nbytes : int
-        Of its file.
+    file : Listed
+        Its file as a whole.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     random_states: dict[str, Any] = field(default_factory=dict)
-    nbytes: int = 0
+    file: Listed = UNWRITTEN
 
 
 Held = tuple[Piece, torch.Tensor]

@@ -9,13 +9,12 @@ from pathlib import Path
 from zckpt.compare.digests import FILE_NAME, write_digests
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import Entry, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
-from zckpt.optim.ranks import Ranks
-from zckpt.optim.together import written_together
+from zckpt.optim.ranks import Ranks, written_together
 from zckpt.training import whole
 from zckpt.training.parts import Part
 
@@ -78,7 +77,7 @@ def _write_part(
         raise prepared
     file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
     write_target(plan([file]), directory / file.name)
-    prepared.part.nbytes = file.nbytes
+    prepared.part.file = listed(file)
     return prepared.part, prepared.state
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zckpt.engine.plan import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats import remainder, torch_archive
+from zckpt.formats import remainder
 from zckpt.formats.deepspeed import carried, foreign, loss_scaling
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
@@ -141,20 +142,20 @@ def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
     files = []
     for mp in target.ranks:
         for rank, name in _models(target, mp):
-            files.append(torch_archive.lay_out(f"{folder}{name}", model_tree(target, mp, rank)))
+            files.append(torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank)))
     for shard, file in target.origin.experts:
         # Named and numbered over all ranks, they are the same at any number of ranks.
-        files.append(torch_archive.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file, file.root)))
+        files.append(torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file, file.root)))
     of_experts = target.origin.expert_optimizers
     degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
     for rank in range(degree) if of_experts else ():
         shard, file = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
         name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
-        files.append(torch_archive.lay_out(f"{folder}{name}", FromFile.of(file, file.root)))
+        files.append(torch_writer.lay_out(f"{folder}{name}", FromFile.of(file, file.root)))
     for mp in target.ranks:
         for rank in range(target.world_size):
             name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
-            files.append(torch_archive.lay_out(name, optimizer_tree(target, mp, rank)))
+            files.append(torch_writer.lay_out(name, optimizer_tree(target, mp, rank)))
     if run_directory:
         files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
     return files

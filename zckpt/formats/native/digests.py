@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zckpt.formats.native.rank_file import DIGEST_NBYTES, DIGESTS
 from zckpt.formats.native.reader import read
-from zckpt.formats.safetensors_file import read_header
+from zckpt.formats.safetensors.file import read_header
 from zckpt.state import Slot
 from zckpt.storage.files import opened, read_at, read_into
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ from zckpt.torchfile import MAX_ELEMENTS
 T = TypeVar("T")
 
 _MISSING: Json = object()
+
+_CRC32 = re.compile("[0-9a-f]{8}")
 
 
 class Members:
@@ -68,6 +71,13 @@ class Members:
         if type(found) is not str or not is_text(found):
             raise wrong(f"{name} of {self._where}", "text", found)
         return found
+
+    def checksum(self, name: str) -> int:
+        """Return a CRC-32 from eight hexadecimal digits."""
+        found = self.value(name)
+        if type(found) is not str or not _CRC32.fullmatch(found):
+            raise wrong(f"{name} of {self._where}", "eight hexadecimal digits", found)
+        return int(found, 16)
 
     def dtype(self, name: str) -> str:
         """Return an element type."""

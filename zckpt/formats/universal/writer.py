@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats import torch_archive
 from zckpt.formats.remainder import KEY, remainder
-from zckpt.formats.scalars import encode
-from zckpt.formats.torch_archive import SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import encode
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, new_storage, view
 from zckpt.formats.universal.names import (
     FOLDER,
     MASTER_STEM,
@@ -75,12 +75,12 @@ def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
     _refuse(checkpoint)
     written = list(folders(checkpoint))
     files = [
-        torch_archive.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
-        torch_archive.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
-        torch_archive.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
+        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
+        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
+        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
     ]
     files += [
-        torch_archive.lay_out(parameter_file(folder.name, stem), tree)
+        torch_writer.lay_out(parameter_file(folder.name, stem), tree)
         for folder in written
         for stem, tree in folder.files.items()
     ]
@@ -114,6 +114,13 @@ def _refuse(checkpoint: Checkpoint) -> None:
             path=checkpoint.source,
             found=", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else ""),
             advice="give --names FILE",
+        )
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and a universal checkpoint has one",
+            path=checkpoint.source,
+            found=", ".join(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
         )
     if not checkpoint.param_groups:
         raise UnsupportedError(
