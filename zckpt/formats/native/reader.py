@@ -255,13 +255,13 @@ class Reading:
         return found
 
     def _group(self, found: Json) -> ParamGroup:
-        one = Members(found, "param group", ("parameters", "hyperparameters", "state"))
+        one = Members(found, "param group", ("parameters", "hyperparameters", "state", "optimizer"))
         names = one.list("parameters", lambda name: name)
         if not all(type(name) is str for name in names) or len(set(names)) != len(names):
             raise wrong("parameters of a param group", "names, each once", names)
-        return ParamGroup(
-            self.nodes.mapping(one.value("hyperparameters")), names, self.nodes.mapping(one.value("state"))
-        )
+        optimizer = one.text("optimizer") if one.has("optimizer") else None
+        values = (self.nodes.mapping(one.value(key)) for key in ("hyperparameters", "state"))
+        return ParamGroup(next(values), names, next(values), optimizer)
 
     def _row(self, found: Json) -> _Row:
         one = Members(found, "parameter", ("name", "shape", "dtype", "slots", "group", "frozen", "tied_to", "state"))
