@@ -32,7 +32,6 @@ from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
-from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
 from zckpt.training.whole import check_pieces, entries_of
@@ -225,8 +224,7 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
         found.update({key: Held(piece.dtype, piece.shape) for key, piece in part.pieces.items()})
         found.update({key: values.node(value, key) for key, value in part.values.items()})
         for key, tensor in part.tensors.items():
-            node = values.node(tensor, key)
-            assert isinstance(node, Tensor)  # noqa: S101  # that of a tensor
+            node = values.tensor(tensor, key)
             found[key] = Held(node.dtype, node.shape, node)
     found.update({alias: found[owner] for alias, owner in tied.items() if owner in found})
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from zckpt.engine.plan import Hole, fill, plan
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
-from zckpt.optim import ZeroOptimizer
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
+from zckpt.optim.model_state import ModelState
+from zckpt.optim.states.several import ALONE, Snapshot
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.torchfile import FromFile, Mentioned
-from zckpt.training.model_state import ModelState
-from zckpt.training.optimizer_state import OptimizerState, order_of
 from zckpt.training.parts import Part, Piece, key_of
 from zckpt.training.values import Values
 from zckpt.version import __version__
@@ -46,23 +43,21 @@ class Whole:
     Parameters
     ----------
     model : ModelState
-    optimizer_state : OptimizerState
-        Its own, for names and hyperparameters.
+    optimizers : Snapshot
+        What the first rank has of them, for param groups and metadata.
     given : mapping
         What the program gave beside the model and the optimizer.
     values : Values
         That has the memory of tensors in it.
-    optimizer : Optimizer or None
     world_size : int
     beside : dict
         The metadata, as nodes.
     """
 
     model: ModelState
-    optimizer_state: OptimizerState
+    optimizers: Snapshot
     given: Mapping[str, Any]
     values: Values
-    optimizer: Optimizer | None
     world_size: int
     beside: dict[str, object]
 
@@ -126,38 +121,32 @@ def write_document(state: Whole, parts: Sequence[Part], identity: str, directory
 
 def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
     """Return the logical state; its slots are without spans."""
-    optimizer = state.optimizer
-    about = state.optimizer_state
+    optimizers = state.optimizers
+    has_optimizer = bool(optimizers.classes)
     made = Checkpoint(
         "",
         "zckpt",
         f"zckpt {__version__}",
-        zero_stage=optimizer.stage if isinstance(optimizer, ZeroOptimizer) else None,
+        zero_stage=optimizers.zero_stage,
         topology=Topology(dp=state.world_size),
         world_size=state.world_size,
         step=state.given["step"],
         metadata=dict(state.beside),
-        optimizer_metadata=dict(about.metadata),
+        optimizer_metadata=dict(optimizers.metadata),
+        loss_scale=optimizers.loss_scale,
+        param_groups=list(optimizers.groups),
     )
     made.details[SAVED_BY] = SELF
-    if optimizer is not None:
-        made.details["optimizer"] = type(optimizer).__name__
-    if isinstance(optimizer, ZeroOptimizer):
-        made.loss_scale = float(optimizer.loss_scale)
+    if has_optimizer:
+        made.details["optimizer"] = optimizers.classes.get(ALONE) or dict(optimizers.classes)
     made.metadata[RANDOM] = [part.random_states for part in parts]
-    made.param_groups = [
-        ParamGroup(dict(hyperparameters), list(names), dict(values))
-        for hyperparameters, names, values in zip(about.hyperparameters, about.names, about.group_values, strict=True)
-    ]
-    groups = order_of(about.names)
+    groups = {name: index for index, group in enumerate(optimizers.groups) for name in group.parameters}
     for name, tensor in state.model.tensors.items():
         is_parameter = name in state.model.parameters
         group = groups.get(name)
-        frozen = is_parameter and (group is None if optimizer is not None else not tensor.requires_grad)
+        frozen = has_optimizer and is_parameter and group is None
         section = made.parameters if is_parameter else made.buffers
-        section[name] = Parameter(
-            name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen and optimizer is not None
-        )
+        section[name] = Parameter(name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen)
     for name, owner in state.model.tied.items():
         its = made.parameters[owner]
         made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)

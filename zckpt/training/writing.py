@@ -14,8 +14,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
-from zckpt.optim.ranks import Ranks
-from zckpt.optim.together import written_together
+from zckpt.optim.ranks import Ranks, written_together
 from zckpt.training import whole
 from zckpt.training.parts import Part
 

@@ -21,6 +21,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
@@ -69,7 +70,12 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     hyperparameters = jsonables((group.hyperparameters for group in checkpoint.param_groups), renderer)
     states = jsonables((group.state for group in checkpoint.param_groups), renderer)
     groups = [
-        {**values, "state": state, "parameters": group.parameters}
+        {
+            **values,
+            "state": state,
+            "parameters": group.parameters,
+            **({} if group.optimizer is None else {OF: group.optimizer}),
+        }
         for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
     ]
     own = {parameter: one.state for parameter, one in _owners(checkpoint).items() if one.state}
@@ -126,8 +132,8 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
         del checkpoint.unnamed[name]
     checkpoint.param_groups = [
-        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state")}, _members(group, path),
-                   dict(group.get("state", {})))
+        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, _members(group, path),
+                   dict(group.get("state", {})), _optimizer(group, path))
         for group in groups
     ]  # fmt: skip
     step = _parsed(texts, "step", object, path)
@@ -155,6 +161,13 @@ def _parsed(texts: Mapping[str, str], key: str, kind: type, path: Path) -> Any: 
     return found
 
 
+def _optimizer(group: Mapping[str, object], path: Path) -> str | None:
+    name = group.get(OF)
+    if name is not None and not isinstance(name, str):
+        raise DamagedFileError("unreadable param group", path=path, expected=f"a name in `{OF}`")
+    return name
+
+
 def _members(group: object, path: Path) -> list[str]:
     names = group.get("parameters") if isinstance(group, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -164,10 +177,14 @@ def _members(group: object, path: Path) -> list[str]:
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
     """Return a torch file of an optimizer's state dict with some slots of all parameters."""
-    return torch_writer.lay_out(name, optimizer_tree(checkpoint, slots))
+    tree = optimizer_tree(checkpoint, slots)
+    for node, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True):
+        if group.optimizer is not None:
+            node[OF] = group.optimizer
+    return torch_writer.lay_out(name, tree)
 
 
-def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, object]:
+def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, Any]:
     """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_archive`.
 
     Raises

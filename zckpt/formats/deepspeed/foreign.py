@@ -92,6 +92,13 @@ def _refuse(checkpoint: Checkpoint) -> None:
     path = checkpoint.source
     if not checkpoint.param_groups:
         raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path)
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and a checkpoint of ZeRO has one",
+            path=path,
+            found=", ".join(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
+        )
     unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
     if unnamed:
         raise UnsupportedError(

@@ -180,6 +180,7 @@ def _groups(checkpoint: Checkpoint, nodes: NodeWriter) -> list[dict[str, object]
             "parameters": group.parameters,
             "hyperparameters": nodes.write(group.hyperparameters),
             "state": nodes.write(group.state),
+            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
         }
         for group in checkpoint.param_groups
     ]

@@ -115,6 +115,13 @@ def _refuse(checkpoint: Checkpoint) -> None:
             found=", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else ""),
             advice="give --names FILE",
         )
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and a universal checkpoint has one",
+            path=checkpoint.source,
+            found=", ".join(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
+        )
     if not checkpoint.param_groups:
         raise UnsupportedError(
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",

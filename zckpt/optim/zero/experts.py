@@ -20,7 +20,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.zero.flat import FlatOptimizer
-from zckpt.optim.zero.norms import ModelParallel
+from zckpt.optim.zero.stepping import ModelParallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ _GRAD_SCALER = (
 )
 
 
-class StandIn(torch.Tensor):
+class ShardedGradient(torch.Tensor):
     """Stands in `grad` for an average that its owners have; of the parameter's shape, type and device."""
 
     _optimizer: weakref.ref[BackwardOptimizer]
@@ -50,10 +50,12 @@ class StandIn(torch.Tensor):
     _position: int
 
     @staticmethod
-    def __new__(cls: type[StandIn], optimizer: BackwardOptimizer, group: FlatGroup, position: int) -> StandIn:
+    def __new__(
+        cls: type[ShardedGradient], optimizer: BackwardOptimizer, group: FlatGroup, position: int
+    ) -> ShardedGradient:
         """Make one for a parameter of a group, by its position there."""
         parameter = group.parameters[position]
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
         made._optimizer, made._group, made._position = weakref.ref(optimizer), weakref.ref(group), position
@@ -62,7 +64,7 @@ class StandIn(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # as torch
-        return f"StandIn(shape={tuple(self.shape)}; the gradient lies with the ranks that step it)"
+        return f"ShardedGradient(shape={tuple(self.shape)}; the gradient lies with the ranks that step it)"
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise RuntimeError(_ELSEWHERE)
@@ -79,7 +81,7 @@ class StandIn(torch.Tensor):
         given = dict(kwargs or {})
         if func is _UNSCALE:
             raise RuntimeError(_GRAD_SCALER)
-        if not isinstance(mine, StandIn) or any(isinstance(one, StandIn) for one in args[1:]):
+        if not isinstance(mine, ShardedGradient) or any(isinstance(one, ShardedGradient) for one in args[1:]):
             raise RuntimeError(_ELSEWHERE)
         if func in _SAME:
             return mine
@@ -147,11 +149,11 @@ def _number(value: Any) -> Any:
     return value
 
 
-class StandIns:
+class ShardedGradients:
     """The stand-ins of an optimizer's parameters, which are put into `grad` and taken out of it together."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.Tensor, StandIn] = {}
+        self._made: dict[torch.Tensor, ShardedGradient] = {}
         self._are_in = False
 
     def put(self, optimizer: BackwardOptimizer) -> None:
@@ -162,7 +164,7 @@ class StandIns:
                     continue
                 made = self._made.get(parameter)
                 if made is None or made.device != parameter.device or made.dtype != parameter.dtype:
-                    made = self._made[parameter] = StandIn(optimizer, group, position)
+                    made = self._made[parameter] = ShardedGradient(optimizer, group, position)
                 parameter.grad = made
         self._are_in = True
 
@@ -175,7 +177,7 @@ class StandIns:
             return
         self._are_in = False
         for parameter, made in self._made.items():
-            if isinstance(parameter.grad, StandIn):
+            if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None
             elif parameter.grad is None:
                 made.forget()
@@ -184,5 +186,5 @@ class StandIns:
         """Take them out without a look at what has become of them: the window has ended."""
         self._are_in = False
         for parameter in self._made:
-            if isinstance(parameter.grad, StandIn):
+            if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad = None

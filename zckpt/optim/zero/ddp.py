@@ -1,4 +1,4 @@
-"""Beside DistributedDataParallel: its buckets are reduced to owners, and not to all ranks; all else as without it.
+"""With DistributedDataParallel: its buckets are reduced to owners, and not to all ranks; all else as without it.
 
 DDP puts this rank's gradients into buckets and hands each to a communication hook, in the same order on all ranks. A
 pass that DDP does not synchronise (`model.no_sync()`) has no buckets: its gradients stay in `grad`, and DDP's next
@@ -17,16 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zckpt.optim.ddp_buckets import Future, GradBucket, Hook, reduced_gradients
+from zckpt.optim.memory import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.backward import BackwardOptimizer
 from zckpt.optim.zero.buckets import Bucket, fill
 
 
-class AttachedOptimizer(BackwardOptimizer):
+class DdpOptimizer(BackwardOptimizer):
     """Takes gradients from DDP's buckets, if it has been attached to a model, and else from backward."""
 
-    _ddp_buckets: dict[tuple[int, ...], Bucket] | None = None
+    is_attached = False
+    """Whether gradients come in DDP's buckets."""
+
     _inner: tuple[Hook, Any] | None = None
 
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, *, state: Any = None) -> None:
@@ -65,22 +67,18 @@ class AttachedOptimizer(BackwardOptimizer):
             raise RuntimeError("attach must not come between backward and step")
         model.register_comm_hook(self, _on_bucket)
         self._inner = None if hook is None else (hook, state)
-        self._ddp_buckets = {}
+        self._ddp_buckets: dict[tuple[int, ...], Bucket] = {}
         self._ddp_came = False
         self._ddp_reduced: set[torch.Tensor] = set()
         self._by_hook: list[tuple[GradBucket, Future[torch.Tensor]]] = []
+        self.is_attached = True
         for group in self.groups:
             group.adopt_weights()
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether gradients come in DDP's buckets."""
-        return self._ddp_buckets is not None
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; see `BackwardOptimizer.add_param_group`."""
         super().add_param_group(param_group)
-        if self._ddp_buckets is not None:
+        if self.is_attached:
             self._ddp_buckets.clear()
 
     # --- one pass
@@ -112,7 +110,6 @@ class AttachedOptimizer(BackwardOptimizer):
         return done
 
     def _launch(self, ours: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-        assert self._ddp_buckets is not None  # noqa: S101  # attach made it
         if not ours:
             return
         parameters = [parameter for parameter, _ in ours]
@@ -155,7 +152,7 @@ class AttachedOptimizer(BackwardOptimizer):
         if not self.is_attached:
             super()._step_along()
             return
-        self._stand_ins.take_out()
+        self._sharded.take_out()
         self._end_pass(has_joined=True)  # DDP has called the hook with zeros, if the others reduced
         if self._is_due() and (self._is_reduced or self.gradient_accumulation_steps > 1):
             self._complete_window(has_joined=True)

@@ -1,7 +1,10 @@
-"""State dicts in DeepSpeed's form: what one rank's file of a ZeRO-1/2 checkpoint holds.
+"""State in DeepSpeed's form: what one rank's file of a ZeRO-1/2 checkpoint holds.
 
 Rigid: the local optimizer's own state dict, of padded partitions. Elastic: a list of each group's state without
-padding, from which any number of ranks can make theirs. Source: DeepSpeed 0.19, whose keys these are.
+padding, from which any number of ranks can make theirs. DeepSpeed puts what it finds in a file in the place of its own,
+so that objects (a loss scaler) are written as those of its classes; DeepSpeed itself need not be there.
+
+Source: DeepSpeed 0.19, whose keys these are.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from zckpt.errors import UnsupportedError
 from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.loss_scale import LossScaler, Scaler
+from zckpt.torchfile import DType, Global, Object
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form this is."""
@@ -232,3 +237,36 @@ def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values to the front, and zeros behind them: padding."""
     into[: values.numel()].copy_(values)
     into[values.numel() :].zero_()
+
+
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that can be written, and that DeepSpeed takes for its own."""
+    made = dict(state_dict)
+    made["loss_scaler"] = scaler_object(made["loss_scaler"])
+    made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
+    made["param_slice_mappings"] = [
+        {name: _fragment(address) for name, address in mapping.items()} for mapping in made["param_slice_mappings"]
+    ]
+    return made
+
+
+def scaler_object(scaler: Scaler) -> Object:
+    """Return a loss scaler as an object of DeepSpeed's class."""
+    if isinstance(scaler, LossScaler):
+        return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
+    state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
+    state.update(vars(scaler))
+    return _new(Global(_SCALERS, "DynamicLossScaler"), state)
+
+
+def _fragment(address: FragmentAddress) -> Object:
+    return _new(_FRAGMENT, {"numel": address.numel, "start": address.start})
+
+
+def _new(cls: Global, state: dict[object, object]) -> Object:
+    return Object(cls, how="newobj", state=state, has_state=True)

@@ -182,5 +182,5 @@ def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("check", [parts_of_models, another_optimizer_after_this_one], ids=lambda c: c.__name__)
-def test_stand_ins(check: Any) -> None:
+def test_sharded(check: Any) -> None:
     run(check, 2, timeout=LIMIT)

@@ -26,7 +26,7 @@ from tests.optim.zero.test_files import (
     resume_in_deepspeed,
 )
 from zckpt.optim import ZeroOptimizer, files
-from zckpt.optim.zero import parts
+from zckpt.optim.zero.experts import experts_of, place_of
 
 pytestmark = pytest.mark.interop
 
@@ -72,7 +72,7 @@ def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:
     """Return all state of all ranks, whole, by slot and global name."""
     mine = full(optimizer)
     if spec.model == "moe":
-        experts = parts.experts_of(optimizer, {p: n for n, p in optimizer.names().items()})
+        experts = experts_of(optimizer, {p: n for n, p in optimizer.names().items()})
         rank = next(iter(experts.places.values())).rank
         first = rank * spec.experts // spec.expert_parallel
         mine = {slot: {_global_expert(n, first): v for n, v in values.items()} for slot, values in mine.items()}
@@ -204,7 +204,7 @@ def places(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
     for sharing in ([0, 2, 4], [1, 3, 5], [0, 1, 2], [3, 4, 5], [2], every, [0, 3], [2, 3], [0, 1, 4], [1, 2]):
         try:
-            place = parts.place_of(sharing, every)
+            place = place_of(sharing, every)
             found.append((place.rank, place.degree, place.data_first))
         except zckpt.ZckptError as error:
             found.append(str(error))
