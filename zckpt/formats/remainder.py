@@ -1,9 +1,10 @@
-"""What a checkpoint holds beside tensors and param groups, as one tree for formats that have no place of their own.
+"""What a checkpoint holds besides tensors and param groups, as one tree for formats that have no place of their own.
 
 {"version": 1, "origin": {"format", "format_version", "zero_stage", "world_size", ...}, "step", "loss_scale",
- "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata"}
+ "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata",
+ "optimizers": [name]}        of each param group, where several optimizers were saved together
 
-A program that does not know it can leave it alone: all of it is beside the model and the optimizer.
+A program that does not know it can leave it alone: none of it is the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ KEY = "zckpt"
 VERSION = 1
 
 WITH_ITEMS = 2
-"""The version where some of the metadata is beside the tree, and the tree says which."""
+"""The version where some of the metadata is not in the tree, and the tree says which."""
 
 
 def remainder_rules(*place: str) -> tuple[Rule, ...]:
     """Return the inventory's rules for the tree, which lies at some place in a file's own."""
-    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters")
+    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters", "optimizers")
     return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
 
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the tree."""
     parameters = checkpoint.parameters.values()
+    optimizers = [group.optimizer for group in checkpoint.param_groups]
     return {
+        **({"optimizers": optimizers} if any(optimizers) else {}),
         "version": VERSION,
         "origin": origin(checkpoint),
         "step": checkpoint.step,
@@ -87,6 +90,12 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     checkpoint.step = step if type(step) is int else checkpoint.step
     checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
     _mark(checkpoint, tree, file.path)
+    optimizers = tree.get("optimizers")
+    if optimizers is not None:
+        if not isinstance(optimizers, list) or len(optimizers) != len(checkpoint.param_groups):
+            raise DamagedFileError("does not say which optimizer each param group is of", path=file.path)
+        for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
+            group.optimizer = name if isinstance(name, str) else None
     if tree.get("masters") is True:
         _give_masters(checkpoint)
 

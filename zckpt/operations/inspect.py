@@ -176,7 +176,12 @@ def _slots(checkpoint: Checkpoint) -> dict[str, object]:
 def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
     values = zip(jsonables([g.hyperparameters for g in groups]), jsonables([g.state for g in groups]), strict=True)
     return [
-        {**hyperparameters, "state": state, "parameters": list(group.parameters)}
+        {
+            **hyperparameters,
+            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
+            "state": state,
+            "parameters": list(group.parameters),
+        }
         for group, (hyperparameters, state) in zip(groups, values, strict=True)
     ]
 

@@ -1,10 +1,10 @@
-"""The optimizer of a checkpoint as one file; read where it lies in a directory beside the model's.
+"""The optimizer of a checkpoint as one file; read where it lies in a directory with the model's.
 
 x.optimizer.safetensors     `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
 x.optimizer.pt              {state: {number: {slot: tensor}}, param_groups}, for `Optimizer.load_state_dict`
 
-That is beside a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
-beside a file, too.
+That is next to a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
+next to a file, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
@@ -69,14 +70,19 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     hyperparameters = jsonables((group.hyperparameters for group in checkpoint.param_groups), renderer)
     states = jsonables((group.state for group in checkpoint.param_groups), renderer)
     groups = [
-        {**values, "state": state, "parameters": group.parameters}
+        {
+            **values,
+            "state": state,
+            "parameters": group.parameters,
+            **({} if group.optimizer is None else {OF: group.optimizer}),
+        }
         for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
     ]
     own = {parameter: one.state for parameter, one in _owners(checkpoint).items() if one.state}
     state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
     if renderer.left < 0:
         raise UnsupportedError(
-            "the values beside the tensors are too many for a safetensors file",
+            "the values besides the tensors are too many for a safetensors file",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
             advice="write a .pt file",
@@ -126,8 +132,8 @@ def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
     for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
         del checkpoint.unnamed[name]
     checkpoint.param_groups = [
-        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state")}, _members(group, path),
-                   dict(group.get("state", {})))
+        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, _members(group, path),
+                   dict(group.get("state", {})), _optimizer(group, path))
         for group in groups
     ]  # fmt: skip
     step = _parsed(texts, "step", object, path)
@@ -155,6 +161,13 @@ def _parsed(texts: Mapping[str, str], key: str, kind: type, path: Path) -> Any: 
     return found
 
 
+def _optimizer(group: Mapping[str, object], path: Path) -> str | None:
+    name = group.get(OF)
+    if name is not None and not isinstance(name, str):
+        raise DamagedFileError("unreadable param group", path=path, expected=f"a name in `{OF}`")
+    return name
+
+
 def _members(group: object, path: Path) -> list[str]:
     names = group.get("parameters") if isinstance(group, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -164,10 +177,14 @@ def _members(group: object, path: Path) -> list[str]:
 
 def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
     """Return a torch file of an optimizer's state dict with some slots of all parameters."""
-    return torch_writer.lay_out(name, optimizer_tree(checkpoint, slots))
+    tree = optimizer_tree(checkpoint, slots)
+    for node, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True):
+        if group.optimizer is not None:
+            node[OF] = group.optimizer
+    return torch_writer.lay_out(name, tree)
 
 
-def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, object]:
+def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, Any]:
     """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_archive`.
 
     Raises
@@ -193,7 +210,7 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object,
 
 
 def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
-    """Return one parameter's state: single values, and the tensors that are wanted."""
+    """Return one parameter's state: single values, and the tensors of the slots asked for."""
     values = parameter_values(checkpoint, parameter)
     if MASTER in slots and MASTER in parameter.slots:
         values[MASTER] = parameter.slots[MASTER]

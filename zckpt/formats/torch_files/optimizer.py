@@ -17,6 +17,9 @@ from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Tensor, brief
 
+OPTIMIZER = "optimizer"
+"""Under which a param group that zckpt wrote says which of several optimizers it is of."""
+
 Sample = Callable[[Tensor, str], bool]
 """Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
 
@@ -113,7 +116,7 @@ def attach(
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
-    A parameter that cannot be told by name stays under its number in `checkpoint.unnamed`, with a warning.
+    A parameter whose name is not certain stays under its number in `checkpoint.unnamed`, with a warning.
 
     Parameters
     ----------
@@ -151,8 +154,11 @@ def attach(
                 owner.slots.update(slots)
                 owner.group, owner.state = index, state
             members.append(name)
-        hyperparameters = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, _common(optimizer, numbers, path)))
+        of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
+        known = ("params", "param_names") if of is None else ("params", "param_names", OPTIMIZER)
+        hyperparameters = {key: value for key, value in group.items() if key not in known}
+        common = _common(optimizer, numbers, path)
+        checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
     if unnamed:
         shown = ", ".join(map(str, unnamed[:8])) + (" ..." if len(unnamed) > 8 else "")
         checkpoint.warnings.append(
