@@ -1,7 +1,9 @@
-"""Ranks as processes: fork them with DeepSpeed already imported, join them by gloo, bring back what they say.
+"""Ranks as processes: fork them with DeepSpeed already imported, join them by gloo, bring back what they return.
 
-A fork server imports DeepSpeed once (seconds) and forks every rank from itself (milliseconds), so that
-the calling process needs neither DeepSpeed nor to be safe to fork.
+A fork server imports DeepSpeed once (seconds) and forks every rank from itself, so that the calling process needs
+neither DeepSpeed nor to be safe to fork. Ranks stay and are used again: what torch and DeepSpeed do when they are
+first used costs as much as a small test. Every call joins them anew, and a rank that failed, hung or was left
+otherwise than it was found (`tests/rank_state.py`), as every engine of DeepSpeed leaves it, is replaced.
 """
 
 from __future__ import annotations
@@ -13,19 +15,164 @@ import pickle
 import random
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT = 100  # seconds a rank waits for its peers; then it says itself where it waited
 TIMEOUT = 180  # seconds for the whole run
 GRACE = 2.0  # seconds that the other ranks get to report, too, once one has failed
+LEAVING = 30.0  # seconds that a rank gets to leave a world that has done its work
+KEPT = 6  # ranks that stay: few tests need more
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.deepspeed_engine.preload"])
+
+
+class WorkerError(RuntimeError):
+    """A rank failed, died or hung; the message holds the tracebacks and the end of the rank's output."""
+
+
+class _Rank:
+    """A process that waits for work; `leaving` is true while it has not yet said how it left its last world."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = _context.Pipe()
+        self.process = _context.Process(target=_rank_main, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.leaving = False
+        self.code: int | None = None
+
+    def leave(self) -> None:
+        self.ours.send_bytes(b"leave")
+        self.leaving = True
+
+    def as_it_was(self) -> bool:
+        """Wait until it has left its last world; whether it can join another."""
+        try:
+            if self.leaving:
+                self.leaving = not (self.ours.poll(LEAVING) and self.ours.recv_bytes() == b"clean")
+        except (EOFError, OSError):
+            return False
+        return not self.leaving
+
+    def end(self) -> int | None:
+        """End it if it has not ended; its exit code."""
+        if self.code is None:
+            if self.process.is_alive():
+                self.process.kill()
+            self.process.join()
+            self.code = self.process.exitcode
+            self.process.close()
+            self.ours.close()
+        return self.code
+
+
+_kept: list[_Rank] = []
+_in_use = threading.Lock()
+
+
+def run(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT, fresh: bool = False
+) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on `world_size` gloo ranks and return what each returned.
+
+    `function` must be importable by name; arguments and results travel by pickle. `fresh`: in processes that nothing
+    else has run in or will: for what ends processes, or changes what `tests/rank_state.py` does not see.
+
+    Raises
+    ------
+    WorkerError
+        With every failing rank's traceback.
+    """
+    _start_server()
+    warm = not fresh and world_size <= KEPT and _in_use.acquire(blocking=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="zckpt-ranks-") as folder:
+            ranks = _warm(world_size) if warm else [_Rank() for _ in range(world_size)]
+            done = False
+            try:
+                results = _run(ranks, Path(folder), pickle.dumps((function, args)), timeout)
+                done = True
+            finally:
+                if warm and done:
+                    for rank in ranks:
+                        rank.leave()
+                else:
+                    _kept[:] = [rank for rank in _kept if rank not in ranks]
+                    for rank in ranks:
+                        rank.end()
+            return results
+    finally:
+        if warm:
+            _in_use.release()
+
+
+def _warm(world_size: int) -> list[_Rank]:
+    """Ranks that are kept, and new ones for those that are not as they were."""
+    for number in range(world_size):
+        if number == len(_kept):
+            _kept.append(_Rank())
+        elif not _kept[number].as_it_was():
+            _kept[number].end()
+            _kept[number] = _Rank()
+    return _kept[:world_size]
+
+
+def _run(ranks: list[_Rank], scratch: Path, task: bytes, timeout: float) -> list[Any]:
+    for number, rank in enumerate(ranks):
+        rank.ours.send((number, len(ranks), scratch, task))
+    outcomes, finished = _wait(ranks, timeout)
+    if not finished or not all(outcome is True for outcome in outcomes):
+        codes = [
+            0 if outcome is True else 1 if outcome is False else rank.end()
+            for outcome, rank in zip(outcomes, ranks, strict=True)
+        ]
+        raise WorkerError(_explain(scratch, codes, finished=finished, timeout=timeout))
+    return [pickle.loads((scratch / f"result{number}").read_bytes()) for number in range(len(ranks))]
+
+
+def _wait(ranks: list[_Rank], timeout: float) -> tuple[list[bool | None], bool]:
+    """Wait until all ranks are done, or one failed and the others had their grace.
+
+    Returns
+    -------
+    tuple of list of bool or None and bool
+        Whether each succeeded, None for those that ended or did not come to an end; and False if time ran out.
+    """
+    deadline = time.monotonic() + timeout
+    outcomes: list[bool | None] = [None] * len(ranks)
+    waited = {rank.ours: number for number, rank in enumerate(ranks)}
+    failed = False
+    while waited:
+        ready = connection.wait(list(waited), max(deadline - time.monotonic(), 0))
+        if not ready:
+            return outcomes, failed
+        for one in ready:
+            number = waited.pop(one)
+            try:
+                outcomes[number] = one.recv_bytes() == b"done"
+            except (EOFError, OSError):  # it has ended
+                ranks[number].process.join()
+            if not outcomes[number] and not failed:
+                failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+    return outcomes, True
+
+
+def _explain(scratch: Path, codes: list[int | None], *, finished: bool, timeout: float) -> str:
+    lines = [f"ranks exited with {codes}" if finished else f"no end within {timeout} s; exit codes {codes}"]
+    for rank, code in enumerate(codes):
+        error, log = scratch / f"error{rank}", scratch / f"log{rank}"
+        if error.exists():
+            lines.append(f"--- rank {rank} raised\n{error.read_text()}")
+        elif (code or not finished) and log.exists():
+            lines.append(f"--- rank {rank} wrote last\n{log.read_text(errors='replace')[-2000:]}")
+    return "\n".join(lines)
 
 
 def _start_server() -> None:
@@ -41,85 +188,44 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
-class WorkerError(RuntimeError):
-    """A rank failed, died or hung; the message holds the tracebacks and the end of the rank's output."""
+# --- in the ranks
 
 
-def run(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Run `function(rank, world_size, *args)` on `world_size` gloo ranks and return what each returned.
+def _rank_main(parent: connection.Connection) -> None:
+    from tests.deepspeed_engine import preload  # first: it sets the environment that DeepSpeed reads
+    from tests.rank_state import State
 
-    `function` must be importable by name; arguments and results travel by pickle.
-
-    Raises
-    ------
-    WorkerError
-        With every failing rank's traceback.
-    """
-    _start_server()
-    with tempfile.TemporaryDirectory(prefix="zckpt-engine-") as folder:
-        scratch = Path(folder)
-        processes = [
-            _context.Process(target=_rank_main, args=(rank, world_size, scratch, function, args), daemon=True)
-            for rank in range(world_size)
-        ]
-        try:
-            for process in processes:
-                process.start()
-            finished = _wait(processes, timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-        codes = [process.exitcode for process in processes]
-        for process in processes:
-            process.close()
-        if not finished or any(codes):
-            raise WorkerError(_explain(scratch, codes, finished=finished, timeout=timeout))
-        return [pickle.loads((scratch / f"result{rank}").read_bytes()) for rank in range(world_size)]
-
-
-def _wait(processes: list[Any], timeout: float) -> bool:
-    """Wait until all ranks ended, or one failed and the others had their grace; False if time ran out."""
-    deadline = time.monotonic() + timeout
-    while any(process.is_alive() for process in processes):
-        if time.monotonic() > deadline:
-            return False
-        if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + GRACE)
-            while time.monotonic() < deadline and any(process.is_alive() for process in processes):
-                time.sleep(0.02)
-            return True
-        time.sleep(0.02)
-    return True
-
-
-def _explain(scratch: Path, codes: list[int | None], *, finished: bool, timeout: float) -> str:
-    lines = [f"ranks exited with {codes}" if finished else f"no end within {timeout} s; exit codes {codes}"]
-    for rank, code in enumerate(codes):
-        error, log = scratch / f"error{rank}", scratch / f"log{rank}"
-        if error.exists():
-            lines.append(f"--- rank {rank} raised\n{error.read_text()}")
-        elif (code or not finished) and log.exists():
-            lines.append(f"--- rank {rank} wrote last\n{log.read_text(errors='replace')[-2000:]}")
-    return "\n".join(lines)
-
-
-def _rank_main(rank: int, world_size: int, scratch: Path, function: Callable[..., Any], args: tuple) -> None:
-    log = os.open(scratch / f"log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    preload.patch()
     try:
-        _join(rank, world_size, scratch / "rendezvous")
-        result = function(rank, world_size, *args)
-        (scratch / f"result{rank}").write_bytes(pickle.dumps(result))
-        code = 0
-    except BaseException:
-        (scratch / f"error{rank}").write_text(traceback.format_exc())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo's threads and DeepSpeed's exit handlers may wait for peers that are gone
+        while True:
+            number, world_size, scratch, task = parent.recv()
+            log = os.open(scratch / f"log{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            try:
+                function, args = pickle.loads(task)
+                before = State()
+                _join(number, world_size, scratch / "rendezvous")
+                result = function(number, world_size, *args)
+                (scratch / f"result{number}").write_bytes(pickle.dumps(result))
+                del result, args
+            except BaseException:
+                (scratch / f"error{number}").write_text(traceback.format_exc())
+                sys.stdout.flush()
+                sys.stderr.flush()
+                parent.send_bytes(b"failed")
+                break
+            sys.stdout.flush()
+            sys.stderr.flush()
+            parent.send_bytes(b"done")
+            parent.recv_bytes()  # all are done: nobody waits for this rank any more
+            _leave()
+            parent.send_bytes(b"clean" if before.restored() else b"changed")
+    except (EOFError, OSError):  # the test run is over
+        pass
+    finally:
+        os._exit(0)  # gloo's threads and DeepSpeed's exit handlers may wait for peers that are gone
 
 
 def _join(rank: int, world_size: int, rendezvous: Path) -> None:
@@ -129,9 +235,6 @@ def _join(rank: int, world_size: int, rendezvous: Path) -> None:
         "LOCAL_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500,
     }.items():  # fmt: skip
         os.environ[key] = str(value)
-    from tests.deepspeed_engine import preload  # first: it sets the environment that DeepSpeed reads
-
-    preload.patch()
     import deepspeed
     import numpy as np
     import torch
@@ -144,3 +247,10 @@ def _join(rank: int, world_size: int, rendezvous: Path) -> None:
         dist_backend="gloo", auto_mpi_discovery=False, verbose=False, init_method=f"file://{rendezvous}",
         rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
     )  # fmt: skip
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -7,7 +7,7 @@
     checkpoint.read("wte.weight", "exp_avg")               # a torch.Tensor; reads only those bytes
     zckpt.inspect(checkpoint)                              # what is in it; .as_dict() is JSON-able, as of all results
     zckpt.consolidate("run/global_step500", "model.safetensors")
-    zckpt.reshard("run/global_step500", "run6/global_step500", world_size=6)
+    zckpt.reshard("run", "run6", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats

@@ -27,9 +27,9 @@ require_torch("zckpt.hf")
 import torch.distributed as dist
 
 from zckpt.formats import open_checkpoint
+from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import find
 from zckpt.formats.deepspeed.other_files import TRAINER_STATE, is_trainers
-from zckpt.formats.files_below import files_below
 from zckpt.operations.reshard import reshard
 from zckpt.optim.ranks import Ranks
 from zckpt.state import Topology

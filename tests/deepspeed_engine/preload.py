@@ -21,13 +21,16 @@ os.environ |= {
 }
 
 _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be in every rank
+    "deepspeed.comm.mori",
     "deepspeed.module_inject.auto_ep_layer",
     "deepspeed.moe.ep_repack",
     "deepspeed.moe.fused_expert_layout",
     "deepspeed.moe.layer",
     "deepspeed.runtime.lr_schedules",
     "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # newer DeepSpeed imports it to look at any optimizer
+    "numpy.ctypeslib",
     "safetensors.torch",
     "tests.deepspeed_engine.training",
     "tests.deepspeed_engine.truth",

@@ -32,7 +32,7 @@ from zckpt.engine.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, f
 from zckpt.engine.workers import BATCH_NBYTES, LEAST_BUFFER_NBYTES, running_on
 from zckpt.engine.write import BUFFER_NBYTES
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats import torch_archive
+from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -371,10 +371,10 @@ def test_checksum_over_a_gap_that_nothing_fills(tmp_path):
 def test_archive_passes_every_reader_of_zip_files(memory, tmp_path):
     whole = noise(300 * 400).reshape(300, 400)
     tree = OrderedMapping()
-    tree["plain"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "plain", noise(50_000))), "float32", "plain")
-    tree["cast"] = torch_archive.SlotTensor(slot_of(stored(tmp_path / "cast", noise(50_000))), "bfloat16", "cast")
-    tree["sliced"] = torch_archive.SlotTensor(sliced(tmp_path, whole, 1, 3), "float32", "sliced")
-    write_target(plan([torch_archive.lay_out("m.pt", tree)]), tmp_path / "m.pt", memory=memory)
+    tree["plain"] = torch_writer.SlotTensor(slot_of(stored(tmp_path / "plain", noise(50_000))), "float32", "plain")
+    tree["cast"] = torch_writer.SlotTensor(slot_of(stored(tmp_path / "cast", noise(50_000))), "bfloat16", "cast")
+    tree["sliced"] = torch_writer.SlotTensor(sliced(tmp_path, whole, 1, 3), "float32", "sliced")
+    write_target(plan([torch_writer.lay_out("m.pt", tree)]), tmp_path / "m.pt", memory=memory)
     assert zipfile.ZipFile(tmp_path / "m.pt").testzip() is None
     if shutil.which("unzip"):
         subprocess.run(["unzip", "-tq", tmp_path / "m.pt"], check=True, capture_output=True)

@@ -25,10 +25,11 @@ from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats import open_checkpoint, torch_file
+from zckpt.formats import open_checkpoint
 from zckpt.formats.dcp import writer
 from zckpt.formats.dcp.directory import is_own
 from zckpt.formats.dcp.reader import read
+from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.proof import prove
 from zckpt.state import Checkpoint, Parameter
@@ -119,7 +120,7 @@ def of_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Pat
     """What zckpt reads of a file that a program saved."""
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, path)
     names = {id(p): name for name, p in model.named_parameters()}
-    return torch_file.read(path, names=[names[id(p)] for group in optimizer.param_groups for p in group["params"]])
+    return torch_reader.read(path, names=[names[id(p)] for group in optimizer.param_groups for p in group["params"]])
 
 
 def state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -188,7 +189,7 @@ def test_names_of_a_tied_parameter_have_the_same_tensor(tmp_path):
 def test_tensors_of_every_type_arrive(dtype, tmp_path):
     value = (torch.rand(6, 3) * 100).to(getattr(torch, dtype))
     torch.save({"w": torch.rand(4, 2), "b": value, "t": value.T, "one": value[1, 1], "none": value[:0]}, tmp_path / "m")
-    state = loaded(written(torch_file.read(tmp_path / "m"), tmp_path / "dcp"))["model"]
+    state = loaded(written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp"))["model"]
     assert_equal(state, torch.load(tmp_path / "m", weights_only=True))
 
 
@@ -258,7 +259,7 @@ def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_
     model = torch.nn.ModuleDict({"a": torch.nn.Embedding(1001, 64), "b": torch.nn.Linear(640, 300)})
     model["c"] = torch.nn.Embedding(3, 60000)
     torch.save(model.state_dict(), tmp_path / "m")
-    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
     metadata = metadata_of(directory)
     for name, parameter in model.named_parameters():
         chunks = metadata.state_dict_metadata[f"model.{name}"].chunks
@@ -272,21 +273,21 @@ def test_large_tensors_are_cut_as_fsdp2_cuts_them_and_files_are_of_one_size(tmp_
 
 def test_small_items_are_dealt_to_the_file_with_the_least(tmp_path):
     torch.save({f"w{number}": torch.rand(50 + 37 * number) for number in range(40)}, tmp_path / "m")
-    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
+    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=4)
     sizes = [(directory / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     assert max(sizes) - min(sizes) < 2000
 
 
 def test_more_ranks_than_items_leave_no_empty_files(tmp_path):
     torch.save({"w": torch.rand(3)}, tmp_path / "m")
-    directory = written(torch_file.read(tmp_path / "m"), tmp_path / "dcp", world_size=9)
+    directory = written(torch_reader.read(tmp_path / "m"), tmp_path / "dcp", world_size=9)
     assert {path.name for path in directory.iterdir()} == {"__0_0.distcp", ".metadata", "zckpt.pt"}
 
 
-def test_alike_tensors_share_the_bytes_around_them(tmp_path):
+def test_tensors_of_one_kind_share_the_bytes_around_them(tmp_path):
     """A hundred thousand small tensors take no memory for as many archives."""
     torch.save({f"w{number}": torch.rand(4, 5) for number in range(50)}, tmp_path / "m")
-    file, *_ = writer.lay_out(torch_file.read(tmp_path / "m"))
+    file, *_ = writer.lay_out(torch_reader.read(tmp_path / "m"))
     assert len(file.holes) == 50
     assert len({id(literal.data) for literal in file.literals}) == 2
 

@@ -17,7 +17,7 @@ from tests.plans import read_slot, write_directory
 from tests.strategies import shapes
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats.safetensors_file import (
+from zckpt.formats.safetensors.file import (
     INDEX_NAME,
     MAXIMUM_HEADER_NBYTES,
     Entry,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.safetensors_file import MAXIMUM_DIMENSIONS, read_header
+from zckpt.formats.safetensors.file import MAXIMUM_DIMENSIONS, read_header
 
 
 def written(path: Path, header: dict[str, object], data: bytes = b"") -> Path:

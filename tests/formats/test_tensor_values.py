@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import zckpt
 from zckpt.errors import UnsupportedError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.tensors import slot_of, span_of
+from zckpt.formats.torch_files.tensors import slot_of, span_of
 from zckpt.operations.verify import verify
 from zckpt.state import WEIGHT, Extent
 from zckpt.torchfile import read_torchfile

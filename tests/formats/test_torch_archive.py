@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.formats.some_tensors import assert_same, random_tensor, stored
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
-from zckpt.formats.torch_archive import SlotTensor, ValueTensor, lay_out
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, lay_out
 from zckpt.operations.target import write_target
 from zckpt.state import WEIGHT, Slot
 from zckpt.state.dtypes import DTYPES

@@ -12,7 +12,7 @@ import torch
 import zckpt
 from tests.formats.some_tensors import assert_same
 from zckpt.errors import SourceError, UnsupportedError, UsageError
-from zckpt.formats.torch_file import read
+from zckpt.formats.torch_files.reader import read
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import WEIGHT, Checkpoint, Scalar
 

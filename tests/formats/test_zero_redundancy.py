@@ -27,8 +27,9 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from zckpt.formats import open_checkpoint, torch_file
+from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
+from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.formats.zero_redundancy import reader
 from zckpt.formats.zero_redundancy.directory import find, is_own
 from zckpt.formats.zero_redundancy.writer import lay_out
@@ -64,7 +65,7 @@ def names_of(name: str) -> list[str]:
 
 def consolidated(name: str) -> OpenedCheckpoint:
     path = FIXTURES / "other" / name / "ckpt" / "consolidated.pt"
-    return opened(torch_file.read(path, names=names_of(name)))
+    return opened(torch_reader.read(path, names=names_of(name)))
 
 
 def ranks(name: str, directory: Path, pattern: str = "zero_rank{}.pt", model: str = "model.pt") -> Path:
@@ -217,7 +218,7 @@ def as_others_save_it(
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     names = {id(p): name for name, p in model.named_parameters()}
     listed = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    directory = written(torch_file.read(tmp_path / "c.pt", names=listed), tmp_path / "own", world_size=world_size)
+    directory = written(torch_reader.read(tmp_path / "c.pt", names=listed), tmp_path / "own", world_size=world_size)
     (directory / "metadata.pt").unlink()
     return directory
 
@@ -350,7 +351,7 @@ def test_owner_may_come_after_its_alias(tmp_path):
 
 def test_checkpoint_without_optimizer_comes_back_as_one(tmp_path):
     torch.save(torch.nn.Linear(3, 2).state_dict(), tmp_path / "m.pt")
-    source = opened(torch_file.read(tmp_path / "m.pt"))
+    source = opened(torch_reader.read(tmp_path / "m.pt"))
     out = written(source, tmp_path / "out")
     assert sorted(path.name for path in out.iterdir()) == ["metadata.pt", "model.pt"]
     assert_same_state(read(out), source)
@@ -373,7 +374,7 @@ def unnamed(path: Path, *, model: bool = True, optimizer: Any = torch.optim.Adam
     trained.step()
     root = {"model": network.state_dict(), "optimizer": trained.state_dict()}
     torch.save(root if model else root["optimizer"], path)
-    return opened(torch_file.read(path))
+    return opened(torch_reader.read(path))
 
 
 @pytest.mark.parametrize("model", [False, True])
@@ -396,7 +397,7 @@ def test_names_from_the_user_name_it_later(form, tmp_path):
     back = read(out, names)
     assert back.unnamed == {}
     assert back.param_groups[0].parameters == names
-    assert_same_state(back, opened(torch_file.read(tmp_path / "c.pt", names=names)))
+    assert_same_state(back, opened(torch_reader.read(tmp_path / "c.pt", names=names)))
 
 
 def test_parameter_of_unknown_size_cannot_be_assigned(tmp_path):

@@ -22,8 +22,9 @@ from tests.deepspeed_engine.spec import Spec
 from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import plan
-from zckpt.formats import open_checkpoint, torch_file
+from zckpt.formats import open_checkpoint
 from zckpt.formats.dcp import writer
+from zckpt.formats.torch_files import reader as torch_reader
 from zckpt.state import Checkpoint
 
 pytestmark = pytest.mark.interop
@@ -192,7 +193,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     names = [name for group in state["optimizer"]["param_groups"] for name in group["params"]]
     losses = train(model, optimizer, range(STEPS, STEPS + STEPS_AFTER))
     torch.set_num_threads(threads)
-    return {"checkpoint": torch_file.read(path, names=names), "state": state, "losses": losses}
+    return {"checkpoint": torch_reader.read(path, names=names), "state": state, "losses": losses}
 
 
 @pytest.mark.parametrize("files", [1, 3])

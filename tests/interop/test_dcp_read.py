@@ -15,8 +15,8 @@ from torch import nn
 
 from tests import gloo
 from tests.truth import assert_same
-from zckpt.formats import safetensors_shards
 from zckpt.formats.dcp.reader import read as read_dcp
+from zckpt.formats.safetensors import shards as safetensors_shards
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import Checkpoint
 

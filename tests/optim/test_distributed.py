@@ -91,7 +91,7 @@ def on_caller(rank: int, world_size: int, path: Path, function: Callable[[], Any
 
 
 def on_workers(function: Callable[[], Any], tmp_path: Path, world_size: int = 3) -> Any:
-    return run(on_caller, world_size, tmp_path / "rendezvous", function)[0]
+    return run(on_caller, world_size, tmp_path / "rendezvous", function, fresh=True)[0]
 
 
 TWO = (("worker1", 1, True), ("worker2", 2, True))

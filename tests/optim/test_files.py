@@ -170,7 +170,7 @@ def refuse_other_parameters(rank: int, world_size: int, path: Path) -> str:
     with pytest.raises(zckpt.UsageError, match="param groups"):
         files.load(optimizer, path)
     unnamed = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1.0)
-    with pytest.raises(zckpt.UsageError, match="no names"):
+    with pytest.raises(zckpt.UsageError, match="has no name"):
         files.save(unnamed, path.with_name("other"))
     with pytest.raises(zckpt.TargetExistsError):
         files.save(optimizer, path)

@@ -15,7 +15,8 @@ import pytest
 
 from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
-from zckpt.formats import open_checkpoint, safetensors_file
+from zckpt.formats import open_checkpoint
+from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.operations.target import write_target
 from zckpt.storage.durable import interrupted, recover, written_directory, written_files
 from zckpt.storage.ownership import Owned

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.torch_archive import (
+from zckpt.formats.torch_files.writer import (
     FromFile,
     SlotPart,
     SlotTensor,
@@ -766,7 +766,7 @@ def test_what_cannot_be_laid_out_is_refused(tmp_path, stored):
 def test_the_same_tree_gives_the_same_bytes_in_every_process(tmp_path):
     torch.save({"names": {f"name {number}" for number in range(50)}, "t": torch.ones(2)}, tmp_path / "source.pt")
     code = (
-        "import sys; from zckpt.torchfile import read_torchfile; from zckpt.formats.torch_archive import *; "
+        "import sys; from zckpt.torchfile import read_torchfile; from zckpt.formats.torch_files.writer import *; "
         "file = read_torchfile(sys.argv[1]); made = lay_out('x.pt', FromFile.of(file, file.root)); "
         "sys.stdout.buffer.write(b''.join(literal.data for literal in made.literals)); "
         "assert not {'torch', 'numpy'} & set(sys.modules)"

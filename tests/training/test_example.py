@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from killed_ranks import Part
+from train_and_resume import disagreements
 
 import zckpt
 from tests.cli.console import ROOT, environment
-from zckpt.training.demo import disagreements
-from zckpt.training.demo.ranks import Part
 
 pytestmark = pytest.mark.interop
 
@@ -23,6 +24,16 @@ PARTS = [
     Part(4, losses={step: 1 / step for step in range(1, 6)}, killed=3),
     Part(2, resumed=4, saved_by=4, losses={step: 1 / step for step in range(5, STEPS + 1)}),
 ]
+PROGRAM = """
+import sys
+
+sys.modules["matplotlib"] = None  # cannot be imported
+import train_and_resume
+
+if __name__ == "__main__":
+    train_and_resume.TOLERANCE = -1.0
+    sys.exit(train_and_resume.main())
+"""
 
 
 def example(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -57,6 +68,23 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "too few steps" in done.stderr or "is not empty" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
+    program, place = tmp_path / "program.py", tmp_path / "run"
+    program.write_text(PROGRAM)
+    paths = os.pathsep.join([str(ROOT / "examples"), environment()["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, program, "--quick", "--directory", place],
+        capture_output=True, text=True, env=environment() | {"PYTHONPATH": paths}, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    wrong = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]
+    assert [line.split(" of ")[1][:7] for line in wrong] == ["3 ranks", "2 ranks"]  # those of 4 are bit-equal
+    assert done.stdout.splitlines()[-1] == "matplotlib is not here to draw a picture"
+    assert "  step     alone   resumed  ranks" in done.stdout
+    assert not list(place.glob("*.png"))
 
 
 def test_a_picture_that_is_there_is_not_replaced(tmp_path: Path) -> None:

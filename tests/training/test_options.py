@@ -334,7 +334,7 @@ def save_with_workers(world_size: int, directory: Path) -> bool:
 
 
 def test_workers_save_what_lives_with_them(tmp_path: Path) -> None:
-    assert all(run(with_workers, 3, tmp_path))
+    assert all(run(with_workers, 3, tmp_path, fresh=True))
 
 
 # --- one process

@@ -55,7 +55,7 @@ def save_and_be_killed(rank: int, world_size: int, directory: Path, victim: int,
 def kill(directory: Path, victim: int, share: float) -> int:
     """Kill a rank in the middle of a save; check the newest sound checkpoint, and return its step."""
     with pytest.raises(WorkerError):
-        run(save_and_be_killed, 2, directory, victim, share)
+        run(save_and_be_killed, 2, directory, victim, share, fresh=True)
     model = Table(0)
     restored = zckpt.Checkpointer(directory, on_sigterm=False).resume(model=model, verify=True)
     assert restored is not None
@@ -139,7 +139,7 @@ def fail(rank: int, world_size: int, directory: Path, failure: str, async_: bool
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_failure_of_one_rank_is_one_of_all(failure: str, async_: bool, tmp_path: Path) -> None:
     directory = tmp_path / "run"
-    told = run(fail, 2, directory, failure, async_, "zero2-plain-float32")
+    told = run(fail, 2, directory, failure, async_, "zero2-plain-float32", fresh=True)
     assert all("cannot be written" in said or "gone" in said for said in told)
     if failure == "no space":
         assert sorted(path.name for path in directory.iterdir()) == ["first", "fourth"]

@@ -27,8 +27,8 @@ from zckpt.errors import UsageError
 from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.write_items import items
-from zckpt.formats.torch_archive import SlotTensor
-from zckpt.formats.torch_file import MODEL_KEYS, OPTIMIZER_KEYS
+from zckpt.formats.torch_files.reader import MODEL_KEYS, OPTIMIZER_KEYS
+from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.names import bare_names, plain_name, without_wrappers

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from zckpt.dcp.contents import Contents, Held, contents, may_be_tied, single_numbers
 from zckpt.errors import UnsupportedError
 from zckpt.formats.dcp.metadata import Keys
-from zckpt.formats.native.rank_file import Entry, slot_entry
-from zckpt.formats.scalars import encode
+from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
+from zckpt.formats.torch_files.tensors import encode
 from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.state import WEIGHT, Extent, Scalar, Slot
 from zckpt.training.parts import key_of
@@ -46,15 +46,15 @@ class Part:
         Of neither the model nor the optimizer.
     tied : dict of str to str
         Keys of tensors that are other names of one, and the key of that.
-    nbytes : int
-        Of its file.
+    file : Listed
+        Its file as a whole.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    nbytes: int = 0
+    file: Listed = UNWRITTEN
 
 
 def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, list[Entry]]:

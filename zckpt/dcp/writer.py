@@ -25,13 +25,13 @@ from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
+from zckpt.formats.native.rank_file import listed
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
-from zckpt.torchfile import Tensor
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
 from zckpt.training.whole import check_pieces, entries_of
@@ -155,7 +155,7 @@ class Writer(StorageWriter):
         part, entries = part_of(plan, planner, str(self.path))
         file = lay_out_rank(rank_name(place.file, place.count), entries, (directory / IDENTITY_NAME).read_text())
         write_target(plan_files([file]), directory / file.name)
-        part.nbytes = file.nbytes
+        part.file = listed(file)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(file.name), file.nbytes, part)])
         return done
@@ -208,8 +208,7 @@ class Writer(StorageWriter):
         name = rank_name(0, len(parts) + 1)
         first = lay_out_rank(name, entries_of(about.storages, values), identity.read_text())
         write_target(plan_files([first]), directory / first.name)
-        files = [(first.name, first.nbytes)]
-        files += [(rank_name(rank + 1, len(parts) + 1), part.nbytes) for rank, part in enumerate(parts)]
+        files = [listed(first), *(part.file for part in parts)]
         members = members_of(checkpoint, about, _placed(found, parts))
         document = lay_out_document(members, identity.read_text(), files)
         write_target(plan_files([document]), directory / document.name)
@@ -225,8 +224,7 @@ def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -
         found.update({key: Held(piece.dtype, piece.shape) for key, piece in part.pieces.items()})
         found.update({key: values.node(value, key) for key, value in part.values.items()})
         for key, tensor in part.tensors.items():
-            node = values.node(tensor, key)
-            assert isinstance(node, Tensor)  # noqa: S101  # that of a tensor
+            node = values.tensor(tensor, key)
             found[key] = Held(node.dtype, node.shape, node)
     found.update({alias: found[owner] for alias, owner in tied.items() if owner in found})
     paths = {key: path for key, path in (metadata.planner_data or {}).items() if key in found}

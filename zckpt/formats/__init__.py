@@ -73,9 +73,9 @@ def open_checkpoint(
     checkpoint.opened, checkpoint.roots = str(path), tuple(map(str, roots))
     checkpoint.given_names = None if names is None else tuple(names)
     if path.is_dir() and not found_by.lists_files:
-        from zckpt.formats.beside import read_beside
+        from zckpt.formats.companions import read_companions
 
-        read_beside(checkpoint, path)
+        read_companions(checkpoint, path)
     return checkpoint
 
 

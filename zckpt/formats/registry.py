@@ -23,11 +23,11 @@ BUILT_IN = {
     "zckpt": "zckpt.formats.native",
     "universal": "zckpt.formats.universal",  # it has a model file as a tag directory of DeepSpeed has
     "deepspeed": "zckpt.formats.deepspeed",
-    "safetensors": "zckpt.formats.whole",  # sure of files and shards; of directories the next three may be sure
+    "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure
     "dcp": "zckpt.formats.dcp",
-    "consolidated": "zckpt.formats.whole",
+    "consolidated": "zckpt.formats.consolidated",
     "zero-redundancy": "zckpt.formats.zero_redundancy",
-    "torch": "zckpt.formats.whole",
+    "torch": "zckpt.formats.torch_files",
 }
 """The module of each format, which has it in `FORMATS`. The order is that in which they are asked."""
 

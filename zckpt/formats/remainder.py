@@ -1,22 +1,24 @@
-"""What a checkpoint holds beside tensors and param groups, as one tree for formats that have no place of their own.
+"""What a checkpoint holds besides tensors and param groups, as one tree for formats that have no place of their own.
 
 {"version": 1, "origin": {"format", "format_version", "zero_stage", "world_size", ...}, "step", "loss_scale",
- "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata"}
+ "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata",
+ "optimizers": [name]}        of each param group, where several optimizers were saved together
 
-A program that does not know it can leave it alone: all of it is beside the model and the optimizer.
+A program that does not know it can leave it alone: none of it is the model or the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.jsonable import jsonable
-from zckpt.formats.tensors import as_mapping, as_names, carried
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter
+from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
 from zckpt.state.inventory import IMPLIED, Rule
-from zckpt.torchfile import TorchFile, brief
+from zckpt.torchfile import Renderer, Tensor, TorchFile, brief
+from zckpt.torchfile.plain import LIMIT
 
 KEY = "zckpt"
 """Under which the tree is kept in a dict that others read too."""
@@ -24,19 +26,21 @@ KEY = "zckpt"
 VERSION = 1
 
 WITH_ITEMS = 2
-"""The version where some of the metadata is beside the tree, and the tree says which."""
+"""The version where some of the metadata is not in the tree, and the tree says which."""
 
 
 def remainder_rules(*place: str) -> tuple[Rule, ...]:
     """Return the inventory's rules for the tree, which lies at some place in a file's own."""
-    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters")
+    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters", "optimizers")
     return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
 
 
 def remainder(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the tree."""
     parameters = checkpoint.parameters.values()
+    optimizers = [group.optimizer for group in checkpoint.param_groups]
     return {
+        **({"optimizers": optimizers} if any(optimizers) else {}),
         "version": VERSION,
         "origin": origin(checkpoint),
         "step": checkpoint.step,
@@ -86,6 +90,12 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
     checkpoint.step = step if type(step) is int else checkpoint.step
     checkpoint.loss_scale = float(scale) if isinstance(scale, (int, float)) else None
     _mark(checkpoint, tree, file.path)
+    optimizers = tree.get("optimizers")
+    if optimizers is not None:
+        if not isinstance(optimizers, list) or len(optimizers) != len(checkpoint.param_groups):
+            raise DamagedFileError("does not say which optimizer each param group is of", path=file.path)
+        for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
+            group.optimizer = name if isinstance(name, str) else None
     if tree.get("masters") is True:
         _give_masters(checkpoint)
 
@@ -125,3 +135,43 @@ def _give_masters(checkpoint: Checkpoint) -> None:
         weight = parameter.slots.get(WEIGHT)
         if parameter.group is not None and weight is not None:
             parameter.slots.setdefault(MASTER, replace(weight, name=MASTER))
+
+
+MAXIMUM_VALUES = 1 << 17
+"""Values within values that are said of all groups, or of all parameters: a file may repeat a tree without end."""
+
+
+def jsonables(groups: Iterable[Mapping[str, object]], renderer: Renderer | None = None) -> list[dict[str, object]]:
+    """Return the values of groups, or of whatever has many, as JSON-able data.
+
+    Parameters
+    ----------
+    groups : iterable of mapping
+    renderer : Renderer, optional
+        Limits how many there are in all; by default to `MAXIMUM_VALUES`, with `...` for the rest.
+    """
+    renderer = renderer or Renderer(MAXIMUM_VALUES)
+    return [{key: jsonable(value, renderer) for key, value in group.items()} for group in groups]
+
+
+def jsonable(value: object, renderer: Renderer | None = None) -> object:
+    """Return a value as JSON-able data: single values as numbers, tensors by type and shape, NaN and Inf as text.
+
+    Parameters
+    ----------
+    value : object
+    renderer : Renderer, optional
+        Limits what several values become together.
+    """
+    if isinstance(value, Scalar):
+        return jsonable(value.value)
+    if isinstance(value, Tensor):
+        return {"tensor": value.dtype, "shape": list(value.shape)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    renderer = renderer or Renderer(LIMIT)
+    if isinstance(value, dict) and any(isinstance(one, Scalar) for one in value.values()):
+        return {str(key): jsonable(one, renderer) for key, one in value.items()}
+    return renderer.render(value)

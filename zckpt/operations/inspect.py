@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from zckpt.formats.account import take_inventory
-from zckpt.formats.jsonable import jsonable, jsonables
+from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.rank_values import RankValue
@@ -176,7 +176,12 @@ def _slots(checkpoint: Checkpoint) -> dict[str, object]:
 def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
     values = zip(jsonables([g.hyperparameters for g in groups]), jsonables([g.state for g in groups]), strict=True)
     return [
-        {**hyperparameters, "state": state, "parameters": list(group.parameters)}
+        {
+            **hyperparameters,
+            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
+            "state": state,
+            "parameters": list(group.parameters),
+        }
         for group, (hyperparameters, state) in zip(groups, values, strict=True)
     ]
 

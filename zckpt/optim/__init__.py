@@ -1,4 +1,17 @@
-"""The sharded optimizers that produce sharded state."""
+"""The sharded optimizers that produce sharded state, and what state each kind of optimizer has.
+
+zero             ZeRO-1 and 2: one flat buffer for each param group
+zero_redundancy  whole parameters handed to ranks
+distributed      parameters that live on RPC workers
+states           what state any optimizer has on this rank, and how it takes state back
+files            sharded optimizers in files of other programs
+opening          a checkpoint opened for a live model and optimizer
+model_state      a live model's tensors without its wrappers' names
+param_groups     what param groups are made of, and their names
+shares           which elements of a tensor this rank has
+memory           how tensors lie in memory
+ranks            who saves or loads together, and how failures are shared
+"""
 
 from __future__ import annotations
 

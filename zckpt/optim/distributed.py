@@ -261,7 +261,7 @@ def _state(local: LocalOptimizer) -> State:
 
 
 def _check_shapes(local: LocalOptimizer, state: State, hyperparameters: list[Group]) -> None:
-    from zckpt.optim.zero_redundancy.state import check_shapes
+    from zckpt.optim.zero_redundancy.state_dicts import check_shapes
 
     if len(hyperparameters) != len(local.numbers):
         raise ValueError(f"{len(hyperparameters)} param groups for an optimizer that has {len(local.numbers)}")

@@ -1,12 +1,22 @@
-"""Param groups: what they say of their parameters, and what they say beside that."""
+"""Param groups: what they are made of, what they say beside their parameters, and what these are called.
+
+Parameters are given named or not, in groups or not, and are checked as torch checks them.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from zckpt.errors import UsageError
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.model_state import own_names
+from zckpt.state import ParamGroup, Scalar
 
 Group = dict[str, Any]
 
@@ -33,3 +43,186 @@ def sync(source: Sequence[Group], target: Sequence[Group]) -> None:
 def copied(value: object) -> object:
     """Return a value that shares nothing with the one given."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def read_groups(params: object) -> list[Group]:
+    """Return param groups that own their lists, names under `param_names` where tensors were given as pairs.
+
+    Parameters
+    ----------
+    params : iterable
+        Of tensors, of (name, tensor) pairs, or of dicts whose `params` is one of these.
+
+    Raises
+    ------
+    TypeError
+        A tensor, no iterable, or an iterable of anything else or of several kinds.
+    ValueError
+        Nothing, a group without `params`, a sparse tensor, a tensor twice, or names for some tensors only.
+    """
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params must be an iterable of tensors or dicts, not {torch.typename(params)}")
+    given = list(params)
+    if not given:
+        raise ValueError("an empty parameter list")
+    if all(isinstance(one, dict) for one in given):
+        groups = [read_group(one) for one in given]
+    elif any(isinstance(one, dict) for one in given):
+        raise TypeError("params must be an iterable of tensors or of dicts, not of both")
+    else:
+        groups = [read_group({"params": given})]
+    if len({"param_names" in group for group in groups}) > 1:
+        raise ValueError("either all param groups have names for their parameters or none has")
+    _check_types([tensor for group in groups for tensor in group["params"]])
+    return groups
+
+
+def read_group(group: Group) -> Group:
+    """Return a param group with its tensors in a list of its own. Raises as `read_groups`."""
+    if "params" not in group:
+        raise ValueError("a param group without the key 'params'")
+    members = group["params"]
+    if isinstance(members, torch.Tensor):
+        members = [members]
+    if isinstance(members, (set, frozenset)):
+        raise TypeError("parameters must have an order, which those of a set do not")
+    members = list(members)
+    named = [one for one in members if _is_pair(one)]
+    if named and len(named) != len(members):
+        raise ValueError("either all parameters of a group have names or none has")
+    made = {**group, "params": [one[1] for one in members] if named else members}
+    if named:
+        made["param_names"] = [one[0] for one in named]
+    for tensor in made["params"]:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
+    if len(set(made["params"])) != len(members):
+        raise ValueError("a param group has a parameter twice, which two ranks would step")
+    if len(made.get("param_names", members)) != len(members):
+        raise ValueError(f"a param group has {len(made['param_names'])} names for {len(members)} parameters")
+    return made
+
+
+def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a process group, by default the world. Raises ValueError where this process is not in it."""
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("no process group: call torch.distributed.init_process_group first")
+    if dist.get_rank(found) < 0:
+        raise ValueError("this process is not in the process group")
+    return found
+
+
+def _is_pair(one: object) -> bool:
+    return isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
+
+
+def _check_types(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
+    types = {torch.typename(tensor) for tensor in tensors}
+    if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
+
+
+SHOWN = 4
+
+Names = list[list[str]]
+"""The names of each param group's parameters, in the optimizer's order."""
+
+
+def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor, str]) -> Names:
+    """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
+
+    Parameters
+    ----------
+    groups : sequence of mapping
+    known : mapping
+        The names of the model's parameters.
+
+    Raises
+    ------
+    UsageError
+        Some have neither.
+    """
+    own = own_names(groups)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in known and parameter not in own:
+                raise UsageError(
+                    "a parameter of the optimizer has no name",
+                    found=f"shape {tuple(parameter.shape)}",
+                    advice="give the model that it belongs to, or make the optimizer of (name, parameter) pairs",
+                )
+    return [[known[p] if p in known else own[p] for p in group["params"]] for group in groups]
+
+
+def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter of param groups."""
+    pairs = zip(groups, names, strict=True)
+    return {parameter: name for group, its in pairs for parameter, name in zip(group["params"], its, strict=True)}
+
+
+def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
+    """Return the names that a DistributedOptimizer was given: those that its workers know.
+
+    Raises
+    ------
+    UsageError
+        It was given none.
+    """
+    if not all("param_names" in group for group in groups):
+        raise UsageError("the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs")
+    return [list(group["param_names"]) for group in groups]
+
+
+def group_hyperparameters(
+    checkpoint: OpenedCheckpoint,
+    groups: Sequence[ParamGroup],
+    names: Names,
+    path: str | os.PathLike[str],
+    *,
+    optional: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Return the checkpoint's hyperparameters of each group.
+
+    Parameters
+    ----------
+    checkpoint : OpenedCheckpoint
+    groups : sequence of ParamGroup
+        Its groups of this optimizer.
+    names : list of list of str
+        Of the optimizer's parameters that are trained.
+    path : path-like
+        For messages.
+    optional : collection of str
+        Parameters of the optimizer that may be missing on either side, since they have no state.
+
+    Raises
+    ------
+    UsageError
+        The checkpoint has other param groups.
+    """
+    theirs = [group.parameters for group in groups]
+    if len(theirs) != len(names):
+        raise UsageError("other param groups than the optimizer's", path=path, expected=len(names), found=len(theirs))
+    for index, (ours, its) in enumerate(zip(names, theirs, strict=True)):
+        mine = {_owner_name(checkpoint, name) for name in ours}
+        only = sorted((mine ^ set(its)) - {_owner_name(checkpoint, name) for name in optional})
+        if only:
+            raise UsageError(
+                f"param group {index} has other parameters than the optimizer's",
+                path=path,
+                found=", ".join(only[:SHOWN]),
+            )
+    return [
+        {key: value.value if isinstance(value, Scalar) else value for key, value in group.hyperparameters.items()}
+        for group in groups
+    ]
+
+
+def _owner_name(checkpoint: OpenedCheckpoint, name: str) -> str:
+    return checkpoint.owner(name).name if name in checkpoint.parameters else name

@@ -92,11 +92,12 @@ def _groups(document: dict[str, Any]) -> list[str]:
     lines = []
     for index, group in enumerate(document["param_groups"]):
         state = " ".join(f"{k}={_short(v)}" for k, v in group["state"].items())
-        rest = {k: v for k, v in group.items() if k not in ("state", "parameters") and v is not None and v is not False}
+        own, of = ("state", "parameters", "optimizer"), group.get("optimizer")
+        rest = {k: v for k, v in group.items() if k not in own and v is not None and v is not False}
         values = " ".join(f"{k}={_short(v)}" for k, v in rest.items())
         lines.append(
-            f"group {index}: {count(len(group['parameters']), 'parameter')}; {values or '(no hyperparameters)'}"
-            + (f"; state {state}" if state else "")
+            f"group {index}{f' of {of}' if of else ''}: {count(len(group['parameters']), 'parameter')}; "
+            f"{values or '(no hyperparameters)'}" + (f"; state {state}" if state else "")
         )
     return ["", *lines] if lines else []
 

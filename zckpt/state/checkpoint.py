@@ -84,11 +84,14 @@ class ParamGroup:
         In the optimizer's order, not the order of a flat buffer.
     state : dict
         Optimizer state that is one value for the group: number, bool or Scalar, by key (`step`).
+    optimizer : str or None
+        The name of the optimizer that the group is of, where several were saved together; else None.
     """
 
     hyperparameters: dict[str, object]
     parameters: list[str]
     state: dict[str, object] = field(default_factory=dict)
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,12 +306,17 @@ class Checkpoint:
             *([] if self.zero_stage is None else [f"ZeRO stage {self.zero_stage}"]),
             f"dp={ranks.dp} tp={ranks.tp} pp={ranks.pp} ep={ranks.ep}",
         ]
-        second = [
-            f"{len(owners):,} parameters of {sum(p.numel for p in owners):,} elements",
-            f"{len(self.files):,} files of {sum(file.nbytes for file in self.files):,} bytes",
-            *([] if self.step is None else [f"step {self.step}"]),
-        ]
-        lines = f"{self.source!r}: {', '.join(first)}", ", ".join(second)
+        second = {
+            "parameters": len(owners),
+            "elements": sum(p.numel for p in owners),
+            "files": len(self.files),
+            "bytes": sum(file.nbytes for file in self.files),
+            "step": self.step,
+        }
+        lines = (
+            f"{self.source!r}: {', '.join(first)}",
+            " ".join(f"{key}={value:,}" for key, value in second.items() if value is not None),
+        )
         shown = [shortened(" ".join(without_controls(line).split()), SHOWN_PATH) for line in lines]
         return f"<{type(self).__name__} {shown[0]}\n {shown[1]}>"
 
@@ -322,6 +330,11 @@ class Checkpoint:
         """
         parameter = self.parameters[name] if name in self.parameters else self.buffers[name]
         return parameter if parameter.tied_to is None else self.parameters[parameter.tied_to]
+
+    def optimizers(self) -> list[str]:
+        """Return the names of the optimizers that were saved together; empty where there was one, or none."""
+        names = dict.fromkeys(group.optimizer for group in self.param_groups)
+        return [str(name) for name in names] if len(names) > 1 else []
 
     def tensors(self) -> Iterator[Parameter]:
         """Iterate over parameters, then buffers."""

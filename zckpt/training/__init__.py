@@ -1,16 +1,15 @@
 """Save and load while training: any world size, any format that zckpt reads.
 
-ranks            who saves or loads together, and how failures are shared
-model_state      a model's tensors without its wrappers' names
-optimizer_state  what this rank has of any optimizer
-values           schedulers, random states and what the program adds, without a pickle
-parts            what this rank writes
-whole            what the first rank knows of all, and the document
-saving           `save`, and saving while training goes on
-workers          the same of parameters that live on RPC workers
-loading          `load`
-broadcasting     weights read once and sent around
-checkpointer     a run's directory: when to save, what to keep, where to resume
+values        plain data, tensors and arrays as inert nodes, and back, without a pickle
+parts         what this rank writes
+whole         what the first rank knows of all, and the document
+writing       all ranks write one directory
+saving        `save`, and saving while training goes on
+workers       the same of parameters that live on RPC workers
+loading       `load`
+other_state   schedulers, random states and the program's own values
+checkpointer  a run's directory: when to save, what to keep, where to resume
+run_record    which checkpoints a Checkpointer wrote
 """
 
 from __future__ import annotations

@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats.native.digests import check_digests
 from zckpt.formats.native.names import OWNED
+from zckpt.formats.native.reader import check_digests
 from zckpt.operations.open import open as open_checkpoint
+from zckpt.optim.model_state import Stateful
 from zckpt.optim.ranks import Ranks
+from zckpt.optim.states.several import Given
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.loading import Restored, load
-from zckpt.training.model_state import Stateful
 from zckpt.training.run_record import NAME, Entry, Record
 from zckpt.training.saving import Saving, save_own
 from zckpt.training.writing import new_identity
@@ -125,7 +125,7 @@ class Checkpointer:
         step: int,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -149,7 +149,7 @@ class Checkpointer:
         step: int,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -266,7 +266,7 @@ class Checkpointer:
         self,
         *,
         model: torch.nn.Module | None = None,
-        optimizer: Optimizer | None = None,
+        optimizer: Given = None,
         scheduler: Stateful | None = None,
         grad_scaler: Stateful | None = None,
         strict: bool = True,

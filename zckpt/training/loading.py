@@ -1,30 +1,31 @@
-"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own part."""
+"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own part.
+
+Of weights that all ranks have whole, one rank can read each and send it to the others.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
+from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
-from zckpt.optim import DistributedOptimizer, files
+from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
-from zckpt.optim.restoring import restoring_of
 from zckpt.optim.shares import share_of
+from zckpt.optim.states import Restoring
+from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.training.broadcasting import read_and_broadcast
-from zckpt.training.model_state import ModelState, Stateful, model_state
-from zckpt.training.optimizer_state import parameter_names
 from zckpt.training.other_state import OtherState, read_other_state
 
 SHOWN = 4
@@ -75,7 +76,7 @@ def load(
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Given = None,
     scheduler: Stateful | None = None,
     grad_scaler: Stateful | None = None,
     strict: bool = True,
@@ -95,8 +96,9 @@ def load(
     path : path-like
     model : Module, optional
         As for `save`.
-    optimizer : Optimizer, optional
-        Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's.
+    optimizer : Optimizer, or list or mapping of them, optional
+        Any of zckpt's or of torch's, made for this model; its hyperparameters become the checkpoint's. Several as they
+        were saved: as many, under the same names.
     scheduler, grad_scaler : optional
         Get what `load_state_dict` was saved of them, if it was.
     strict : bool
@@ -126,11 +128,12 @@ def load(
         It cannot be read: on all ranks, if on one. Nothing has been changed, unless the message says that weights must
         not be used: then a file failed that was there, and long enough, when all ranks had checked it.
     """
-    purpose = ALONE if isinstance(optimizer, DistributedOptimizer) else ""
-    ranks = Ranks(process_group or getattr(optimizer, "process_group", None), purpose=purpose)
+    purpose = "" if workers_of(optimizer) is None else ALONE
+    ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
 
     def prepared() -> _Loading:
-        loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
+        with headers_shared(ranks.rank, ranks.world_size):
+            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -150,7 +153,7 @@ class _Loading:
         self,
         path: str | os.PathLike[str],
         model: torch.nn.Module | None,
-        optimizer: Optimizer | None,
+        optimizer: Given,
         *,
         strict: bool,
         tag: str | None,
@@ -158,16 +161,10 @@ class _Loading:
     ) -> None:
         self.path = os.fspath(path)
         self.model = model
-        self.optimizer = optimizer
-        self.names = names
         self.tensors: ModelState = model_state(model)
-        known: dict[torch.Tensor, str] = {}
-        order: list[list[str]] = []
-        if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-            known = parameter_names(optimizer, self.tensors.names())
-            order = [[known[one] for one in group["params"]] for group in optimizer.param_groups]
+        optimizers = Optimizers(optimizer, self.tensors.names())
         live = [*self.tensors.tensors, *self.tensors.tied]
-        self.checkpoint: OpenedCheckpoint = open_for(path, live, order, tag=tag, names=names, strict=strict)
+        self.checkpoint: OpenedCheckpoint = open_for(path, live, optimizers.order, tag=tag, names=names, strict=strict)
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )
@@ -177,10 +174,10 @@ class _Loading:
         self.replicated: list[Wanted] = []
         self.sharded: list[Wanted] = []
         self.other = OtherState()
-        self.restoring = None
-        if optimizer is not None and not isinstance(optimizer, DistributedOptimizer):
-            self.restoring = restoring_of(self.checkpoint, optimizer, known, self.path, strict=strict)
-            self.report.notes += self.restoring.notes
+        self.restoring: list[Restoring] = optimizers.restore(
+            self.checkpoint, self.path, tag=tag, listed=names, strict=strict
+        )
+        self.report.notes += [note for one in self.restoring for note in one.notes]
 
     def _match(self) -> dict[str, Parameter]:
         """Return the checkpoint's tensor for each of the model's, and note what has none."""
@@ -222,19 +219,17 @@ class _Loading:
         self.report.notes += [*self.other.missing, *self.other.notes]
         for note in self.other.missing:
             warnings.warn(f"{self.path}: {note}", stacklevel=3)
-        made_of_masters = set(self.restoring.publishes) if self.restoring is not None else set()
+        made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
         check_tensors([*self.replicated, *self.sharded])
-        if self.restoring is not None:
-            self.restoring.check()
+        for one in self.restoring:
+            one.check()
 
     def read_state(self) -> None:
         """Read the optimizer's state into memory of its own; RPC workers take theirs when all have read it."""
-        if isinstance(self.optimizer, DistributedOptimizer):
-            files.load(self.optimizer, self.path, names=self.names)
-        if self.restoring is not None:
-            with torch.no_grad():
-                self.restoring.read()
+        with torch.no_grad():
+            for one in self.restoring:
+                one.read()
 
     def read_weights(self, ranks: Ranks, *, broadcast: bool) -> None:
         """Read weights into the model."""
@@ -258,13 +253,13 @@ class _Loading:
 
     def take_state(self) -> None:
         """Give the optimizer what was read of its state."""
-        if self.restoring is not None:
-            self.restoring.take()
+        for one in self.restoring:
+            one.take()
 
     def share_state(self) -> None:
         """Bring to all ranks what follows from the optimizer's state."""
-        if self.restoring is not None:
-            self.restoring.share()
+        for one in self.restoring:
+            one.share()
 
     def restore_rest(self) -> None:
         """Restore what goes with the model and the optimizer."""
@@ -284,3 +279,46 @@ def _weight_like(parameter: Parameter, dtype: torch.dtype) -> Slot:
         if slot.dtype == dtype_name(dtype):
             return slot
     return slots[-1]
+
+
+ROUND_NBYTES = 64 << 20
+"""Read by each rank before all of it is sent: what a rank needs besides the weights."""
+
+
+def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> None:
+    """Read what all ranks want, each rank some of it, and send it around.
+
+    All ranks must want the same tensors in the same order.
+
+    Raises
+    ------
+    SourceError
+        A file cannot be read: on all ranks, if on one.
+    """
+    for turn in _rounds(wanted, ranks.world_size):
+        mine = [one for reader, one in turn if reader == ranks.rank]
+        ranks.do(partial(read_tensors, mine))
+        for reader, one in turn:
+            _send(one.tensor, ranks, reader)
+
+
+def _rounds(wanted: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
+    """Yield who reads what; in each round every rank reads about as much."""
+    turn: list[tuple[int, Wanted]] = []
+    loads = [0] * world_size
+    for one in wanted:
+        reader = loads.index(min(loads))
+        turn.append((reader, one))
+        loads[reader] += one.tensor.nbytes
+        if min(loads) >= ROUND_NBYTES:
+            yield turn
+            turn, loads = [], [0] * world_size
+    if turn:
+        yield turn
+
+
+def _send(tensor: torch.Tensor, ranks: Ranks, reader: int) -> None:
+    there = tensor if tensor.is_contiguous() else tensor.contiguous()
+    dist.broadcast(there, src=ranks.members[reader], group=ranks.given or dist.group.WORLD)
+    if there is not tensor:
+        tensor.copy_(there)

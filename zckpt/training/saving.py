@@ -1,10 +1,10 @@
 """`save`: every rank writes its own part of a checkpoint in zckpt's format; the first makes it whole, at the end.
 
-    first rank      makes the partial directory and tells its name
-    every rank      writes its file there, and tells the first what is in it
+    first rank      creates the partial directory and sends its name
+    every rank      writes its file there, and says to the first what is in it
     first rank      writes `checkpoint.json`, which says where everything is, and renames the directory
 
-A rank that fails tells all; then none has saved, and nothing is left behind.
+If a rank fails, all are informed; then none has saved, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
-from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer, files
+from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
+from zckpt.optim.states import state_class
+from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.state import WEIGHT
 from zckpt.training import whole
-from zckpt.training.model_state import Stateful, model_state
-from zckpt.training.optimizer_state import optimizer_state, parameters_of
 from zckpt.training.other_state import random_states
-from zckpt.training.parts import Part, Staging, deal, entries
+from zckpt.training.parts import Part, Staging, divide, entries
 from zckpt.training.values import Values
 from zckpt.training.workers import save_workers
 from zckpt.training.writing import Prepared, write
@@ -79,7 +78,7 @@ class Saving:
             return None
         try:
             self.result()
-        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks are told
+        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks learn of it
             return error
         return None
 
@@ -106,7 +105,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Given = None,
     step: int | None = None,
     scheduler: Stateful | None = None,
     grad_scaler: Stateful | None = None,
@@ -128,8 +127,9 @@ def save(
         A directory that does not exist, on a file system that all ranks share.
     model : Module, optional
         As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`.
-    optimizer : Optimizer, optional
-        Any of zckpt's or of torch's. Of a DistributedOptimizer only its caller calls this, and the workers write.
+    optimizer : Optimizer, or list or mapping of them, optional
+        Any of zckpt's or of torch's; several, of different parameters, in a list or by name. Of a DistributedOptimizer
+        only its caller calls this, and the workers write.
     step : int, optional
         How many steps have been trained.
     scheduler, grad_scaler : optional
@@ -157,7 +157,7 @@ def save(
     Raises
     ------
     UsageError
-        Something cannot be told by name, or the format does not suit the optimizer.
+        Something cannot be told by name, a parameter is in two optimizers, or the format does not suit the optimizer.
     UnsupportedError
         Something that only a pickle could hold.
     TargetError
@@ -170,13 +170,9 @@ def save(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
         )
     given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
-    if fingerprint and (format != "zckpt" or isinstance(optimizer, DistributedOptimizer)):
-        raise UsageError(
-            "a fingerprint is recorded by ranks that write zckpt's format",
-            found="a DistributedOptimizer" if format == "zckpt" else f"format {format}",
-            advice="use zckpt fingerprint --write",
-        )
     if format != "zckpt":
+        if fingerprint:
+            raise _no_fingerprint(f"format {format}")
         _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
     return save_own(
@@ -188,7 +184,7 @@ def save(
 def save_own(
     path: Path,
     model: torch.nn.Module | None,
-    optimizer: Optimizer | None,
+    optimizer: Given,
     given: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     *,
@@ -210,17 +206,20 @@ def save_own(
         The id that the document gets, of the first rank; by default a new one.
     """
     _BACKGROUND.finish()
-    if isinstance(optimizer, DistributedOptimizer):
+    workers = workers_of(optimizer)
+    if workers is not None:
         if async_:
             raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
-        save_workers(path, optimizer, given, overwrite=overwrite, identity=identity)
+        if fingerprint:
+            raise _no_fingerprint("a DistributedOptimizer")
+        save_workers(path, workers, given, overwrite=overwrite, identity=identity)
         return None
-    group = process_group or getattr(optimizer, "process_group", None)
+    group = process_group or process_group_of(optimizer)
     ranks = Ranks(group, purpose="save" if async_ else "")
     staging = _BACKGROUND.staging if async_ else None
     try:
         prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
-    except Exception as error:  # noqa: BLE001  # told to all ranks
+    except Exception as error:  # noqa: BLE001  # all ranks learn of it
         prepared = error
     options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
     if not async_:
@@ -231,11 +230,19 @@ def save_own(
     return _BACKGROUND.saving
 
 
+def _no_fingerprint(found: str) -> UsageError:
+    return UsageError(
+        "a fingerprint is recorded by ranks that write zckpt's format",
+        found=found,
+        advice="use zckpt fingerprint --write",
+    )
+
+
 def _save_as(
     form: str,
     path: Path,
     model: torch.nn.Module | None,
-    optimizer: Optimizer | None,
+    optimizer: Given,
     given: Mapping[str, Any],
     *,
     async_: bool,
@@ -246,35 +253,47 @@ def _save_as(
     Raises
     ------
     UsageError
-        The format is not one for this optimizer.
+        The format is not one for this optimizer, or has place for one only.
     """
-    kinds = ZeroOptimizer if form == "deepspeed" else (ZeroRedundancyOptimizer, DistributedOptimizer)
-    if not isinstance(optimizer, kinds):
+    every = named(optimizer)
+    if len(every) > 1:
         raise UsageError(
-            f"format {form} does not suit {type(optimizer).__name__}", advice="save as zckpt, and use zckpt convert"
+            f"format {form} has place for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
         )
+    for one in every.values():
+        if state_class(one).writes != form:
+            raise UsageError(
+                f"format {form} does not suit {type(one).__name__}", advice="save as zckpt, and use zckpt convert"
+            )
+    if not every:
+        raise UsageError(f"format {form} is written of an optimizer, and none is given", advice="save as zckpt")
     if async_:
         raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
-    beside = {
+    others = {
         key: given[name].state_dict()
         for key, name in ((whole.SCHEDULER, "scheduler"), (whole.GRAD_SCALER, "grad_scaler"))
         if given[name] is not None
     }
     if given["extra"] is not None:
-        beside[whole.EXTRA] = dict(given["extra"])
-    files.save(optimizer, path, model=model, step=given["step"], beside=beside, overwrite=overwrite)
+        others[whole.EXTRA] = dict(given["extra"])
+    tensors = model_state(model)
+    for state in Optimizers(optimizer, tensors.names()).states.values():
+        state.write(path, model=model, step=given["step"], beside=others, overwrite=overwrite)
 
 
 def _prepare(
     ranks: Ranks,
     model: torch.nn.Module | None,
-    optimizer: Optimizer | None,
+    optimizer: Given,
     given: Mapping[str, Any],
     staging: Staging | None,
 ) -> Prepared:
     """Find out what this rank writes, and copy it if it is to be staged."""
-    tensors = model_state(model) if model is not None else parameters_of(optimizer)
-    state = optimizer_state(optimizer, tensors.names())
+    tensors = model_state(model)
+    optimizers = Optimizers(optimizer, tensors.names())
+    if model is None:
+        tensors = ModelState.of_parameters(optimizers.parameters())
+    state = optimizers.snapshot()
     shares = []
     for name, tensor in tensors.tensors.items():
         share = share_of(tensor, name)
@@ -282,11 +301,11 @@ def _prepare(
             share = replace(share, ranks=(ranks.members[0],))  # other ranks may have updated theirs, and DDP takes this
         if share is not None:
             shares.append((name, WEIGHT, share))
-    held = deal([*shares, *state.shares], world_rank(), ranks.members)
+    held = divide([*shares, *state.shares], world_rank(), ranks.members)
     values = Values()
-    about = whole.Whole(tensors, state, given, values, optimizer, ranks.world_size, beside={})
+    about = whole.Whole(tensors, state, given, values, ranks.world_size, others={})
     if ranks.rank == 0:
-        about.beside = whole.beside(given, tensors, values)
+        about.others = whole.other_values(given, tensors, values)
     part = Part([piece for piece, _ in held], state.values, random_states())
-    stored = whole.storage_entries(about.beside, values)
+    stored = whole.storage_entries(about.others, values)
     return Prepared(part, [*stored, *entries(held, staging)], about)

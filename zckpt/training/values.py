@@ -1,4 +1,4 @@
-"""What a program keeps beside tensors of models and optimizers, as inert nodes, and back. No pickle either way."""
+"""What a program keeps besides tensors of models and optimizers, as inert nodes, and back. No pickle either way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.operations.tensors import Wanted, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import (
@@ -71,7 +71,7 @@ class Values:
         if type(value) in PLAIN or isinstance(value, KEPT):
             return value
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, where)
+            return self.tensor(value, where)
         if isinstance(value, np.ndarray):
             return _array(value, where)
         for kind, rule in _LEAVES.items():
@@ -100,7 +100,14 @@ class Values:
             advice="save what it consists of: its state_dict(), or its numbers and names",
         )
 
-    def _tensor(self, value: torch.Tensor, where: str) -> Tensor:
+    def tensor(self, value: torch.Tensor, where: str) -> Tensor:
+        """Return a tensor as a node.
+
+        Raises
+        ------
+        UnsupportedError
+            It is sparse, or of a class of its own.
+        """
         if value.layout != torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
             raise UnsupportedError(
                 f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"

@@ -7,19 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
-
 from zckpt.engine.plan import Hole, fill, plan
-from zckpt.formats.native.names import rank_name
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
-from zckpt.optim import ZeroOptimizer
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, Span, Topology
+from zckpt.optim.model_state import ModelState
+from zckpt.optim.states.several import ALONE, Snapshot
+from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.torchfile import FromFile, Mentioned
-from zckpt.training.model_state import ModelState
-from zckpt.training.optimizer_state import OptimizerState, order_of
 from zckpt.training.parts import Part, Piece, key_of
 from zckpt.training.values import Values
 from zckpt.version import __version__
@@ -31,7 +27,7 @@ SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
     "random_states",
     "extra_state",
 )
-"""Under which keys a checkpoint's metadata have what is beside models and optimizers."""
+"""Under which keys a checkpoint's metadata have what goes with models and optimizers."""
 
 SAVED_BY, SELF = "saved_by", "zckpt.save"
 """How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
@@ -47,28 +43,26 @@ class Whole:
     Parameters
     ----------
     model : ModelState
-    optimizer_state : OptimizerState
-        Its own, for names and hyperparameters.
+    optimizers : Snapshot
+        What the first rank has of them, for param groups and metadata.
     given : mapping
-        What the program gave beside the model and the optimizer.
+        What the program gave besides the model and the optimizer.
     values : Values
         That has the memory of tensors in it.
-    optimizer : Optimizer or None
     world_size : int
-    beside : dict
+    others : dict
         The metadata, as nodes.
     """
 
     model: ModelState
-    optimizer_state: OptimizerState
+    optimizers: Snapshot
     given: Mapping[str, Any]
     values: Values
-    optimizer: Optimizer | None
     world_size: int
-    beside: dict[str, object]
+    others: dict[str, object]
 
 
-def beside(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
+def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
     """Return metadata, as nodes.
 
     Parameters
@@ -121,68 +115,63 @@ def write_document(state: Whole, parts: Sequence[Part], identity: str, directory
     checkpoint = _checkpoint(state, parts)
     placed = _placed(checkpoint, parts)
     members = members_of(checkpoint, describe(checkpoint), placed)
-    files = [(rank_name(rank, len(parts)), part.nbytes) for rank, part in enumerate(parts)]
-    document = lay_out_document(members, identity, files)
+    document = lay_out_document(members, identity, [part.file for part in parts])
     write_target(plan([document]), directory / document.name)
 
 
 def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
     """Return the logical state; its slots are without spans."""
-    optimizer = state.optimizer
-    about = state.optimizer_state
-    made = Checkpoint(
+    optimizers = state.optimizers
+    has_optimizer = bool(optimizers.classes)
+    checkpoint = Checkpoint(
         "",
         "zckpt",
         f"zckpt {__version__}",
-        zero_stage=optimizer.stage if isinstance(optimizer, ZeroOptimizer) else None,
+        zero_stage=optimizers.zero_stage,
         topology=Topology(dp=state.world_size),
         world_size=state.world_size,
         step=state.given["step"],
-        metadata=dict(state.beside),
-        optimizer_metadata=dict(about.metadata),
+        metadata=dict(state.others),
+        optimizer_metadata=dict(optimizers.metadata),
+        loss_scale=optimizers.loss_scale,
+        param_groups=list(optimizers.groups),
     )
-    made.details[SAVED_BY] = SELF
-    if optimizer is not None:
-        made.details["optimizer"] = type(optimizer).__name__
-    if isinstance(optimizer, ZeroOptimizer):
-        made.loss_scale = float(optimizer.loss_scale)
-    made.metadata[RANDOM] = [part.random_states for part in parts]
-    made.param_groups = [
-        ParamGroup(dict(hyperparameters), list(names), dict(values))
-        for hyperparameters, names, values in zip(about.hyperparameters, about.names, about.group_values, strict=True)
-    ]
-    groups = order_of(about.names)
+    checkpoint.details[SAVED_BY] = SELF
+    if has_optimizer:
+        checkpoint.details["optimizer"] = optimizers.classes.get(ALONE) or dict(optimizers.classes)
+    checkpoint.metadata[RANDOM] = [part.random_states for part in parts]
+    groups = {name: index for index, group in enumerate(optimizers.groups) for name in group.parameters}
     for name, tensor in state.model.tensors.items():
         is_parameter = name in state.model.parameters
         group = groups.get(name)
-        frozen = is_parameter and (group is None if optimizer is not None else not tensor.requires_grad)
-        section = made.parameters if is_parameter else made.buffers
-        section[name] = Parameter(
-            name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen and optimizer is not None
-        )
+        frozen = has_optimizer and is_parameter and group is None
+        section = checkpoint.parameters if is_parameter else checkpoint.buffers
+        section[name] = Parameter(name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen)
     for name, owner in state.model.tied.items():
-        its = made.parameters[owner]
-        made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+        its = checkpoint.parameters[owner]
+        checkpoint.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
     for part in parts:
-        _add(made, part, groups)
-    return made
+        _add(checkpoint, part, groups)
+    return checkpoint
 
 
-def _add(made: Checkpoint, part: Part, groups: Mapping[str, int]) -> None:
+def _add(checkpoint: Checkpoint, part: Part, groups: Mapping[str, int]) -> None:
     for piece in part.pieces:
-        parameter = _parameter(made, piece, groups)
+        parameter = _parameter(checkpoint, piece, groups)
         parameter.slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
     for name, values in part.values.items():
-        if name in made.parameters:
-            made.parameters[name].state.update(values)
+        if name in checkpoint.parameters:
+            checkpoint.parameters[name].state.update(values)
 
 
-def _parameter(made: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
-    if piece.name in made.buffers:
-        return made.buffers[piece.name]
-    if piece.name not in made.parameters:
-        made.parameters[piece.name] = Parameter(piece.name, piece.shape, piece.dtype, group=groups.get(piece.name))
-    return made.parameters[piece.name]
+def _parameter(checkpoint: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
+    if piece.name in checkpoint.buffers:
+        return checkpoint.buffers[piece.name]
+    if piece.name not in checkpoint.parameters:
+        checkpoint.parameters[piece.name] = Parameter(
+            piece.name, piece.shape, piece.dtype, group=groups.get(piece.name)
+        )
+    return checkpoint.parameters[piece.name]
 
 
 def _placed(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[Placed]:

@@ -8,19 +8,18 @@ from typing import Any
 
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import Entry
+from zckpt.formats.native.rank_file import Entry, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.operations.target import write_target
-from zckpt.optim import DistributedOptimizer, param_groups
+from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
-from zckpt.optim.named_groups import remote_names
+from zckpt.optim.model_state import ModelState
 from zckpt.optim.shares import Share, share_of
+from zckpt.optim.states.several import Optimizers
 from zckpt.state import WEIGHT, Extent, Slot
 from zckpt.storage.durable import written_directory
 from zckpt.training import whole
-from zckpt.training.model_state import ModelState
-from zckpt.training.optimizer_state import OptimizerState, optimizer_state
-from zckpt.training.parts import Part, deal, entries
+from zckpt.training.parts import Part, divide, entries
 from zckpt.training.values import Values
 from zckpt.training.writing import new_identity
 
@@ -43,8 +42,8 @@ def save_workers(
         What a worker raised; nothing has been written.
     """
     values = Values()
-    beside = whole.beside(given, ModelState(), values)
-    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(beside, values)]
+    others = whole.other_values(given, ModelState(), values)
+    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(others, values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         identity = identity or new_identity()
@@ -53,12 +52,7 @@ def save_workers(
             _save_worker,
             [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
         )
-        about = OptimizerState(
-            names=remote_names(optimizer.param_groups),
-            hyperparameters=[param_groups.hyperparameters(group) for group in optimizer.param_groups],
-            group_values=[{} for _ in optimizer.param_groups],
-        )
-        state = whole.Whole(ModelState(), about, given, values, optimizer, count, beside)
+        state = whole.Whole(ModelState(), Optimizers(optimizer, {}).snapshot(), given, values, count, others)
         whole.write_document(state, parts, identity, partial)
 
 
@@ -70,17 +64,17 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
             for group in local.optimizer.param_groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
-        state = optimizer_state(local.optimizer, names)
+        state = Optimizers(local.optimizer, names).snapshot()
         shares: list[tuple[str, str, Share]] = []
         for parameter, name in names.items():
             share = share_of(parameter, name)
             if share is not None:
                 shares.append((name, WEIGHT, share))
-        held = deal([*shares, *state.shares], 0, [0])
+        held = divide([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
         file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
         write_target(plan([file]), Path(directory) / file.name)
-        return Part([piece for piece, _ in held], state.values, {}, file.nbytes)
+        return Part([piece for piece, _ in held], state.values, {}, listed(file))
 
 
 def _storage_entry(key: str, data: bytes) -> Entry:

@@ -17,6 +17,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
+from tests.formats.native_files import exchange_tensors
 from tests.operations.verify.mutation import (
     TAG,
     another_run,
@@ -406,6 +407,28 @@ def mapping_disagrees_with_shapes(run: Path) -> None:
         content["optimizer_state_dict"]["param_slice_mappings"][0]["big.0.weight"].start += 1
 
     edit(optimizer_file(run, 1), move)
+
+
+@mutation("ZC-121", file=r".*checkpoint\.json")
+def header_of_zckpts_own_format_listed_wrong(run: Path) -> Path:
+    """The document says of a rank's file what neither follows from its parameters nor is in the file."""
+    target = run.parent / "target"
+    zckpt.convert(run, target, to="zckpt", world_size=2)
+    document = target / "checkpoint.json"
+    text = re.sub(r',\n"crc32":"[0-9a-f]{8}"', "", document.read_text())
+    text, count = re.subn(r'"header_crc32":"[0-9a-f]{8}"', '"header_crc32":"00000000"', text, count=1)
+    assert count == 1
+    document.write_text(text)
+    return target
+
+
+@mutation("ZC-121", file=r".*rank-00001-of-00002\.safetensors", ranks=(1,))
+def header_of_zckpts_own_format_written_anew(run: Path) -> Path:
+    """A program has moved two tensors of a rank's file, checksums and all: the file alone is sound."""
+    target = run.parent / "target"
+    zckpt.convert(run, target, to="zckpt", world_size=2)
+    exchange_tensors(target / "rank-00001-of-00002.safetensors")
+    return target
 
 
 @mutation("ZC-122", "s3_bf16_dp2", ranks=(), parameters=None)

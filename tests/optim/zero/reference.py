@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import ZeroOptimizer
-from zckpt.optim.zero.stand_in import StandIn
+from zckpt.optim.zero.sharded_gradient import ShardedGradient
 
 Optimizer = torch.optim.Optimizer
 
@@ -171,7 +171,7 @@ def bits(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def has_gradient(parameter: torch.Tensor) -> bool:
     """Tell whether this rank holds a parameter's whole gradient."""
-    return parameter.grad is not None and not isinstance(parameter.grad, StandIn)
+    return parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient)
 
 
 def is_unchanged(model: torch.nn.Module, before: Sequence[torch.Tensor]) -> bool:

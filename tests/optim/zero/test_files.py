@@ -385,6 +385,6 @@ def refusals(rank: int, world_size: int, path: Path) -> list[str]:
 def test_refusals_reach_all_ranks(tmp_path: Path) -> None:
     for found in run(refusals, 2, tmp_path):
         assert "param groups" in found[0]
-        assert "no names" in found[1]
+        assert "has no name" in found[1]
         assert "exists" in found[2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exists"]

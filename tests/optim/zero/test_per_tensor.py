@@ -12,7 +12,7 @@ import torch
 from tests.gloo import run
 from tests.optim.zero.reference import Net, bits, is_unchanged, loss_of, make
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
-from zckpt.optim.zero.per_tensor import NAMES, is_per_tensor
+from zckpt.optim.zero.flat import NAMES, is_per_tensor
 
 SHAPE = (6, 8)
 

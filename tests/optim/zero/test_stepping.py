@@ -12,7 +12,7 @@ import torch
 
 from tests.gloo import run
 from zckpt.optim import ZeroOptimizer
-from zckpt.optim.zero import norms, stepping
+from zckpt.optim.zero import stepping
 from zckpt.optim.zero.flat_group import FlatGroup
 
 NUMEL = 100
@@ -101,9 +101,9 @@ def test_a_step_that_fails_leaves_the_master_whole(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("order", [2.0, float("inf")])
 def test_norm_in_pieces(order: float, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(norms, "PIECE", PIECE)
+    monkeypatch.setattr(stepping, "NORM_PIECE", PIECE)
     expected = torch.linalg.vector_norm(values, order, dtype=torch.float64)
-    torch.testing.assert_close(norms._norm(values, order), expected)
+    torch.testing.assert_close(stepping._norm(values, order), expected)
 
 
 def memory(rank: int, world_size: int) -> None:

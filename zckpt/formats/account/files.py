@@ -187,7 +187,7 @@ def _what(path: Path) -> tuple[str, bool]:
         return "no rule knows such a file", False
     try:
         if path.suffix == ".safetensors":
-            from zckpt.formats.safetensors_file import read_header
+            from zckpt.formats.safetensors.file import read_header
 
             return f"nothing has read its {len(read_header(path)[0])} tensors", True
         if path.suffix == ".distcp":

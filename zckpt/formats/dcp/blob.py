@@ -1,4 +1,4 @@
-"""The safetensors blob in which a DCP writer told to use safetensors puts all tensors of a file, after its objects.
+"""The safetensors blob in which a DCP writer that uses safetensors puts all tensors of a file, after its objects.
 
 objects | 8 bytes length | header, JSON | data to the end of the file
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError
-from zckpt.formats.safetensors_file import MAXIMUM_HEADER_NBYTES
+from zckpt.formats.safetensors.file import MAXIMUM_HEADER_NBYTES
 from zckpt.state.dtypes import FROM_SAFETENSORS, itemsize
 from zckpt.storage.files import read_at
 from zckpt.torchfile import Storage, Tensor

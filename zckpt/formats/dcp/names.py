@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.dcp.tree import Branch, Node, branch, is_list
-from zckpt.formats.torch_file import MODEL_KEYS
+from zckpt.formats.torch_files.reader import MODEL_KEYS
 from zckpt.state.names import aligned, bare_names
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -198,7 +198,7 @@ def names_of_model(models: list[ModelPart], names: frozenset[str]) -> dict[str, 
 def prefixes(optimizers: list[OptimizerPart], models: list[ModelPart]) -> list[str]:
     """Return what is to be put before each optimizer's names: what was put before those of its model.
 
-    Before numbers that are to be told from another optimizer's, where that one is.
+    Before numbers that have to differ from another optimizer's, where that one is.
     """
     several = sum(not part.names for part in optimizers) > 1
     found = []

@@ -14,9 +14,8 @@ from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimiz
 from zckpt.formats.dcp.optimizer import read_optimizer
 from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
 from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
-from zckpt.formats.scalars import read_scalars
-from zckpt.formats.tensors import carried, describe
-from zckpt.formats.torch_file import STEP_KEYS
+from zckpt.formats.torch_files.reader import STEP_KEYS
+from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
 from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, REST, STATE, Claim, Rule
@@ -65,7 +64,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     lost = fill(checkpoint, root, names=names, own=own)
     _say_what_values_are(checkpoint, paths, rewritten=own is not None)
     if own is None:
-        _read_beside(checkpoint, directory)
+        _read_companions(checkpoint, directory)
     if lost:
         checkpoint.warnings.append(
             f"not carried, because they are in several pieces and belong to neither model nor optimizer: {_shown(lost)}"
@@ -86,7 +85,7 @@ def fill(
     names : sequence of str, optional
         As for `read`.
     own : TorchFile, optional
-        What zckpt has written beside; then the rest of the dict is not looked at.
+        What zckpt has written into `zckpt.pt`; then the rest of the dict is not looked at.
 
     Raises
     ------
@@ -259,9 +258,9 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
             yield at, child
 
 
-def _read_beside(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what Lightning's file beside the folders holds, by its keys."""
-    for path in directory.beside:
+def _read_companions(checkpoint: Checkpoint, directory: Directory) -> None:
+    """Keep what Lightning's file next to the folders holds, by its keys."""
+    for path in directory.others:
         file = read_torchfile(path)
         checkpoint.files.append(describe(file, "metadata"))
         _merge(checkpoint, file)
@@ -276,7 +275,7 @@ def _merge(checkpoint: Checkpoint, file: TorchFile) -> None:
 
 
 def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:
-    """Return the step that the program counted: at the root, beside the model, or where its trainer keeps it."""
+    """Return the step that the program counted: at the root, next to the model, or where its trainer keeps it."""
     places: list[Node] = [root, *(root.get(key) for key in STEP_PLACES)]
     for path in paths:
         node: Node = root

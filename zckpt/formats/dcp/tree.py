@@ -13,7 +13,7 @@ from typing import TypeGuard
 from zckpt.errors import DamagedFileError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import Keys
-from zckpt.formats.tensors import carried
+from zckpt.formats.torch_files.tensors import carried
 from zckpt.torchfile import FromFile, each, walk_tensors
 
 Leaf = TensorItem | ObjectItem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zckpt.formats.torch_optimizer import optimizer_rules
+from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 
 MODEL_RULES = (

@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, glo
 from zckpt.formats.deepspeed.names import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_beside, mark_frozen, of_content, rounds_to_weight
-from zckpt.formats.torch_optimizer import OptimizerState, attach
+from zckpt.formats.torch_files.optimizer import OptimizerState, attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import TorchFile
 

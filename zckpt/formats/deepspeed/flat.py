@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
-from zckpt.formats.tensors import span_of, unresolved
+from zckpt.formats.torch_files.tensors import span_of, unresolved
 from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.state.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
 from zckpt.torchfile import Tensor

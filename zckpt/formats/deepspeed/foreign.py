@@ -17,7 +17,7 @@ from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
-from zckpt.formats.torch_archive import new_storage, view
+from zckpt.formats.torch_files.writer import new_storage, view
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Topology
 from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
@@ -91,7 +91,15 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 def _refuse(checkpoint: Checkpoint) -> None:
     path = checkpoint.source
     if not checkpoint.param_groups:
-        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path)
+        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path,
+                               advice="`zckpt consolidate` writes the model by itself")  # fmt: skip
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and a checkpoint of ZeRO has one",
+            path=path,
+            found=", ".join(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
+        )
     unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
     if unnamed:
         raise UnsupportedError(
@@ -108,7 +116,8 @@ def _refuse(checkpoint: Checkpoint) -> None:
     experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
     if experts or checkpoint.topology.pp > 1:
         raise UnsupportedError("experts and pipeline stages are not written anew from another format", path=path,
-                               found=_listed(experts) or f"pp={checkpoint.topology.pp}")  # fmt: skip
+                               found=_listed(experts) or f"pp={checkpoint.topology.pp}",
+                               advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zckpt.engine.plan import TargetFile
-from zckpt.formats.beside import METADATA_ROLE
+from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.names import classify
 from zckpt.formats.deepspeed.target import Target
-from zckpt.formats.files_below import copy_of, files_below
 from zckpt.state import Checkpoint
 
 LATEST = "latest"

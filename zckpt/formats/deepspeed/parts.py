@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zckpt.formats.torch_archive import SlotPart
+from zckpt.formats.torch_files.writer import SlotPart
 from zckpt.state import Extent, Slot
 
 

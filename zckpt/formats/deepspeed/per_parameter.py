@@ -14,7 +14,7 @@ import numpy as np
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.tensors import span_of
+from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.state.cuts import Ranges, merged_ranges
 from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings

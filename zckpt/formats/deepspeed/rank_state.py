@@ -27,7 +27,7 @@ from zckpt.formats.deepspeed.per_parameter import FragmentPadding, ShardPadding,
 from zckpt.formats.deepspeed.per_rank import own_keys, quantised_keys, rank_values
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate, Padding, PaddingRun, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.state.rank_values import RankValue

@@ -11,7 +11,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_W
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.deepspeed.per_rank import FOLLOWS_FROM_STEPS
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
-from zckpt.formats.jsonable import jsonables
+from zckpt.formats.remainder import jsonables
 from zckpt.state import Scalar
 from zckpt.torchfile import plain
 

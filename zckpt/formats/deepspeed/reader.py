@@ -29,7 +29,7 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import Rules
-from zckpt.formats.tensors import by_name, carried, describe
+from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zckpt.formats.tensors import carried
+from zckpt.formats.torch_files.tensors import carried
 from zckpt.state.inventory import COPY, Rule
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, Mentioned, TorchFile, dump, walk_tensors

@@ -15,14 +15,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from zckpt.engine.plan import Literal, TargetFile
+from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed import lean
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
-from zckpt.formats.files_below import files_below
 from zckpt.formats.latest import LATEST_NBYTES
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
-from zckpt.formats.torch_strip import drop_slots, optimizer_edit
+from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.files import read_head
 from zckpt.torchfile import TorchFile, walk_tensors

@@ -10,7 +10,7 @@ from zckpt.formats.deepspeed.names import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAY
 from zckpt.formats.deepspeed.ranks import problems
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.survey import Survey
-from zckpt.formats.tensors import describe
+from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import SourceFile
 from zckpt.torchfile import read_torchfile
 

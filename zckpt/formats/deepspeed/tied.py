@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.tensors import identity_of
+from zckpt.formats.torch_files.tensors import identity_of
 
 
 def tied_names(

@@ -12,8 +12,8 @@ from zckpt.formats.deepspeed.rules_file import INFO_KEY
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.write_optimizer import config_tree
-from zckpt.formats.tensors import slot_of
-from zckpt.formats.torch_archive import FromFile, SlotPart, SlotTensor, new_storage, view
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_fragment, shard_numel
 from zckpt.torchfile import OrderedMapping, Size, Tensor

@@ -10,8 +10,8 @@ from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.parts import slot_parts
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.scalars import encode
-from zckpt.formats.torch_archive import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.tensors import encode
+from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Parameter, ParamGroup, Scalar
 from zckpt.state.cuts import Cuts
 from zckpt.state.partition import (

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zckpt.engine.plan import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats import remainder, torch_archive
+from zckpt.formats import remainder
 from zckpt.formats.deepspeed import carried, foreign, loss_scaling
 from zckpt.formats.deepspeed.decide import decide
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
@@ -18,6 +18,7 @@ from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
@@ -159,27 +160,27 @@ def _expert_files(target: Target) -> int:
 
 def _files(target: Target, folder: str) -> Iterator[TargetFile]:
     for mp in target.ranks:
-        known: dict[tuple[object, int], torch_archive.Stencil] = {}
+        known: dict[tuple[object, int], torch_writer.Stencil] = {}
         for rank, name in _models(target, mp):
             kind = alike(target, mp, rank), len(name)
             file = known[kind].named(f"{folder}{name}") if kind in known else None
             if file is None:
-                file = torch_archive.lay_out(f"{folder}{name}", model_tree(target, mp, rank))
-                if kind[0] is not None and torch_archive.Stencil.fits(file):
-                    known[kind] = torch_archive.Stencil(file)
+                file = torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank))
+                if kind[0] is not None and torch_writer.Stencil.fits(file):
+                    known[kind] = torch_writer.Stencil(file)
             yield file
     for shard, file_of in target.origin.experts:
         # Named and numbered over all ranks, they are the same at any number of ranks.
-        yield torch_archive.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file_of, file_of.root))
+        yield torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file_of, file_of.root))
     of_experts = target.origin.expert_optimizers
     for rank in range(_expert_files(target)):
         shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
         name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
-        yield torch_archive.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
+        yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
     for mp in target.ranks:
         for rank in range(target.world_size):
             name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
-            yield torch_archive.lay_out(name, optimizer_tree(target, mp, rank))
+            yield torch_writer.lay_out(name, optimizer_tree(target, mp, rank))
 
 
 def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:

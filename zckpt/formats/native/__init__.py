@@ -41,7 +41,7 @@ class Zckpt(Format):
 
     name = "zckpt"
     title = "zckpt"
-    reads = (("zckpt", "JSON and safetensors, no pickle; [specified](docs/formats.md#the-zckpt-format-version-1)"),)
+    reads = (("zckpt", "JSON and safetensors, no pickle; [specified](docs/formats.md#the-zckpt-format-version-2)"),)
     writes = "zckpt's own: JSON and safetensors, no pickle"
     takes = frozenset({TAG})
     options = Options
@@ -81,7 +81,7 @@ class Zckpt(Format):
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor."""
         from zckpt.engine.checking import Sum
-        from zckpt.formats.native.digests import recorded
+        from zckpt.formats.native.rank_file import recorded
 
         if file.role != RANK_ROLE:
             return []

@@ -28,7 +28,8 @@ from zckpt.formats.native.node_kinds import Json
 from zckpt.storage.files import read_whole
 
 FORMAT = "zckpt"
-VERSION = 1
+VERSION = 2
+"""Of the documents that are written. Version 1, which is read, says less of the ranks' files: see docs/formats.md."""
 
 MAXIMUM_NBYTES = 1 << 30
 """Of a document: some twenty times what ten thousand parameters on a thousand ranks need."""

@@ -4,23 +4,28 @@ digests                 int64, the CRC-32 of every other tensor's bytes, ordered
 SLOT/NAME ...           a whole slot in its shape, a whole box in its shape, or a flat range
 storage/N ...           bytes that tensors of the inert objects lie in, as uint8
 
-The wider an element, the earlier it comes, so that each tensor starts on a multiple of its element's size.
+The wider an element, the earlier it comes, so that each tensor starts on a multiple of its element's size; those of
+one width are in the order of their names. So a document, which lists the files and what lies in them, says where each
+tensor is: no header has to be read to know it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.codes import MISSING_FILE, OTHER_RUN, TRUNCATED
+from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.formats.safetensors_file import header_of, read_header
+from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
-from zckpt.storage.files import is_file
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.files import is_file, opened, read_at, read_into
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -68,6 +73,42 @@ class Entry:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.extent.numel * itemsize(self.slot.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What a document says of a rank's file as a whole.
+
+    Parameters
+    ----------
+    name : str
+    nbytes : int, bytes
+        Of the file.
+    header_nbytes : int, bytes
+        Of what precedes its tensors, the header's length included. 0: a document of version 1 does not say.
+    header_crc32 : int
+        Of the same bytes.
+    """
+
+    name: str
+    nbytes: int
+    header_nbytes: int = 0
+    header_crc32: int = 0
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return self.nbytes - self.header_nbytes
+
+
+UNWRITTEN = Listed("", 0)
+"""Of a file that is still to be written."""
+
+
+def listed(file: TargetFile) -> Listed:
+    """Return what a document says of a file that `lay_out` has returned."""
+    header = bytes(file.literals[0].data)
+    return Listed(file.name, file.nbytes, len(header), crc32(header))
 
 
 @dataclass(slots=True)
@@ -124,6 +165,22 @@ def slot_entry(key: str, slot: Slot, extent: Extent, data: memoryview | None = N
     return Entry(key, slot, extent, *stored_as(slot.dtype, shape_of(extent)), itemsize(slot.dtype), data)
 
 
+def order_key(key: str, width: int) -> tuple[int, str]:
+    """Return what the tensors of a file are sorted by."""
+    return -width, key
+
+
+def header_for(rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
+    """Return the header of a file of these tensors: name, type and shape of each, in their order.
+
+    Raises
+    ------
+    UnsupportedError
+        It would be larger than safetensors allows.
+    """
+    return header_of([(DIGESTS, DIGEST_DTYPE, (len(rows),)), *rows], {ID_KEY: identity})
+
+
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     """Return a rank's file.
 
@@ -139,9 +196,8 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     UnsupportedError
         The header would be larger than safetensors allows.
     """
-    ordered = sorted(entries, key=lambda entry: -entry.width)
-    rows = [(DIGESTS, DIGEST_DTYPE, (len(ordered),)), *((e.key, e.dtype, e.shape) for e in ordered)]
-    header = header_of(rows, {ID_KEY: identity})
+    ordered = sorted(entries, key=lambda entry: order_key(entry.key, entry.width))
+    header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity)
     end = len(header) + DIGEST_NBYTES * len(ordered)
     file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
     places = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
@@ -192,3 +248,122 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
         found = None if digests is None else f"{digests.dtype} {digests.shape}"
         raise DamagedFileError(f"no {DIGESTS}", path=path, expected=f"{len(tensors) - 1} {DIGEST_DTYPE}", found=found)
     return RankFile(str(path), size, tensors, {DIGESTS})
+
+
+PROVEN_NBYTES = 1 << 26
+"""Of all headers: so many bytes are held against the document in every opening; of more only what they begin with."""
+
+_HEAD_NBYTES = 4096
+_IDENTITY = re.compile(rb'"zckpt_id"\s*:\s*"([^"\\]*)"')
+
+
+def is_as_listed(path: Path, one: Listed, *, identity: str, whole: bool) -> bool:
+    """Tell whether a rank's file is the one that a document lists, by its size and its header.
+
+    Parameters
+    ----------
+    path : Path
+    one : Listed
+    identity : str
+        Of the checkpoint.
+    whole : bool
+        Read the whole header, and not only what it begins with.
+    """
+    if not is_file(path):
+        return False
+    with opened(str(path)) as descriptor:
+        if os.fstat(descriptor).st_size != one.nbytes or one.nbytes < one.header_nbytes:
+            return False
+        count = one.header_nbytes if whole else min(one.header_nbytes, _HEAD_NBYTES)
+        head = read_at(descriptor, 0, count, path=str(path))
+    if whole:
+        return crc32(head) == one.header_crc32
+    found = _IDENTITY.search(head)
+    length = int.from_bytes(head[:8], "little") + 8
+    return length == one.header_nbytes and found is not None and found[1].decode() == identity
+
+
+def check_header(path: Path, one: Listed) -> None:
+    """Refuse a file whose header is not the one that a document lists.
+
+    Raises
+    ------
+    DamagedFileError
+        It is another.
+    """
+    with opened(str(path)) as descriptor:
+        size = os.fstat(descriptor).st_size
+        header = read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path))
+    found = crc32(header)
+    if found != one.header_crc32:
+        raise DamagedFileError(
+            "its header is not the one that checkpoint.json lists",
+            path=path,
+            expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
+            found=f"{found:08x}",
+            advice="a program has written the file anew; write the checkpoint anew with `zckpt convert`",
+            code=LAYOUT,
+        )
+
+
+BUFFER_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor of a file whose bytes are not those that were written.
+
+    Parameters
+    ----------
+    path : str
+    key : str
+        Its name in the file.
+    expected, found : int
+        CRC-32.
+    """
+
+    path: str
+    key: str
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.key} is damaged: expected CRC-32 {self.expected:08x}, found {self.found:08x}"
+
+
+def recorded(path: str) -> list[tuple[Slot, int]]:
+    """Return the tensors of a rank's file under their names, each with the CRC-32 that was written for it.
+
+    Raises
+    ------
+    SourceError
+        The file's header is damaged.
+    """
+    tensors, _, _ = read_header(Path(path))
+    digests = tensors.pop(DIGESTS)
+    if not digests.spans:
+        return []
+    with opened(path) as descriptor:
+        data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
+    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, len(data), DIGEST_NBYTES)]
+    return [(replace(tensors[key], name=key), crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
+
+
+def mismatches(path: str) -> Iterator[Mismatch]:
+    """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
+    buffer = bytearray(BUFFER_NBYTES)
+    with opened(path) as descriptor:
+        for slot, expected in recorded(path):
+            found = _crc(descriptor, slot, buffer, path)
+            if found != expected:
+                yield Mismatch(path, slot.name, expected, found)
+
+
+def _crc(descriptor: int, slot: Slot, buffer: bytearray, path: str) -> int:
+    crc = 0
+    for span in slot.spans:
+        for at in range(0, slot.nbytes, len(buffer)):
+            view = memoryview(buffer)[: min(len(buffer), slot.nbytes - at)]
+            read_into(descriptor, span.offset + at, view, path=path)
+            crc = crc32(view, crc)
+    return crc

@@ -1,26 +1,65 @@
-"""A directory of zckpt's own format as a Checkpoint. Reads the document and the headers, no tensor."""
+"""A directory of zckpt's own format as a Checkpoint. Reads the document, and looks at the ranks' files; no tensor.
+
+Where tensors are follows from the document, if the headers that it implies have the checksums that it lists, and those
+of the files have, too. Otherwise (version 1, or a document that was changed) every header is read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
+from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.native.document import FORMAT, VERSION, read_document
-from zckpt.formats.native.leaves import wrong
+from zckpt.formats.native.document import FORMAT, read_document
+from zckpt.formats.native.layouts import Cut, Layouts, Pieces
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.pieces import Layouts
-from zckpt.formats.native.rank_file import RankFile, open_rank_file, storage_key
-from zckpt.formats.native.schema import Members
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot, SourceFile, Topology
+from zckpt.formats.native.places import Headers, Order, Places, Table, order_of
+from zckpt.formats.native.rank_file import (
+    PROVEN_NBYTES,
+    Listed,
+    Mismatch,
+    RankFile,
+    check_header,
+    is_as_listed,
+    mismatches,
+    open_rank_file,
+    storage_key,
+)
+from zckpt.formats.native.values import Members, wrong
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage
 
 NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",
          "param_groups", "parameters", "buffers", "unnamed", "layouts", "metadata", "optimizer_metadata", "objects",
          "storages", "crc32")  # fmt: skip
+
+
+SECTIONS = ("parameters", "buffers", "unnamed")
+
+_SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
+
+
+@contextmanager
+def headers_shared(rank: int, world_size: int) -> Iterator[None]:
+    """Let ranks that open a directory together look at a part of its files each; if one refuses, all must.
+
+    Parameters
+    ----------
+    rank, world_size : int
+        Of those who open it.
+    """
+    token = _SHARE.set((rank, world_size))
+    try:
+        yield
+    finally:
+        _SHARE.reset(token)
 
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -41,38 +80,137 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     UnsupportedError
         It is of a later version of the format.
     """
+    checkpoint = _read(path, headers=False)
+    if names is not None:
+        checkpoint.warnings.append("--names is not used: the checkpoint has the names that were known when it was made")
+    return checkpoint
+
+
+def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatch]:
+    """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
+
+    Parameters
+    ----------
+    path : Path
+    part : (int, int)
+        Which of how many parts of the files to read: several can share the work, and the looking at headers.
+
+    Raises
+    ------
+    SourceError
+        The document or a file's header is damaged, or a file is missing.
+    """
+    found: list[Mismatch] = []
+    first, step = part
+    with headers_shared(first, step):
+        files = [file for file in read(path).files if file.role == "rank"]
+    for file in files[first::step]:
+        found.extend(mismatches(file.path))
+    return found
+
+
+def contradictions(path: Path) -> Iterator[SourceError]:
+    """Yield what the ranks' files say otherwise than the document, of a directory that can be read.
+
+    Raises
+    ------
+    SourceError
+        It cannot be read.
+    """
+    document, nbytes = read_document(path)
+    with _located(path):
+        reading = Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
+        if reading.version == 1:
+            return
+        proven = Order(reading.listed, reading.identity, reading.cuts).is_proven
+    if not proven:
+        yield DamagedFileError(
+            "what it says of the ranks' files is not what follows from its parameters",
+            path=path / DOCUMENT_NAME,
+            expected="header_nbytes and header_crc32 of the headers of such files",
+            advice="it was changed after it was written; nothing relies on it: headers are read instead",
+            code=LAYOUT,
+        )
+        return
+    for rank, one in enumerate(reading.listed):
+        try:
+            check_header(path / one.name, one)
+        except SourceError as error:
+            error.ranks = (rank,)
+            yield error
+
+
+def _read(path: Path, *, headers: bool) -> Checkpoint:
     found, nbytes = read_document(path)
+    with _located(path):
+        return Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
+
+
+@contextmanager
+def _located(path: Path) -> Iterator[None]:
+    """Name the document in errors that name no file."""
     try:
-        checkpoint = _Reading(path, Members(found, "document", NAMES), nbytes).checkpoint()
+        yield
     except SourceError as error:
         if error.path is None:
             error.path = str(path / DOCUMENT_NAME)
         raise
     except RecursionError:
         raise DamagedFileError("values are nested too deep", path=path / DOCUMENT_NAME) from None
-    if names is not None:
-        checkpoint.warnings.append("--names is not used: the checkpoint has the names that were known when it was made")
-    return checkpoint
 
 
-class _Reading:
-    """Reads one directory."""
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A parameter as the document has it, and its slots."""
 
-    def __init__(self, path: Path, document: Members, nbytes: int) -> None:
+    found: Members
+    name: str
+    shape: tuple[int, ...]
+    cuts: list[tuple[Cut, Pieces]]
+
+
+class Reading:
+    """Reads one directory.
+
+    Parameters
+    ----------
+    path : Path
+    document : Members
+    nbytes : int, bytes
+        Of the document.
+    headers : bool
+        Read all headers, whether or not the document is enough.
+    """
+
+    def __init__(self, path: Path, document: Members, nbytes: int, *, headers: bool) -> None:
         self.path = path
         self.document = document
         self.nbytes = nbytes
-        self.files = self._files()
-        self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.files[0].path, nbytes)
-        self.layouts = Layouts(document.list("layouts", lambda one: one), self.files)
+        self.version = document.integer("version")
+        self.identity = document.text("id")
+        self.listed = self._listed()
+        self.layouts = Layouts(document.list("layouts", lambda one: one), len(self.listed))
+        self.storages = document.list("storages", lambda one: Members(one, "storage", ("dtype", "nbytes", "location")))
+        self.rows = {section: document.list(section, self._row) for section in SECTIONS}
+        self.cuts = [_storage_cut(number, one.integer("nbytes")) for number, one in enumerate(self.storages)]
+        self.cuts += [cut for rows in self.rows.values() for row in rows for cut in row.cuts]
+        self.files: list[RankFile] = []
+        order = None if headers else self._order()
+        if order is None:
+            self.files = [
+                open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
+            ]
+        self.places: Places = order or Headers(self.files)
+        self.paths = [str(path / one.name) for one in self.listed]
+        self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
 
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint."""
         document, nodes = self.document, self.nodes
-        checkpoint = Checkpoint(str(self.path), FORMAT, str(VERSION))
+        checkpoint = Checkpoint(str(self.path), FORMAT, str(self.version))
         checkpoint.param_groups = document.list("param_groups", self._group)
-        for section in ("parameters", "buffers", "unnamed"):
-            found = document.list(section, self._parameter)
+        for section, rows in self.rows.items():
+            found = [self._parameter(row) for row in rows]
             setattr(checkpoint, section, {parameter.name: parameter for parameter in found})
             if len(getattr(checkpoint, section)) != len(found):
                 raise wrong(section, "every name once", f"{len(found)} entries")
@@ -91,68 +229,101 @@ class _Reading:
         checkpoint.files = list(self._sources())
         return checkpoint
 
-    def _files(self) -> list[RankFile]:
-        identity = self.document.text("id")
-        listed = self.document.list("files", lambda one: Members(one, "file", ("name", "nbytes")))
-        if not listed:
-            raise wrong("files", "at least one", listed)
-        names = [one.text("name") for one in listed]
+    def _listed(self) -> list[Listed]:
+        members = ("name", "nbytes", "header_nbytes", "header_crc32")[: 2 if self.version == 1 else 4]
+        rows = self.document.list("files", lambda one: Members(one, "file", members))
+        if not rows:
+            raise wrong("files", "at least one", rows)
+        names = [one.text("name") for one in rows]
         if names != [rank_name(rank, len(names)) for rank in range(len(names))]:
             raise wrong("files", f"{rank_name(0, len(names))} and so on", names)
+        if self.version == 1:
+            return [Listed(name, one.integer("nbytes")) for name, one in zip(names, rows, strict=True)]
         return [
-            open_rank_file(self.path / name, identity=identity, nbytes=one.integer("nbytes"))
-            for name, one in zip(names, listed, strict=True)
+            Listed(name, one.integer("nbytes"), one.integer("header_nbytes"), one.checksum("header_crc32"))
+            for name, one in zip(names, rows, strict=True)
         ]
+
+    def _order(self) -> Order | Table | None:
+        """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists.
+
+        Raises
+        ------
+        ShardError, DamagedFileError
+            Files are others; only where ranks share the work: each by itself would do something else about it.
+        """
+        if self.version == 1:
+            return None
+        order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
+        if not order.is_proven:
+            return None
+        rank, world_size = share = _SHARE.get() or (0, 1)
+        whole = sum(one.header_nbytes for one in self.listed[rank::world_size]) <= PROVEN_NBYTES
+        for one in self.listed[rank::world_size]:
+            path = self.path / one.name
+            if not is_as_listed(path, one, identity=self.identity, whole=whole):
+                if share == (0, 1):
+                    return None
+                open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
+                check_header(path, one)
+        return order
 
     def _storages(self) -> list[Storage]:
         found = []
-        rows = self.document.list("storages", lambda one: Members(one, "storage", ("dtype", "nbytes", "location")))
-        for number, one in enumerate(rows):
+        for number, (one, (cut, pieces)) in enumerate(zip(self.storages, self.cuts, strict=False)):
             dtype, nbytes = one.dtype("dtype"), one.integer("nbytes")
             if nbytes % itemsize(dtype):
                 raise wrong(f"nbytes of storage {number}", f"whole elements of {dtype}", nbytes)
-            offset = self.files[0].take(storage_key(number), "uint8", (nbytes,))
+            (offset,) = self.places.offsets(cut, pieces)
             found.append(Storage(str(number), dtype, nbytes, one.text("location"), offset))
         return found
 
     def _group(self, found: Json) -> ParamGroup:
-        one = Members(found, "param group", ("parameters", "hyperparameters", "state"))
+        one = Members(found, "param group", ("parameters", "hyperparameters", "state", "optimizer"))
         names = one.list("parameters", lambda name: name)
         if not all(type(name) is str for name in names) or len(set(names)) != len(names):
             raise wrong("parameters of a param group", "names, each once", names)
-        return ParamGroup(
-            self.nodes.mapping(one.value("hyperparameters")), names, self.nodes.mapping(one.value("state"))
-        )
+        optimizer = one.text("optimizer") if one.has("optimizer") else None
+        values = (self.nodes.mapping(one.value(key)) for key in ("hyperparameters", "state"))
+        return ParamGroup(next(values), names, next(values), optimizer)
 
-    def _parameter(self, found: Json) -> Parameter:
+    def _row(self, found: Json) -> _Row:
         one = Members(found, "parameter", ("name", "shape", "dtype", "slots", "group", "frozen", "tied_to", "state"))
         name, shape = one.text("name"), one.shape("shape")
-        slots = one.list("slots", lambda slot: self._slot(slot, name, shape))
-        by_name = {slot.name: slot for slot in slots}
-        if len(by_name) != len(slots):
-            raise wrong(f"slots of {name}", "every slot once", [slot.name for slot in slots])
-        state = self.nodes.mapping(one.value("state", {}))
-        tied_to = one.text("tied_to") if one.has("tied_to") else None
-        group = one.optional_integer("group")
-        return Parameter(name, shape, one.dtype("dtype"), by_name, group, one.flag("frozen"), tied_to, state)
+        cuts = one.list("slots", lambda slot: self._cut(slot, name, shape))
+        if len({cut.name for cut in cuts}) != len(cuts):
+            raise wrong(f"slots of {name}", "every slot once", [cut.name for cut in cuts])
+        return _Row(one, name, shape, [(cut, self.layouts.pieces(cut)) for cut in cuts])
 
-    def _slot(self, found: Json, parameter: str, shape: tuple[int, ...]) -> Slot:
+    def _cut(self, found: Json, parameter: str, shape: tuple[int, ...]) -> Cut:
         one = Members(found, f"slot of {parameter}", ("name", "dtype", "shape", "key", "layout"))
         name, dtype = one.text("name"), one.dtype("dtype")
         shape = one.shape("shape") if one.has("shape") else shape
         key = one.text("key") if one.has("key") else f"{name}/{parameter}"
-        return Slot(name, dtype, shape, self.layouts.spans(one.integer("layout"), key, dtype, shape))
+        return Cut(name, key, dtype, shape, one.integer("layout"))
+
+    def _parameter(self, row: _Row) -> Parameter:
+        one = row.found
+        slots = {
+            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.places.spans(cut, pieces, self.paths))
+            for cut, pieces in row.cuts
+        }
+        state = self.nodes.mapping(one.value("state", {}))
+        tied_to = one.text("tied_to") if one.has("tied_to") else None
+        group = one.optional_integer("group")
+        return Parameter(row.name, row.shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""
-        for rank, file in enumerate(self.files):
+        for file in self.files:
             others = sorted(file.tensors.keys() - file.taken)
             if others:
                 raise DamagedFileError(
                     f"holds tensors that {DOCUMENT_NAME} does not mention", path=file.path, found=", ".join(others[:4])
                 )
-            used = sum(slot.nbytes for slot in file.tensors.values())
-            yield SourceFile(file.path, file.nbytes, "rank", rank, tensor_nbytes=used)
+        for rank, one in enumerate(self.listed):
+            used = sum(slot.nbytes for slot in self.files[rank].tensors.values()) if self.files else one.data_nbytes
+            yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")
 
 
@@ -181,3 +352,9 @@ def _check(checkpoint: Checkpoint) -> None:
     both = checkpoint.parameters.keys() & checkpoint.buffers.keys()
     if both:
         raise wrong("buffers", "no names of parameters", sorted(both))
+
+
+def _storage_cut(number: int, nbytes: int) -> tuple[Cut, Pieces]:
+    """Return a storage as what the first file has of it: all its bytes."""
+    extent = Extent.whole((nbytes,))
+    return Cut("storage", storage_key(number), "uint8", (nbytes,), 0), [(0, extent)]

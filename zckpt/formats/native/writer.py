@@ -12,7 +12,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_writer import NodeWriter
-from zckpt.formats.native.rank_file import Entry, slot_entry, storage_key
+from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
@@ -90,7 +90,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
     identity = hashlib.blake2b(encode(members), digest_size=IDENTITY_NBYTES).hexdigest()
     names = [rank_name(rank, world_size) for rank in range(world_size)]
     files = [lay_out_rank(name, one, identity) for name, one in zip(names, entries, strict=True)]
-    return [*files, lay_out_document(members, identity, [(file.name, file.nbytes) for file in files])]
+    return [*files, lay_out_document(members, identity, [listed(file) for file in files])]
 
 
 def describe(checkpoint: Checkpoint) -> Description:
@@ -128,7 +128,7 @@ def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Plac
     return members | {**about.metadata, "objects": about.objects, "storages": storages}
 
 
-def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[tuple[str, int]]) -> TargetFile:
+def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[Listed]) -> TargetFile:
     """Return the document.
 
     Parameters
@@ -136,14 +136,14 @@ def lay_out_document(members: Mapping[str, object], identity: str, files: Sequen
     members : mapping
     identity : str
         What ties the files together: each has it, too.
-    files : sequence of (name, nbytes)
-        Of the ranks.
+    files : sequence of Listed
+        Of the ranks, as `listed` says.
     """
     head = {
         "format": FORMAT,
         "version": VERSION,
         "id": identity,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in files],
+        "files": [{**asdict(one), "header_crc32": f"{one.header_crc32:08x}"} for one in files],
     }
     text = encode({**head, **members})
     return TargetFile(DOCUMENT_NAME, len(text), [Literal(0, text)])
@@ -180,6 +180,7 @@ def _groups(checkpoint: Checkpoint, nodes: NodeWriter) -> list[dict[str, object]
             "parameters": group.parameters,
             "hyperparameters": nodes.write(group.hyperparameters),
             "state": nodes.write(group.state),
+            **({} if group.optimizer is None else {"optimizer": group.optimizer}),
         }
         for group in checkpoint.param_groups
     ]

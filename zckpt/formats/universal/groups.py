@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from zckpt.errors import DamagedFileError, LayoutError
 from zckpt.formats.deepspeed.groups import optimizer_order
 from zckpt.formats.deepspeed.shards import Shapes
-from zckpt.formats.scalars import with_scalars
+from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.formats.universal.model_files import ModelFiles
 from zckpt.state import MASTER, WEIGHT, Checkpoint, ParamGroup
 from zckpt.torchfile import Tensor, alike

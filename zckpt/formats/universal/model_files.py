@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.names import MODEL, Shard, classify
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
 from zckpt.formats.deepspeed.shards import ModelShard, Shapes, read_model
-from zckpt.formats.tensors import identity_of, slot_of, span_of
+from zckpt.formats.torch_files.tensors import identity_of, slot_of, span_of
 from zckpt.state import WEIGHT, Extent, Parameter, Slot
 from zckpt.torchfile import Tensor
 

@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats import torch_archive
 from zckpt.formats.remainder import KEY, remainder
-from zckpt.formats.scalars import encode
-from zckpt.formats.torch_archive import SlotTensor, ValueTensor, new_storage, view
-from zckpt.formats.universal.names import (
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import encode
+from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.universal.directory import (
     FOLDER,
     MASTER_STEM,
     MODEL_NAME,
@@ -48,7 +48,7 @@ STRUCTURE = frozenset(
         "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version", KEY,
     }
 )  # fmt: skip
-"""Keys of a model file that describe the model or how it was cut, and are written anew each time."""
+"""Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
 
 OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_version", "state", KEY})
 """Keys of the file that are written here; metadata of the same name goes elsewhere."""
@@ -75,12 +75,12 @@ def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
     _refuse(checkpoint)
     written = list(folders(checkpoint))
     files = [
-        torch_archive.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
-        torch_archive.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
-        torch_archive.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
+        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
+        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
+        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
     ]
     files += [
-        torch_archive.lay_out(parameter_file(folder.name, stem), tree)
+        torch_writer.lay_out(parameter_file(folder.name, stem), tree)
         for folder in written
         for stem, tree in folder.files.items()
     ]
@@ -115,10 +115,18 @@ def _refuse(checkpoint: Checkpoint) -> None:
             found=", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else ""),
             advice="give --names FILE",
         )
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and a universal checkpoint has one",
+            path=checkpoint.source,
+            found=", ".join(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
+        )
     if not checkpoint.param_groups:
         raise UnsupportedError(
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
             path=checkpoint.source,
+            advice="`zckpt consolidate` writes the model by itself",
         )
 
 

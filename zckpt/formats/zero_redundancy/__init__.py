@@ -72,7 +72,7 @@ class ZeroRedundancy(Format):
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         """Take slots out of every torch file."""
-        from zckpt.formats.torch_strip import strip_directory
+        from zckpt.formats.torch_files.strip import strip_directory
 
         return strip_directory(checkpoint, source, request)
 

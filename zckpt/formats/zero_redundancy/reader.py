@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError
-from zckpt.formats import torch_file
 from zckpt.formats.remainder import remainder_rules, restore
-from zckpt.formats.tensors import as_mapping, carried, describe, slot_of
-from zckpt.formats.torch_optimizer import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files import reader as torch_reader
+from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files.tensors import as_mapping, carried, describe, slot_of
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
 from zckpt.formats.zero_redundancy.ranks import (
     Order,
@@ -230,11 +230,11 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
     found: list[Checkpoint] = []
     for path in directory.others:
         try:
-            checkpoint = torch_file.read(path)
+            checkpoint = torch_reader.read(path)
         except UnsupportedError:  # no state dict: a scheduler's state, a random state
             continue
         if checkpoint.parameters:
-            found.append(torch_file.read(path, names=names) if checkpoint.param_groups and names else checkpoint)
+            found.append(torch_reader.read(path, names=names) if checkpoint.param_groups and names else checkpoint)
     if len(found) > 1:
         raise UnknownFormatError(
             "several files hold a model",
@@ -242,7 +242,7 @@ def _model(directory: Directory, names: Sequence[str] | None) -> Checkpoint:
             expected="one next to the ranks' files",
             found=", ".join(Path(one.source).name for one in found),
         )
-    checkpoint = found[0] if found else _without_optimizer(torch_file.read(directory.ranks[0]))
+    checkpoint = found[0] if found else _without_optimizer(torch_reader.read(directory.ranks[0]))
     if not checkpoint.parameters:
         raise UnsupportedError(
             "ranks' files number their parameters by themselves, and only the sizes of all of the model's parameters "

@@ -7,10 +7,10 @@ from typing import Any
 
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
-from zckpt.formats import torch_archive
-from zckpt.formats.consolidated import model_tensors, model_tree, optimizer_slots
-from zckpt.formats.optimizer_file import optimizer_tree
+from zckpt.formats.consolidated.model import model_tensors, model_tree, optimizer_slots
+from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import remainder
+from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OPTIMIZER_NAME, rank_name
 from zckpt.state import WEIGHT, Checkpoint, Parameter
 from zckpt.state.partition import check_world_size, greedy_partition
@@ -38,15 +38,15 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
     """
     check_world_size(world_size)
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
-    files = [torch_archive.lay_out(MODEL_NAME, model_tree(tensors))] if tensors else []
+    files = [torch_writer.lay_out(MODEL_NAME, model_tree(tensors))] if tensors else []
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         if per_rank:
             files += _per_rank(checkpoint, tree, world_size)
         else:
-            files.append(torch_archive.lay_out(OPTIMIZER_NAME, tree))
+            files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
     about = _numbering(checkpoint, set(tensors), world_size if per_rank and checkpoint.param_groups else None)
-    return [*files, torch_archive.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
+    return [*files, torch_writer.lay_out(METADATA_NAME, {**remainder(checkpoint), KEY: about})]
 
 
 def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) -> Iterator[TargetFile]:
@@ -63,7 +63,7 @@ def _per_rank(checkpoint: Checkpoint, tree: dict[object, Any], world_size: int) 
             # A rank's optimizer does not know names: torch would copy those of its share over those of all.
             own = {key: value for key, value in group.items() if key != "param_names"}
             groups.append({**own, "params": list(range(local - len(numbers), local))})
-        yield torch_archive.lay_out(rank_name(rank), {"state": state, "param_groups": groups})
+        yield torch_writer.lay_out(rank_name(rank), {"state": state, "param_groups": groups})
 
 
 def _numel(checkpoint: Checkpoint, name: str) -> int:

@@ -71,6 +71,8 @@ def _groups(a: Checkpoint, b: Checkpoint, matches: Matches) -> list[Setting]:
     for index, (ours, theirs) in enumerate(zip(a.param_groups, b.param_groups, strict=True)):
         key = f"param_groups[{index}]"
         found += _leaves(key, leaves(ours.hyperparameters), leaves(theirs.hyperparameters))
+        if ours.optimizer != theirs.optimizer:
+            found.append(Setting(f"{key}.optimizer", ours.optimizer, theirs.optimizer))
         names = _members(ours, matches.ours), _members(theirs, matches.theirs)
         if names[0] != names[1]:
             found.append(Setting(f"{key}.params", *_shown_members(*names)))

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zckpt.formats.tensors import slot_of
+from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import Scalar, Slot
 from zckpt.torchfile import LEAVES, PARTS, Digests, FromFile, NumpyArray, Object, Tensor, children, each, plain
 

@@ -21,7 +21,8 @@ from zckpt.codes import (
 from zckpt.engine.plan import Hole, fill
 from zckpt.errors import LayoutError
 from zckpt.formats.account import take_inventory
-from zckpt.operations.verify.findings import Finding, listed
+from zckpt.formats.native.document import FORMAT
+from zckpt.operations.verify.findings import Finding, finding_of, listed
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
 
@@ -41,6 +42,7 @@ def ranks_by_file(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     """Yield what is wrong with the structure of a checkpoint."""
+    yield from _contradictions(checkpoint)
     yield from _coverage(checkpoint, ranks)
     yield from _uneven(checkpoint, ranks)
     yield from _steps(checkpoint, ranks)
@@ -51,6 +53,14 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
     for warning in checkpoint.warnings:
         if warning not in checkpoint.leftovers.values():
             yield Finding(REMARK, warning)
+
+
+def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
+    if checkpoint.format == FORMAT:
+        from zckpt.formats.native.reader import contradictions
+
+        yield from map(finding_of, contradictions(Path(checkpoint.source)))
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:

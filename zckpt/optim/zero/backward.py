@@ -8,6 +8,7 @@ window. What no pass has reduced when a step is due, is reduced then.
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
 from zckpt.optim.zero.gradients import GradientOptimizer
-from zckpt.optim.zero.stand_in import StandIn
+from zckpt.optim.zero.sharded_gradient import ShardedGradient
 
 SHOWN_NAMES = 4
 
@@ -141,7 +142,7 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _begin_pass(self, graph: int | None = None) -> None:
         """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
-        self._stand_ins.take_out()
+        self._sharded.take_out()
         if not self._window_is_open:
             self._window_is_open = True
             Join.notify_join_context(self)
@@ -173,7 +174,7 @@ class BackwardOptimizer(GradientOptimizer):
         reduces = self._reduces() and self._is_synchronised()
         if reduces:
             missing = self._reduce_rest()
-            self._stand_ins.put(self)
+            self._sharded.put(self)
         self._count_pass(reduced=reduces)
         if not self.ignore_unused_parameters:
             self._refuse_unused([] if has_joined else missing)
@@ -202,7 +203,7 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _complete_window(self, *, has_joined: bool = False) -> None:
         """Take part in the passes that are left of this window, and reduce what gradients are left on this rank."""
-        self._stand_ins.take_out()
+        self._sharded.take_out()
         if self._boundary is None:
             while self._passes < self.gradient_accumulation_steps:
                 self._begin_pass()
@@ -214,12 +215,12 @@ class BackwardOptimizer(GradientOptimizer):
                 self._end_pass(has_joined=has_joined)
             finally:
                 self._is_forced = False
-        self._stand_ins.take_out()
+        self._sharded.take_out()
 
     def _has_gradients(self) -> bool:
         """Tell whether somebody has put gradients into `grad` since the last pass."""
         every = (parameter for group in self.groups for parameter in group.parameters)
-        return any(p.grad is not None and not isinstance(p.grad, StandIn) and p.numel() for p in every)
+        return any(p.grad is not None and not isinstance(p.grad, ShardedGradient) and p.numel() for p in every)
 
     def _settle(self) -> None:
         """After a failure here, go through this window with the other ranks, who learn of it in their step."""
@@ -252,12 +253,13 @@ class BackwardOptimizer(GradientOptimizer):
         self._complete_window(has_joined=True)
         self._step_or_fail()
 
+    @abstractmethod
     def _step_or_fail(self) -> None:
-        raise NotImplementedError
+        """Step with the gradients of a window that has ended; raise WindowFailedError if some rank has failed."""
 
     def _end_window(self) -> None:
         """Forget the gradients of a window and begin the next one."""
-        self._stand_ins.clear()
+        self._sharded.clear()
         for group in self.groups:
             for parameter in group.parameters:
                 parameter.grad = None

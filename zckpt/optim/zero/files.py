@@ -16,19 +16,20 @@ from typing import Any
 
 import torch
 
+from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.names import classify
-from zckpt.optim.named_groups import group_names
-from zckpt.optim.together import written_together
-from zckpt.optim.torch_file import write_torch_file
-from zckpt.optim.wrapped import bare
-from zckpt.optim.zero.deepspeed_objects import with_objects
+from zckpt.formats.torch_files.writer import NewStorage, ValuePart, lay_out, new_storage, view
+from zckpt.operations.target import write_target
+from zckpt.optim.model_state import bare
+from zckpt.optim.ranks import written_together
+from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
+from zckpt.optim.zero.experts import Experts, every_rank, experts_of, model_rank
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.parts import Experts, every_rank, experts_of, model_rank
-from zckpt.optim.zero.state_dicts import VERSION
 from zckpt.storage.durable import written_files
 from zckpt.storage.ownership import Owned, check_replaceable
+from zckpt.torchfile import DType, Object, OrderedMapping, Size
 
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
@@ -38,6 +39,7 @@ _PREFIXES = {torch.bfloat16: "bf16_"}
 
 def save(
     optimizer: ZeroOptimizer,
+    names: Mapping[torch.Tensor, str],
     path: Path,
     *,
     model: torch.nn.Module | None,
@@ -47,10 +49,10 @@ def save(
 ) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
-    Experts are written once each, and each part of a model-parallel model by its ranks. Parameters and errors are those
-    of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
+    `names` are those of all parameters. Experts are written once each, and each part of a model-parallel model by its
+    ranks. The other parameters and errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without
+    DeepSpeed's names.
     """
-    names = _names(optimizer, model)
     part, parts = model_rank(optimizer.model_parallel)
     ranks = every_rank(optimizer.process_group, parts)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
@@ -103,13 +105,6 @@ def _expert_files(
             # of its own memory: a file has all of a tensor's, and that of parameters is a whole group's
             found.setdefault(file, OrderedDict())[experts.named(name)] = tensor.detach().clone()
     return found
-
-
-def _names(optimizer: ZeroOptimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
-    """Return the name of each parameter."""
-    every = group_names(optimizer.param_groups, model)
-    pairs = zip(optimizer.param_groups, every, strict=True)
-    return {p: name for group, names in pairs for p, name in zip(group["params"], names, strict=True)}
 
 
 def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
@@ -186,3 +181,75 @@ def _model(
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": parts},
         "ds_version": VERSION,
     }
+
+
+PLAIN = (str, int, float, bool, complex, bytes, type(None))
+
+
+def write_torch_file(root: object, path: Path) -> None:
+    """Write a tree of plain data, tensors and inert nodes; it appears whole or not at all.
+
+    Parameters
+    ----------
+    root : object
+        Dicts, lists, tuples, sets, numbers, strings, tensors, shapes, element types, and nodes of `zckpt.torchfile`.
+        Tensors share memory in the file as they do here, and bring all of it along.
+    path : Path
+
+    Raises
+    ------
+    UnsupportedError
+        Something else, which only a pickle could hold.
+    TargetError
+        It cannot be written.
+    """
+    write_target(plan([lay_out(path.name, _Tree().of(root))]), path)
+
+
+class _Tree:
+    """Puts nodes that can be written in the place of what is in memory."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, NewStorage] = {}
+        self.kept: list[torch.Tensor] = []
+
+    def of(self, found: object) -> object:
+        if type(found) in PLAIN or isinstance(found, (Object, DType)):
+            return found
+        if isinstance(found, torch.Tensor):
+            return self._tensor(found)
+        if isinstance(found, torch.dtype):
+            return DType(str(found).removeprefix("torch."))
+        return self._container(found)
+
+    def _container(self, found: object) -> object:
+        if isinstance(found, torch.Size):
+            return Size(found)
+        if isinstance(found, dict) and type(found) in (dict, OrderedDict):
+            made: dict[object, object] = {} if type(found) is dict else OrderedMapping()
+            made.update((self.of(key), self.of(value)) for key, value in found.items())
+            return made
+        if isinstance(found, (list, tuple, set)) and type(found) in (list, tuple, set):
+            return type(found)(self.of(one) for one in found)
+        name = f"{type(found).__module__}.{type(found).__qualname__}"
+        raise UnsupportedError(f"{name} cannot be written without a pickle")
+
+    def _tensor(self, tensor: torch.Tensor) -> object:
+        here = tensor.detach().cpu()
+        if here.layout != torch.strided:
+            raise UnsupportedError(f"a tensor that is {here.layout} cannot be written")
+        storage = here.untyped_storage()
+        known = self.storages.get(storage.data_ptr()) if storage.nbytes() else None
+        if known is None or known.dtype != str(here.dtype).removeprefix("torch."):
+            self.kept.append(here)
+            known = self._storage(here)
+        return view(known, tuple(here.shape), start=int(here.storage_offset()), strides=tuple(here.stride()))
+
+    def _storage(self, tensor: torch.Tensor) -> NewStorage:
+        storage = tensor.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        parts = [ValuePart(0, memory.numpy().data)] if storage.nbytes() else []
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), parts)
+        self.storages[storage.data_ptr()] = made
+        return made

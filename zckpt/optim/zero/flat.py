@@ -1,4 +1,13 @@
-"""An optimizer over flat buffers: which group lies where, and the local optimizer of this rank's partitions."""
+"""An optimizer over flat buffers: which group lies where, and the local optimizer of this rank's partitions.
+
+The local optimizer sees one rank's range of a whole param group as one tensor. That is the same training where each
+element is stepped by itself, and another one where a norm, a row, a matrix or the whole model decides. Which classes
+those are is known here by their names, whoever's they are and whatever is derived from them.
+
+Source: their papers and code. LAMB, LARS, NovoGrad, AdamP, SGDP, Nero: norms of a tensor. Adafactor, CAME, SM3,
+Adam-mini: rows, columns or blocks. Muon, Shampoo, SOAP, Kron, GaLore, APOLLO, Dion, Scion: matrices. L-BFGS, Prodigy,
+D-Adaptation: all tensors together.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from zckpt.optim import arguments, param_groups
+from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
-from zckpt.optim.zero import gather, per_tensor
-from zckpt.optim.zero.flat_group import FlatGroup, make_group
+from zckpt.optim.zero.flat_group import FlatGroup, broadcast_first, make_group
 
 STAGES = (1, 2)
 
@@ -36,9 +44,9 @@ class FlatOptimizer(Optimizer):
         defaults: dict[str, Any],
     ) -> None:
         if not allow_per_tensor:
-            per_tensor.refuse(optimizer_class)
-        given = arguments.read_groups(params)
-        self.process_group = arguments.read_process_group(process_group)
+            refuse_per_tensor(optimizer_class)
+        given = param_groups.read_groups(params)
+        self.process_group = param_groups.read_process_group(process_group)
         self.world_size = dist.get_world_size(self.process_group)
         self.rank = dist.get_rank(self.process_group)
         self.expert_data_parallel_groups = dict(expert_data_parallel_groups or {})
@@ -59,7 +67,7 @@ class FlatOptimizer(Optimizer):
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}"
             )
         if not allow_per_tensor:
-            per_tensor.refuse(type(self.optim))  # which a function may have made
+            refuse_per_tensor(type(self.optim))  # which a function may have made
         self.defaults = self.optim.defaults
         self.state = self.optim.state
         param_groups.sync(self.optim.param_groups, self.param_groups)
@@ -77,7 +85,7 @@ class FlatOptimizer(Optimizer):
         TypeError, ValueError
             As `torch.optim.Optimizer`; ValueError for several element types or devices in one group.
         """
-        made = arguments.read_group(param_group)
+        made = param_groups.read_group(param_group)
         trained = [parameter for parameter in made["params"] if parameter.requires_grad]
         self._let_go(trained)
         super().add_param_group(made)
@@ -85,7 +93,7 @@ class FlatOptimizer(Optimizer):
         self.groups.append(self._flat_group(self.param_groups[-1], trained))
         flat = self.groups[-1]
         if self.broadcast_weights:
-            gather.broadcast([p for p in made["params"] if p not in set(trained)], flat.process_group)
+            broadcast_first([p for p in made["params"] if p not in set(trained)], flat.process_group)
         self._place |= {parameter: (flat, position) for position, parameter in enumerate(flat.parameters)}
         if self._is_made:
             self.optim.add_param_group(self._local_group(self.param_groups[-1], flat))
@@ -164,3 +172,33 @@ _BOUND = (
     "a ZeroOptimizer is bound to its process group and to its parameters' memory and cannot be copied or pickled: make "
     "a new one of the copied parameters and give it this one's state_dict()"
 )
+
+
+NAMES = frozenset(
+    [
+        "adafactor", "adafactorbigvision", "adammini", "adamp", "adamuon", "apollo", "came", "dadaptadagrad",
+        "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dion", "distributedmuon", "distributedshampoo",
+        "fusedlamb", "fusedlars", "fusedmixedprecisionlamb", "fusednovograd", "galoreadafactor", "galoreadamw",
+        "galoreadamw8bit", "kron", "lamb", "lamb32bit", "lamb8bit", "lars", "lars32bit", "lars8bit", "lbfgs", "muon",
+        "muonwithauxadam", "nero", "novograd", "nvnovograd", "onebitlamb", "prodigy", "pytorchlars", "scalableshampoo",
+        "scion", "sgdp", "shampoo", "singledevicemuon", "singledevicemuonwithauxadam", "sm3", "soap",
+    ]
+)  # fmt: skip
+"""Names of classes, in lower case and without underscores."""
+
+
+def is_per_tensor(optimizer_class: type) -> bool:
+    """Tell whether a class is known, or derived from one that is known, to step elements that depend on each other."""
+    return any(base.__name__.lower().replace("_", "") in NAMES for base in optimizer_class.__mro__)
+
+
+def refuse_per_tensor(optimizer_class: object) -> None:
+    """Raise ValueError for a class that is known to train otherwise on slices."""
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        return
+    if is_per_tensor(optimizer_class):
+        raise ValueError(
+            f"{optimizer_class.__name__} looks at whole tensors, and a ZeroOptimizer steps slices of a flat buffer: "
+            f"it would train otherwise than unsharded. ZeroRedundancyOptimizer({optimizer_class.__name__}) steps whole "
+            f"tensors; allow_per_tensor=True takes the slices for what they are"
+        )

@@ -7,6 +7,7 @@ runs afterwards, and keeps the gradient or has it reduced.
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.loss_scale import Scaler
-from zckpt.optim.zero.norms import ModelParallel
 from zckpt.optim.zero.reduction import Reducer, Rules
-from zckpt.optim.zero.stand_in import StandIn, StandIns
+from zckpt.optim.zero.sharded_gradient import ShardedGradient, ShardedGradients
+from zckpt.optim.zero.stepping import ModelParallel
 
 
 class GradientOptimizer(FlatOptimizer, Joinable):
@@ -48,7 +49,7 @@ class GradientOptimizer(FlatOptimizer, Joinable):
         self._external_loss_scale: float | None = None
         self._local: dict[torch.Tensor, torch.Tensor] = {}
         self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
-        self._stand_ins = StandIns()
+        self._sharded = ShardedGradients()
         self._syncs = True
         self._passes = 0
         self._pass: int | None = None
@@ -101,8 +102,8 @@ class GradientOptimizer(FlatOptimizer, Joinable):
         def before_gradient(parameter: weakref.ref[torch.Tensor], _: torch.Tensor) -> None:
             optimizer, its = this(), parameter()
             if optimizer is not None:
-                optimizer._stand_ins.take_out()
-            if its is not None and isinstance(its.grad, StandIn):  # of an optimizer that is no more
+                optimizer._sharded.take_out()
+            if its is not None and isinstance(its.grad, ShardedGradient):  # of an optimizer that is no more
                 its.grad = None
 
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -173,14 +174,18 @@ class GradientOptimizer(FlatOptimizer, Joinable):
 
     # --- what passes know
 
+    @abstractmethod
     def _begin_pass(self, graph: int | None = None) -> None:
-        raise NotImplementedError
+        """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
 
+    @abstractmethod
     def _settle(self) -> None:
-        raise NotImplementedError
+        """After a failure here, go through this window with the other ranks."""
 
+    @abstractmethod
     def _refuse_nested(self) -> NoReturn:
-        raise NotImplementedError
+        """Raise RuntimeError: a backward has run inside of another."""
 
+    @abstractmethod
     def _reduces(self) -> bool:
-        raise NotImplementedError
+        """Tell whether the present pass reduces gradients."""

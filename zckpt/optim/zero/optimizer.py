@@ -14,12 +14,13 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.zero import gather, norms, stepping
+from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
 from zckpt.optim.zero.flat import STAGES
+from zckpt.optim.zero.flat_group import begin_gather, wait_for
 from zckpt.optim.zero.loss_scale import Scaler, read_scaler
-from zckpt.optim.zero.norms import ModelParallel
 from zckpt.optim.zero.stateful import StatefulOptimizer
+from zckpt.optim.zero.stepping import ModelParallel
 
 logger = logging.getLogger(__name__)
 
@@ -134,20 +135,10 @@ class ZeroOptimizer(StatefulOptimizer):
         allow_per_tensor: bool = False,
         **defaults: Any,
     ) -> None:
-        if stage not in STAGES:
-            raise ValueError(f"stage must be 1 or 2, not {stage!r}")
-        for what, number, least in (
-            ("reduce_bucket_size", reduce_bucket_size, 1),
-            ("allgather_bucket_size", allgather_bucket_size, 1),
-            ("gradient_accumulation_steps", gradient_accumulation_steps, 1),
-            ("clip_grad", clip_grad, 0),
-        ):
-            if not number >= least:
-                raise ValueError(f"{what} must be at least {least}, not {number!r}")
-        if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
-            raise ValueError(f"gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
-        if norm_type not in (2.0, math.inf):
-            raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")
+        _check_choices(stage=stage, norm_type=norm_type, gradient_predivide_factor=gradient_predivide_factor)
+        _check_least(1, reduce_bucket_size=reduce_bucket_size, allgather_bucket_size=allgather_bucket_size)
+        _check_least(1, gradient_accumulation_steps=gradient_accumulation_steps)
+        _check_least(0, clip_grad=clip_grad)
         self.clip_grad = clip_grad
         self.norm_type = float(norm_type)
         self.allgather_bucket_size = allgather_bucket_size
@@ -240,7 +231,7 @@ class ZeroOptimizer(StatefulOptimizer):
                     parameter.grad = None
 
     def _step_or_fail(self) -> None:
-        norm = norms.global_norm(
+        norm = stepping.global_norm(
             self.groups,
             self.process_group,
             norm_type=self.norm_type,
@@ -256,7 +247,7 @@ class ZeroOptimizer(StatefulOptimizer):
                 self._refuse_failure()
             self.loss_scaler.update(self.overflow)
             if not self.overflow:
-                self._step_groups(norms.divisor(norm, scale, self.clip_grad))
+                self._step_groups(stepping.divisor(norm, scale, self.clip_grad))
         finally:
             self._end_window()
 
@@ -280,10 +271,10 @@ class ZeroOptimizer(StatefulOptimizer):
                 group.adopt_weights()
                 stepping.step(self.optim, group, divisor)
                 self._round(group)
-                handles += gather.begin(group, self.allgather_bucket_size)
+                handles += begin_gather(group, self.allgather_bucket_size)
         finally:
             self.optim.param_groups = every
-        gather.wait(handles)
+        wait_for(handles)
         param_groups.sync(every, self.param_groups)
 
     # --- uneven inputs
@@ -301,6 +292,23 @@ class ZeroOptimizer(StatefulOptimizer):
     def join_process_group(self) -> dist.ProcessGroup:
         """The ranks that join."""
         return self.process_group
+
+
+def _check_choices(*, stage: int, norm_type: float, gradient_predivide_factor: float | None) -> None:
+    """Raise ValueError for an option that has few values, or half of them."""
+    if stage not in STAGES:
+        raise ValueError(f"stage must be 1 or 2, not {stage!r}")
+    if norm_type not in (2.0, math.inf):
+        raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")
+    if gradient_predivide_factor is not None and not gradient_predivide_factor > 0:
+        raise ValueError(f"gradient_predivide_factor must be above 0, not {gradient_predivide_factor!r}")
+
+
+def _check_least(least: int, **given: float) -> None:
+    """Raise ValueError for an option that is less, or no number that can be compared."""
+    for what, number in given.items():
+        if not number >= least:
+            raise ValueError(f"{what} must be at least {least}, not {number!r}")
 
 
 class _StepHook(JoinHook):

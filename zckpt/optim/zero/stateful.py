@@ -1,21 +1,24 @@
-"""State of an optimizer over flat buffers: whole tensors, state dicts, and masters against weights."""
+"""State of an optimizer over flat buffers: whole tensors by name, state dicts, and masters against weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from zckpt.optim import param_groups
-from zckpt.optim.zero import full_state, gather, state_dicts
-from zckpt.optim.zero.beside_ddp import AttachedOptimizer
-from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero import deepspeed_state
+from zckpt.optim.zero.ddp import DdpOptimizer
+from zckpt.optim.zero.flat_group import FlatGroup, begin_gather, wait_for
 from zckpt.optim.zero.loss_scale import adopt
 
+if TYPE_CHECKING:
+    from zckpt.optim.zero.flat import FlatOptimizer
 
-class StatefulOptimizer(AttachedOptimizer):
+
+class StatefulOptimizer(DdpOptimizer):
     """What gives state away and takes it in.
 
     Weights lead: what somebody has written into them since the last step is taken into the masters before these are
@@ -57,7 +60,7 @@ class StatefulOptimizer(AttachedOptimizer):
         ValueError
             No such parameter or slot.
         """
-        return full_state.get(self, name, slot)
+        return full_slot(self, name, slot)
 
     @torch.no_grad()
     def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
@@ -68,7 +71,7 @@ class StatefulOptimizer(AttachedOptimizer):
         ValueError
             No such parameter or slot, another shape, or a slot that is one value for a whole param group.
         """
-        full_state.put(self, name, slot, value)
+        set_full_slot(self, name, slot, value)
 
     def adopt_weights(self) -> None:
         """Take weights that were set since the last step into the masters, as the next step does; others stay."""
@@ -92,7 +95,7 @@ class StatefulOptimizer(AttachedOptimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        made: dict[str, Any] = state_dicts.DeepSpeedState(
+        made: dict[str, Any] = deepspeed_state.DeepSpeedState(
             self.make_state_dict({parameter: name for name, parameter in self.names().items()})
         )
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -103,7 +106,7 @@ class StatefulOptimizer(AttachedOptimizer):
         """Return `state_dict()` with other names of the parameters."""
         param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
         self.adopt_weights()
-        return state_dicts.make_state_dict(
+        return deepspeed_state.make_state_dict(
             self,
             names,
             elastic=self.elastic_checkpoint,
@@ -142,17 +145,17 @@ class StatefulOptimizer(AttachedOptimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)  # type: ignore[arg-type]  # or a list of them
             state_dict = state_dict if changed is None else changed
-        states = state_dicts.read_states(state_dict)
-        state_dicts.check(states, self)
+        states = deepspeed_state.read_states(state_dict)
+        deepspeed_state.check(states, self)
         own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
         scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
         if load_optimizer_states:
-            self.load_local(*state_dicts.local_state(states, self))
+            self.load_local(*deepspeed_state.local_state(states, self))
         self.loss_scaler = scaler
         self.clip_grad = own.get("clip_grad", self.clip_grad)
         self.overflow = bool(own.get("overflow", False))
         if load_from_fp32_weights:
-            state_dicts.load_masters(states, self)
+            deepspeed_state.load_masters(states, self)
             self.publish_masters()
         else:
             self.refresh_masters()
@@ -173,5 +176,71 @@ class StatefulOptimizer(AttachedOptimizer):
         handles: list[dist.Work] = []
         for group in self.groups:
             self._round(group)
-            handles += gather.begin(group, self.allgather_bucket_size)
-        gather.wait(handles)
+            handles += begin_gather(group, self.allgather_bucket_size)
+        wait_for(handles)
+
+
+MASTER = "master"
+GRADIENT = "gradient"
+
+
+def _slots(optimizer: FlatOptimizer, group: FlatGroup) -> dict[str, Any]:
+    """Return what this rank holds of a group: its masters, gradients and the local optimizer's state."""
+    found: dict[str, Any] = {MASTER: group.master.detach(), **optimizer.optim.state.get(group.master, {})}
+    if group.gradient is not None:
+        found[GRADIENT] = group.gradient
+    return found
+
+
+def full_slot(optimizer: FlatOptimizer, name: str, slot: str) -> Any:
+    """Return one slot of one parameter, whole, on every rank; see `ZeroOptimizer.full_state`."""
+    group, position = optimizer.find(name)
+    if slot == MASTER:
+        group.adopt_weights(position)
+    held = _slot(optimizer, group, name, slot)
+    if not _is_flat(held, group):
+        return held.clone() if isinstance(held, torch.Tensor) else held
+    device = group.flat.device
+    whole = torch.empty(group.numels[position], dtype=held.dtype, device=device)
+    handles = []
+    for rank in range(group.world_size):
+        for f in group.fragments(rank):
+            if f.index != position:
+                continue
+            part = whole[f.start : f.start + f.numel]
+            if rank == group.rank:
+                part.copy_(held[f.position : f.position + f.numel])
+            if group.world_size > 1:
+                source = dist.get_global_rank(group.process_group, rank)
+                handles.append(dist.broadcast(part, src=source, group=group.process_group, async_op=True))
+    wait_for(handles)
+    return whole.view(group.shapes[position])
+
+
+def set_full_slot(optimizer: FlatOptimizer, name: str, slot: str, value: torch.Tensor) -> None:
+    """Set one slot of one parameter on every rank; see `ZeroOptimizer.set_full_state`."""
+    group, position = optimizer.find(name)
+    held = _slot(optimizer, group, name, slot)
+    if not _is_flat(held, group):
+        raise ValueError(f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter")
+    if value.shape != group.shapes[position]:
+        raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
+    flat = value.detach().reshape(-1)
+    for f in group.own:
+        if f.index == position:
+            held[f.position : f.position + f.numel].copy_(flat[f.start : f.start + f.numel])
+    if slot == MASTER:
+        start = group.starts[position]
+        group.point(position)
+        group.flat[start : start + flat.numel()].copy_(flat.to(group.master.dtype))
+
+
+def _slot(optimizer: FlatOptimizer, group: FlatGroup, name: str, slot: str) -> Any:
+    held = _slots(optimizer, group)
+    if slot not in held:
+        raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
+    return held[slot]
+
+
+def _is_flat(held: object, group: FlatGroup) -> bool:
+    return isinstance(held, torch.Tensor) and held.shape == group.master.shape and held.dim() > 0

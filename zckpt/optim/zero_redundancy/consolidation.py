@@ -1,8 +1,11 @@
-"""The whole state of a sharded optimizer on one rank.
+"""State, gradients and objects that ranks send each other, such as the whole state on one rank.
 
 What each rank holds (keys, shapes, element types, numbers) is told to the target first. Then every tensor is sent to
 the target and to nobody else, one after the other, as a tensor: a rank that is not the target needs memory for one
 tensor at most, and that only where its bytes are not in one piece on a device that the backend can send from.
+
+`_broadcast_object`, `_recursive_copy_to_device` and `_is_trainable` are private names of torch's module
+`zero_redundancy_optimizer` that torch's own tests, and programs like them, import (torch 2.13).
 """
 
 from __future__ import annotations
@@ -195,3 +198,31 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], getattr(torch, kinds[0]).current_device())
+
+
+def _broadcast_object(
+    obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Any:
+    """Return the object that one rank of the world has, on all ranks of a group; what is received is on `device`."""
+    told = [obj]
+    dist.broadcast_object_list(told, src=src_rank, group=group, device=torch.device(device))
+    if dist.get_rank() == src_rank:
+        return obj
+    return _recursive_copy_to_device(told[0], non_blocking=False, device=torch.device(device))
+
+
+def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+    """Return a tree of lists, tuples and mappings with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, (list, tuple)):
+        made = [_recursive_copy_to_device(one, non_blocking, device) for one in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, Mapping):
+        return {key: _recursive_copy_to_device(one, non_blocking, device) for key, one in value.items()}
+    return value
+
+
+def _is_trainable(param: torch.Tensor) -> bool:
+    """Tell whether a parameter is trained."""
+    return param.requires_grad

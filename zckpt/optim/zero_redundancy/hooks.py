@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zckpt.optim.ddp_buckets import Future, GradBucket, Hook, reduced_gradients
+from zckpt.optim.memory import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.optim.zero_redundancy.overlap import OverlapStatus, flatten
 

@@ -1,4 +1,4 @@
-"""An optimizer in parts: which rank has which parameter, and the local optimizer of this rank's."""
+"""An optimizer in parts: which rank has which parameters of each param group, and its local optimizer of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,51 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
-from zckpt.optim import arguments, param_groups
-from zckpt.optim.param_groups import Group
-from zckpt.optim.zero_redundancy import consolidation, exchange, groups
+from zckpt.optim import param_groups
+from zckpt.optim.param_groups import Group, copied, hyperparameters
+from zckpt.optim.zero_redundancy import consolidation, exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
+from zckpt.state.partition import greedy_partition
+
+
+def packed(groups: Sequence[Group]) -> list[Group]:
+    """Return groups with numbers for parameters, over all groups; values that could be written to are copied."""
+    found = []
+    first = 0
+    for group in groups:
+        made = {key: copied(value) for key, value in group.items() if key != "params"}
+        found.append({**made, "params": list(range(first, first + len(group["params"])))})
+        first += len(group["params"])
+    return found
+
+
+def deal(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
+    """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` deals parameters."""
+    numels = [[p.numel() for p in group["params"]] for group in groups]
+    return [
+        [_part(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
+        for indices in greedy_partition(numels, world_size)
+    ]
+
+
+def deal_to(groups: Sequence[Group], shares: Sequence[Sequence[torch.Tensor]]) -> list[list[Group]]:
+    """Return the groups of each rank where the ranks' shares are given; parameters in none of them are rank 0's."""
+    owner = {parameter: rank for rank, share in enumerate(shares) for parameter in share}
+    order = {parameter: position for share in shares for position, parameter in enumerate(share)}
+    found: list[list[Group]] = [[] for _ in shares]
+    for group in groups:
+        members = group["params"]
+        indices = sorted(range(len(members)), key=lambda i, members=members: order.get(members[i], len(order)))  # type: ignore[misc]
+        for rank, made in enumerate(found):
+            made.append(_part(group, [i for i in indices if owner.get(members[i], 0) == rank]))
+    return found
+
+
+def _part(group: Group, chosen: Sequence[int]) -> Group:
+    made = {**hyperparameters(group), "params": [group["params"][index] for index in chosen]}
+    if "param_names" in group:
+        made["param_names"] = [group["param_names"][index] for index in chosen]
+    return made
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -29,12 +70,12 @@ class PartitionedOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool,
         defaults: dict[str, Any],
     ) -> None:
-        given = arguments.read_groups(params)
+        given = param_groups.read_groups(params)
         self.initialized = False
         self._all_params: list[torch.Tensor] = []
         self._local_state: Any = {}
         Joinable.__init__(self)
-        self.process_group = arguments.read_process_group(process_group)
+        self.process_group = param_groups.read_process_group(process_group)
         self.world_size = dist.get_world_size(self.process_group)
         self.rank = dist.get_rank(self.process_group)
         self.global_rank = dist.get_global_rank(self.process_group, self.rank)
@@ -65,7 +106,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _partition_parameters(self) -> list[list[Group]]:
         """Return the param groups of each rank."""
         if self._partition is None:
-            self._partition = groups.deal(self.param_groups, self.world_size)
+            self._partition = deal(self.param_groups, self.world_size)
         return self._partition
 
     @property
@@ -113,7 +154,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
                 "a param group cannot be added once the buckets of DDP, or a part that was loaded, have decided which "
                 "rank has which parameter"
             )
-        super().add_param_group(arguments.read_group(param_group))
+        super().add_param_group(param_groups.read_group(param_group))
         self._all_params.extend(self.param_groups[-1]["params"])
         if self.initialized:
             self._forget()
@@ -152,7 +193,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         """Deal all parameters anew, and make the local optimizer anew, without state."""
         self._forget()
         self._is_greedy = False
-        self._partition = groups.deal_to(self.param_groups, shares)
+        self._partition = deal_to(self.param_groups, shares)
         self._init_local_optimizer()
         self._build_buckets()
 

@@ -16,8 +16,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.optim.param_groups import Group
-from zckpt.optim.zero_redundancy.groups import packed
-from zckpt.optim.zero_redundancy.state import SHOWN
+from zckpt.optim.zero_redundancy.partitioned import packed
+
+SHOWN = 4
 
 STATE, GROUPS, SLOTS = "state", "param_groups", "slots"
 

@@ -1,0 +1,221 @@
+"""Experts and parts of models in files: DeepSpeed trains on with them, zckpt reads, converts and loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zckpt
+from tests.deepspeed_engine import Spec, models, optimizers, tensor_parallel
+from tests.deepspeed_engine.truth import _global_expert
+from tests.gloo import run
+from tests.optim.zero.test_files import (
+    AS_DEEPSPEED,
+    DTYPES,
+    FIXTURES,
+    STEPS,
+    Slots,
+    after,
+    full,
+    losses,
+    resume_in_deepspeed,
+)
+from zckpt.optim import ZeroOptimizer, files
+from zckpt.optim.zero.experts import experts_of, place_of
+
+pytestmark = pytest.mark.interop
+
+MEGATRON: dict[str, Any] = {"model": "megatron", "tensor_parallel": 2, "universal_info": True, "groups": 2}
+
+EXPERTS = [
+    Spec("moe_ep2", model="moe", expert_parallel=2, stage=2, dtype="bf16", world_size=2),
+    Spec("moe_ep2_of_4", model="moe", expert_parallel=2, stage=1, dtype="fp32", world_size=4, clip=0.5),
+    Spec("moe_ep1", model="moe", expert_parallel=1, stage=2, dtype="fp32", world_size=2),
+]
+PARTS = [
+    Spec("tp2_s2", stage=2, dtype="fp32", world_size=4, clip=0.5, **MEGATRON),
+    Spec("tp2_s1", stage=1, dtype="bf16", world_size=2, **MEGATRON),
+]
+
+
+def build(spec: Spec, seed: int = models.MODEL_SEED) -> tuple[torch.nn.Module, ZeroOptimizer]:
+    """Return the model of a description and an optimizer like its engine's."""
+    options: dict[str, Any] = {}
+    if spec.tensor_parallel > 1:
+        grid = tensor_parallel.use_grid(spec)
+        options = {"process_group": grid.get_data_parallel_group(), "model_parallel": grid}
+    model = models.build_model(spec, seed).to(DTYPES[spec.dtype])
+    if spec.model == "moe":
+        from deepspeed.moe.layer import MoE
+        from deepspeed.utils import groups as topology
+
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.set_deepspeed_parallelism()
+        name = f"ep_size_{spec.expert_parallel}"
+        options = {"expert_data_parallel_groups": {name: topology._get_expert_data_parallel_group(name)}}
+    theirs = optimizers.KINDS[spec.optimizer](models.param_groups(spec, model))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [{**group, "params": [(names[p], p) for p in group["params"]]} for group in theirs.param_groups]
+    return model, ZeroOptimizer(
+        groups, type(theirs), stage=spec.stage, clip_grad=spec.clip, overlap_comm=spec.stage == 2, **AS_DEEPSPEED,
+        **options,
+    )  # fmt: skip
+
+
+def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:
+    """Return all state of all ranks, whole, by slot and global name."""
+    mine = full(optimizer)
+    if spec.model == "moe":
+        experts = experts_of(optimizer, {p: n for n, p in optimizer.names().items()})
+        rank = next(iter(experts.places.values())).rank
+        first = rank * spec.experts // spec.expert_parallel
+        mine = {slot: {_global_expert(n, first): v for n, v in values.items()} for slot, values in mine.items()}
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    if spec.model == "moe":
+        return {slot: {n: v for one in told for n, v in one[slot].items()} for slot in mine}
+    slices = told[: spec.tensor_parallel]
+    return {
+        slot: {name: tensor_parallel.merge(name, [one[slot][name] for one in slices]) for name in values}
+        for slot, values in mine.items()
+    }
+
+
+def save_run(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+    model, optimizer = build(spec)
+    losses(model, optimizer, spec, range(1, STEPS + 1))
+    info = tensor_parallel.universal_info(spec) if spec.tensor_parallel > 1 else None
+    extra = {"universal_checkpoint_info": info, "iteration": STEPS} if info else {}
+    files.save(optimizer, path, model=model, step=STEPS, beside={"extra": extra})
+    return merged(optimizer, spec), losses(model, optimizer, spec, after())
+
+
+@pytest.mark.parametrize("spec", [*EXPERTS, *PARTS], ids=lambda spec: spec.name)
+def test_deepspeed_and_zckpt_read_what_we_save(spec: Spec, tmp_path: Path) -> None:
+    path = tmp_path / "run" / f"global_step{STEPS}"
+    path.parent.mkdir()
+    ours = run(save_run, spec.world_size, spec, path)
+    resumed = run(resume_in_deepspeed, spec.world_size, spec, path.parent)
+    for (state, trained), (found, (steps, _, _), again) in zip(ours, resumed, strict=True):
+        assert steps == STEPS
+        assert again == trained
+        assert_same(found, state)
+    state = ours[0][0]
+    assert zckpt.verify(path, deep=True).sound
+    zckpt.convert(path, tmp_path / "native", to="zckpt")
+    for where in (path, tmp_path / "native"):
+        checkpoint = zckpt.open(where)
+        assert set(checkpoint.parameters) >= set(state["fp32"])
+        for slot, values in state.items():
+            for name, value in values.items():
+                assert torch.equal(checkpoint.read(name, "master" if slot == "fp32" else slot).float(), value), name
+
+
+def assert_same(found: Slots, state: Slots) -> None:
+    assert found.keys() == state.keys()
+    for slot, values in state.items():
+        assert found[slot].keys() == values.keys()
+        for name, value in values.items():
+            assert torch.equal(found[slot][name].float(), value.float()), f"{slot}/{name}"
+
+
+def load_run(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+    model, optimizer = build(spec, models.MODEL_SEED + 1)
+    files.load(optimizer, path, model=model)
+    return merged(optimizer, spec), losses(model, optimizer, spec, after())
+
+
+def test_experts_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+    two, four, one = EXPERTS
+    path = tmp_path / "run" / "global_step3"
+    path.parent.mkdir()
+    state, trained = run(save_run, 4, four, path)[0]
+    for spec in (four, Spec("two", model="moe", expert_parallel=2, stage=2, dtype="fp32", world_size=2), one):
+        for number, (found, again) in enumerate(run(load_run, spec.world_size, spec, path)):
+            assert_same(found, state)
+            assert spec is not four or number or again == trained
+    fixture = FIXTURES / two.name.replace("moe_ep2", "moe_ep2_s2_bf16_dp2")
+    truth = zckpt.open(fixture)
+    for found, _ in run(load_run, 2, two, fixture):
+        assert set(found) == {"fp32", "exp_avg", "exp_avg_sq"}
+        for slot, values in found.items():
+            for name, value in values.items():
+                assert torch.equal(truth.read(name, "master" if slot == "fp32" else slot), value), name
+
+
+def load_part(rank: int, world_size: int, spec: Spec, path: Path) -> tuple[Slots, list[float]]:
+    """From this rank's own file; by name, nothing says which part is whose."""
+    model, optimizer = build(spec, models.MODEL_SEED + 1)
+    with pytest.raises(zckpt.ZckptError, match="which part of a tensor is this rank's, no name says"):
+        files.load(optimizer, path, model=model)
+    own = next(path.glob(f"*zero_pp_rank_{optimizer.rank}_mp_rank_{rank % spec.tensor_parallel:02d}_optim_states.pt"))
+    optimizer.load_state_dict(torch.load(own, weights_only=False))
+    return merged(optimizer, spec), losses(model, optimizer, spec, after())
+
+
+def test_parts_are_loaded_from_the_file_of_each_rank(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "global_step3"
+    path.parent.mkdir()
+    spec = PARTS[0]
+    ours = run(save_run, spec.world_size, spec, path)
+    for (state, trained), (found, again) in zip(ours, run(load_part, spec.world_size, spec, path), strict=True):
+        assert_same(found, state)
+        assert again == trained
+
+
+# --- refusals
+
+
+def strange_experts(rank: int, world_size: int, path: Path) -> list[str]:
+    groups = {"e": dist.new_group([rank]) if world_size == 1 else [dist.new_group([r]) for r in range(2)][rank]}
+    found = []
+    for name in ("experts.0.weight", "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"):
+        given = [
+            {"params": [("dense", nn.Parameter(torch.ones(4)))]},
+            {"params": [(name, nn.Parameter(torch.ones(3)))], "moe": True, "name": "e"},
+        ]
+        optimizer = ZeroOptimizer(given, torch.optim.SGD, lr=0.1, expert_data_parallel_groups=groups)
+        for form in ("deepspeed", "zckpt"):
+            try:
+                zckpt.save(path / f"{form}_{len(name)}", optimizer=optimizer, format=form)
+                found.append("saved")
+            except zckpt.ZckptError as error:
+                found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    for told in run(strange_experts, 2, tmp_path):
+        assert "experts.0.weight is an expert's, and its name does not say of which expert" in told[0]
+        assert 'give format="deepspeed"' in told[1]
+        assert told[2] == "saved"
+        assert 'give format="deepspeed"' in told[3]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("zckpt")) == []
+
+
+def places(rank: int, world_size: int) -> list[Any]:
+    every = list(range(6))
+    found: list[Any] = []
+    for sharing in ([0, 2, 4], [1, 3, 5], [0, 1, 2], [3, 4, 5], [2], every, [0, 3], [2, 3], [0, 1, 4], [1, 2]):
+        try:
+            place = place_of(sharing, every)
+            found.append((place.rank, place.degree, place.data_first))
+        except zckpt.ZckptError as error:
+            found.append(str(error))
+    return found
+
+
+def test_places_of_experts() -> None:
+    *known, strange, between = run(places, 1)[0]
+    assert known == [
+        (0, 2, False), (1, 2, False), (0, 2, True), (1, 2, True), (2, 6, False), (0, 1, False), (0, 3, False),
+        (1, 3, True),
+    ]  # fmt: skip
+    assert "expected every 2th rank, or 3 neighbours" in strange
+    assert "data-parallel ranks 1, 2 of 6" in between

@@ -1,0 +1,186 @@
+"""Between backward and step: whoever clips, scales, drops or looks at gradients does it to the average, or is told."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817  # as all of its documentation has it
+
+from tests.gloo import run
+from tests.optim.zero.reference import Net, Unsharded, assert_alike, bits, every, is_unchanged, loss_of, make
+from zckpt.optim import DynamicLossScaler, ZeroOptimizer
+
+pytestmark = pytest.mark.interop
+
+LIMIT = 60  # seconds for all of a check
+
+
+def prepared(attached: bool, **options: Any) -> tuple[torch.nn.Module, Net, Unsharded, ZeroOptimizer]:
+    net = Net()
+    twin = Unsharded(net)
+    ours = make(net, **options)
+    model: torch.nn.Module = net
+    if attached:
+        model = DDP(net, bucket_cap_mb=1e-4)
+        ours.attach(model)
+    return model, net, twin, ours
+
+
+def losses(step: int, world_size: int) -> list[Any]:
+    return [partial(loss_of, step=step, rank=rank) for rank in range(world_size)]
+
+
+def clipped(rank: int, world_size: int, attached: bool, norm_type: float, options: dict[str, Any]) -> None:
+    """torch's own clipping gives the norm of the average, whatever the loss scale, and clips it."""
+    model, net, twin, ours = prepared(attached, **options)
+    for step in range(3):
+        ours.backward(loss_of(model, step, rank))
+        mine = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
+        twin.gradients(losses(step, world_size), world_size)
+        its = torch.nn.utils.clip_grad_norm_(twin.model.parameters(), 0.05, norm_type=norm_type)
+        assert float(its) > 0.1
+        torch.testing.assert_close(mine, its.detach(), rtol=1e-5, atol=0)
+        ours.step()
+        assert ours.last_grad_norm < 0.06 or norm_type != 2.0
+        twin.optimizer.step()
+        twin.assert_is(net)
+    assert_alike(net)
+
+
+def clipped_by_value(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+    model, net, twin, ours = prepared(attached, **options)
+    for step in range(3):
+        ours.backward(loss_of(model, step, rank))
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        twin.gradients(losses(step, world_size), world_size)
+        torch.nn.utils.clip_grad_value_(twin.model.parameters(), 0.01)
+        ours.step()
+        twin.optimizer.step()
+        twin.assert_is(net)
+
+
+WAYS = [
+    (attached, options)
+    for attached in (False, True)
+    for options in ({"stage": 1}, {"stage": 2}, {"stage": 2, "loss_scale": 64.0})
+]
+
+
+def test_clipping_of_torch() -> None:
+    run(every, 3, clipped, [(attached, norm, o) for attached, o in WAYS for norm in (2.0, math.inf)], timeout=LIMIT)
+    run(every, 2, clipped_by_value, WAYS, timeout=LIMIT)
+
+
+def scaled_and_dropped(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+    """What is taken out of `grad` is forgotten, for one parameter or all, as torch's own optimizers forget it."""
+    model, net, twin, ours = prepared(attached, **options)
+    for step in range(3):
+        ours.backward(loss_of(model, step, rank))
+        twin.gradients(losses(step, world_size), world_size)
+        for one in (net, twin.model):
+            one.last.weight.grad.mul_(0.5)
+            one.last.bias.grad /= 4
+        net.spare.weight.grad = None
+        twin.model.spare.weight.grad.zero_()
+        ours.step()
+        twin.optimizer.step()
+        twin.assert_is(net)
+    for to_none in (True, False):
+        ours.backward(loss_of(model, 7, rank))
+        model.zero_grad(set_to_none=to_none)
+        ours.backward(loss_of(model, 8, rank))
+        ours.step()
+        twin.train(losses(8, world_size), world_size)
+        twin.assert_is(net)
+
+
+def what_is_refused(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+    model, net, _, ours = prepared(attached, **options)
+    ours.backward(loss_of(model, 0, rank))
+    gradient = net.last.weight.grad
+    assert gradient.shape == net.last.weight.shape
+    assert "the gradient lies with the ranks that step it" in repr(gradient)
+    for look in (
+        lambda: gradient + 1, gradient.mean, lambda: gradient.float() + 1, lambda: gradient[0],
+        lambda: gradient.clone() + 1, lambda: torch.cat([gradient]), lambda: gradient.add_(1),
+        lambda: torch.ones(3, 9).copy_(gradient), lambda: gradient.mul_(torch.ones(3, 9)),
+        lambda: copy.deepcopy([gradient]), lambda: pickle.dumps(gradient), lambda: torch.save(gradient, io.BytesIO()),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"lie in partitions.*clip them with ZeroOptimizer\(clip_grad=\.\.\.\)"):
+            look()
+    for read in (gradient.tolist, gradient.numpy):
+        with pytest.raises(RuntimeError, match=r"subclass|lie in partitions|numpy"):
+            read()
+    ours.step()
+    assert net.last.weight.grad is None
+
+
+def scaler_of_torch(rank: int, world_size: int, attached: bool, options: dict[str, Any]) -> None:
+    """It is told what to use instead, and nothing is stepped."""
+    model, _, _, ours = prepared(attached, **options)
+    before = bits(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 0, rank)).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler.*loss_scale=DynamicLossScaler\(\).*backward\(loss\)"):
+        scaler.step(ours)
+    assert is_unchanged(model, before)
+
+
+@pytest.mark.parametrize("check", [scaled_and_dropped, what_is_refused, scaler_of_torch], ids=lambda c: c.__name__)
+def test_gradients_that_lie_elsewhere(check: Any) -> None:
+    run(every, 2, check, WAYS, timeout=LIMIT)
+
+
+def parts_of_models(rank: int, world_size: int) -> None:
+    """A norm over this rank's parts is not that of the model."""
+    alone = [dist.new_group([r]) for r in range(world_size)]
+
+    class Parallel:
+        def get_model_parallel_group(self) -> dist.ProcessGroup:
+            return dist.group.WORLD
+
+        def get_model_parallel_world_size(self) -> int:
+            return world_size
+
+        def get_model_parallel_rank(self) -> int:
+            return rank
+
+    net = Net()
+    ours = make(net, process_group=alone[rank], model_parallel=Parallel())
+    ours.backward(loss_of(net, 0, rank))
+    with pytest.raises(RuntimeError, match=r"of which other ranks have parts.*clip_grad"):
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def another_optimizer_after_this_one(rank: int, world_size: int) -> None:
+    """One that is gone between backward and step leaves nothing that the next one trips over."""
+    net = Net()
+    twin = Unsharded(net)
+    ours = make(net)
+    ours.backward(loss_of(net, 0, rank))
+    gone = weakref.ref(ours)
+    del ours
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="lie in partitions"):
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    ours = make(net, loss_scale=DynamicLossScaler(cur_scale=4.0))
+    ours.backward(loss_of(net, 1, rank))
+    ours.step()
+    twin.train(losses(1, world_size), world_size)
+    twin.assert_is(net)
+
+
+@pytest.mark.parametrize("check", [parts_of_models, another_optimizer_after_this_one], ids=lambda c: c.__name__)
+def test_sharded(check: Any) -> None:
+    run(check, 2, timeout=LIMIT)

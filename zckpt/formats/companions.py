@@ -1,0 +1,190 @@
+"""The files that programs put next to a checkpoint, in the directory that was opened: carried, or copies of weights.
+
+DIR/scheduler.pt, rng_state_R.pth, training_args.bin     Hugging Face's Trainer
+DIR/scheduler.bin, random_states_R.pkl, sampler.bin      Accelerate
+DIR/model.safetensors, pytorch_model.bin                 the weights once more, next to a directory of DeepSpeed's
+DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch put together into the files above
+
+Files of the first two kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
+copy as far as its names, shapes and types are those of what was read, and `verify --deep` compares it with that; any
+other tensor of it has been read by no one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.engine.plan import Hole, TargetFile
+from zckpt.errors import SourceError
+from zckpt.formats.torch_files.tensors import carried, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Slot, SourceFile, Span
+from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.storage.durable import interrupted
+from zckpt.torchfile import Tensor, read_torchfile
+
+CARRIED = re.compile(
+    r"(?:scheduler|sampler|dl_state_dict|custom_checkpoint)(?:_[0-9]+)?\.(?:bin|pt|pkl)|scaler\.pt"
+    r"|random_states_[0-9]+\.pkl|rng_state(?:_[0-9]+)?\.pth|training_args\.bin"
+)
+
+COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SHARDED = "sharded"
+
+METADATA_ROLE = "metadata"
+"""Of files that hold neither a model nor an optimizer."""
+
+
+def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
+    """Add what a directory holds besides what was read. Reads no tensor; a file that cannot be read is not added.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    directory : Path
+        The one that was opened.
+    """
+    known = {os.path.realpath(path) for path in [*(file.path for file in checkpoint.files), *checkpoint.claims]}
+    entries = sorted((entry for entry in os.scandir(directory) if entry.is_file()), key=lambda entry: entry.name)
+    copies = False
+    for entry in entries:
+        path = Path(entry.path)
+        if os.path.realpath(path) in known:
+            continue
+        if CARRIED.fullmatch(entry.name):
+            _carry(checkpoint, path)
+        elif COPIED.fullmatch(entry.name):
+            copies = _copy(checkpoint, path) or copies
+    if copies:
+        checkpoint.claims |= {
+            entry.path: Claim(IMPLIED, "which file each tensor is in") for entry in entries if entry.name in INDEXES
+        }
+    if (directory / SHARDED).is_dir():
+        _shards(checkpoint, directory / SHARDED)
+
+
+def _carry(checkpoint: Checkpoint, path: Path) -> None:
+    try:
+        file = read_torchfile(path)
+    except SourceError:
+        return
+    checkpoint.files.append(describe(file, METADATA_ROLE))
+    key = path.stem if path.stem not in checkpoint.metadata else path.name
+    checkpoint.metadata.setdefault(key, carried(file, file.root))
+
+
+def _copy(checkpoint: Checkpoint, path: Path) -> bool:
+    """Note what a file holds of the model as copies; tell whether it is any of it."""
+    from zckpt.formats.safetensors import file as safetensors_file
+
+    try:
+        if path.suffix == ".safetensors":
+            slots, texts, nbytes = safetensors_file.read_header(path)
+            used = sum(slot.nbytes for slot in slots.values())
+            tree = {safetensors_file.METADATA_KEY: texts, **slots}
+            file = SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=safetensors_file.RULES)
+        else:
+            found = read_torchfile(path)
+            if not isinstance(found.root, dict):
+                return False
+            tensors = {str(name): t for name, t in found.root.items() if isinstance(t, Tensor)}
+            slots = {name: slot_of(WEIGHT, tensor, found.path) for name, tensor in tensors.items()}
+            file = describe(found, "model")
+    except SourceError:
+        return False
+    copies = list(_duplicates(checkpoint, slots))
+    if copies:
+        checkpoint.files.append(file)
+        checkpoint.duplicates += copies
+    return bool(copies)
+
+
+def _duplicates(checkpoint: Checkpoint, slots: dict[str, Slot]) -> Iterator[Duplicate]:
+    for name, slot in slots.items():
+        one = checkpoint.parameters.get(name) or checkpoint.buffers.get(name)
+        if one is None:
+            continue
+        weight = checkpoint.owner(name).slots.get(WEIGHT)
+        if weight is not None and (weight.shape, weight.dtype) == (slot.shape, slot.dtype):
+            kind = "buffer" if name in checkpoint.buffers else "tied" if one.tied_to else "parameter"
+            yield Duplicate(kind, name, one.tied_to or name, replace(slot, name=WEIGHT), weight)
+
+
+def _shards(checkpoint: Checkpoint, directory: Path) -> None:
+    """Note the pieces of a model, where they lie below the files that they were put together into."""
+    from zckpt.formats.safetensors import shards as safetensors_shards
+
+    try:
+        if not safetensors_shards.is_sharded(directory):
+            return
+        pieces = safetensors_shards.read(directory)
+    except SourceError:
+        return
+    slots = {one.name: one.slots[WEIGHT] for one in pieces.tensors()}
+    copies = list(_duplicates(checkpoint, slots))
+    if copies:
+        checkpoint.files += pieces.files
+        checkpoint.duplicates += copies
+
+
+def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[str, Path]]:
+    """Yield the name within `root` and the path of every file below it, sorted.
+
+    Parameters
+    ----------
+    root : Path
+    without : collection of str
+        Names of directories directly in `root` that are left out.
+
+    Raises
+    ------
+    SourceError
+        Something is neither a file nor a directory, or cannot be read.
+    """
+    for at, folders, names in os.walk(root, onerror=_unreadable):
+        here = Path(at)
+        if here == root:
+            folders[:] = [name for name in folders if name not in without]
+        folders.sort()
+        for name in folders:
+            if (here / name).is_symlink():
+                raise SourceError(
+                    "is a link to a directory, which is not followed",
+                    path=here / name,
+                    advice="put the directory there",
+                )
+        for name in sorted(names):
+            path = here / name
+            if not path.is_file():
+                raise SourceError("is no regular file", path=path, advice="remove it")
+            yield path.relative_to(root).as_posix(), path
+
+
+def copy_of(path: Path, name: str) -> TargetFile:
+    """Return a file that has the bytes of another.
+
+    Parameters
+    ----------
+    path : Path
+    name : str
+        Within the target.
+    """
+    nbytes = path.stat().st_size
+    extent = Extent.whole((nbytes,))
+    slot = Slot("file", "uint8", (nbytes,), (Span(extent, str(path), 0, "uint8"),))
+    return TargetFile(name, nbytes, holes=[Hole(0, name, slot, extent, "uint8")] if nbytes else [])
+
+
+def _unreadable(error: OSError) -> None:
+    raise SourceError("cannot be read", path=error.filename, found=error.strerror) from error
+
+
+def warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    """Return a checkpoint with a warning if what is to go with its file is not there yet."""
+    unfinished = interrupted(path)
+    checkpoint.warnings += [unfinished] if unfinished else []
+    return checkpoint

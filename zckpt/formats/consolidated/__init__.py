@@ -1,0 +1,83 @@
+"""A whole model and a whole torch.optim optimizer, for programs without shards: a directory, or one torch file.
+
+model        the model, and the directory of all of it
+optimizer    the optimizer as one file
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.errors import UsageError
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option
+from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What `convert --to consolidated` can be given."""
+
+    dtype: str = dtype_option()
+
+
+def _is_own(name: str) -> bool:
+    from zckpt.formats.consolidated.model import is_own
+
+    return is_own(name)
+
+
+class Consolidated(Format):
+    """A directory with a Hugging Face model, `optimizer.pt` and `metadata.pt`."""
+
+    name = "consolidated"
+    title = "consolidated"
+    reads = (("consolidated", "a Hugging Face model, `optimizer.pt` for torch.optim, and a file of all the rest"),)
+    writes = "one model and one torch.optim state, in a directory or one .pt file"
+    options = ModelOptions
+    owns = Owned(_is_own)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find the two files that only it has together."""
+        from zckpt.formats.consolidated.model import find
+
+        path = find(search.path)
+        return Found(path) if path is not None else None
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the model, the optimizer and the rest."""
+        from zckpt.formats.consolidated.model import read
+
+        return read(found.place, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return a directory, or one file where the target's name ends as torch's files do."""
+        from zckpt.formats.consolidated import model
+        from zckpt.formats.suffixes import SAFETENSORS, TORCH, kind_of_model
+
+        kind = kind_of_model(job.target)
+        if kind == SAFETENSORS:
+            raise UsageError(
+                "one safetensors file holds a model only",
+                path=job.target,
+                expected="a directory or a .pt file",
+                advice="use `zckpt consolidate` for the model by itself",
+            )
+        if kind == TORCH:
+            file = model.lay_out_file(job.target.name, job.checkpoint, dtype=job.options.dtype)
+            return TargetFiles([file], is_file=True)
+        return TargetFiles(model.lay_out(job.checkpoint, dtype=job.options.dtype))
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots out of the torch files."""
+        from zckpt.formats.torch_files.strip import strip_directory
+
+        return strip_directory(checkpoint, source, request)
+
+
+FORMATS = (Consolidated(),)

@@ -1,0 +1,156 @@
+"""A checkpoint as one model and one `torch.optim` optimizer, whole: what any program without shards reads.
+
+DIR/model-00001-of-0000N.safetensors ...  model.safetensors.index.json      the model, as Hugging Face lays it out
+DIR/optimizer.pt                          {state, param_groups}, for `torch.optim.Optimizer.load_state_dict`
+DIR/metadata.pt                           everything else: scheduler, client state, which parameters are frozen
+
+FILE.pt                                   {"model": {name: tensor}, "optimizer": {state, param_groups}, "zckpt": ...}
+
+Masters that the model does not hold exactly are in the optimizer's state, under `master`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from zckpt.engine.plan import TargetFile
+from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import attach, optimizer_rules, parse
+from zckpt.formats.torch_files.tensors import describe
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
+from zckpt.state.dtypes import is_floating
+from zckpt.torchfile import OrderedMapping, read_torchfile
+
+OPTIMIZER_NAME = "optimizer.pt"
+METADATA_NAME = "metadata.pt"
+DEFAULT_MAX_SHARD_NBYTES = 5 * 10**9
+
+Tensors = dict[str, tuple[Slot, str]]
+"""What is written under each name: a slot and its element type in the target."""
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own."""
+    return name in (OPTIMIZER_NAME, METADATA_NAME) or safetensors_file.OWN_NAMES.fullmatch(name) is not None
+
+
+def find(path: Path) -> Path | None:
+    """Return a directory that holds a model and the rest of a training state with it; None for any other."""
+    whole = (path / METADATA_NAME).is_file() and (path / safetensors_file.INDEX_NAME).is_file()
+    return path if whole else None
+
+
+def model_tensors(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
+    """Return what a whole model holds under each name; see `consolidate` for the parameters."""
+    tensors: Tensors = {}
+    for parameter in checkpoint.parameters.values():
+        if parameter.tied_to is not None and tied == "drop":
+            continue
+        owner = checkpoint.owner(parameter.name)
+        if owner.frozen and exclude_frozen:
+            continue
+        chosen = chosen_slot(owner, dtype)
+        if chosen is not None:
+            tensors[parameter.name] = chosen
+    for buffer in checkpoint.buffers.values():
+        tensors[buffer.name] = (buffer.slots[WEIGHT], buffer.slots[WEIGHT].dtype)
+    return tensors
+
+
+def chosen_slot(parameter: Parameter, dtype: str | None) -> tuple[Slot, str] | None:
+    """Return the slot that a parameter is written from, and its element type in the target."""
+    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    best = master or weight
+    if best is None:
+        return None
+    if parameter.frozen or not is_floating(best.dtype):
+        return best, best.dtype
+    if dtype == "keep":
+        if weight is not None and weight.dtype != best.dtype:
+            return weight, weight.dtype
+        return best, parameter.dtype
+    if dtype is None:
+        return best, "float32" if master is not None else best.dtype
+    return best, dtype
+
+
+def optimizer_slots(checkpoint: Checkpoint, dtype: str | None) -> list[str]:
+    """Return the slots that the optimizer's file needs: all, but for masters that the model's file holds exactly."""
+    found = [name for name in checkpoint.slot_names() if name != WEIGHT]
+    exact = all(_is_exact(p, dtype) for p in checkpoint.parameters.values() if MASTER in p.slots)
+    return [name for name in found if name != MASTER or not exact]
+
+
+def _is_exact(parameter: Parameter, dtype: str | None) -> bool:
+    """Tell whether the model's file holds a master as it is."""
+    chosen = chosen_slot(parameter, dtype)
+    return chosen is not None and chosen[0].name == MASTER and chosen[1] == chosen[0].dtype
+
+
+def model_tree(tensors: Tensors) -> OrderedMapping:
+    """Return a model's state dict; names of one slot share its storage."""
+    root = OrderedMapping()
+    tensors_of: dict[int, torch_writer.SlotTensor] = {}
+    for name, (slot, dtype) in tensors.items():
+        root[name] = tensors_of.setdefault(id(slot), torch_writer.SlotTensor(slot, dtype, name))
+    return root
+
+
+def lay_out(
+    checkpoint: Checkpoint, *, dtype: str = "keep", max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
+) -> list[TargetFile]:
+    """Return the files of a directory.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    dtype : {"float32", "bfloat16", "float16", "keep"}
+        Of trained parameters in the model's files.
+    max_shard_size : int, bytes
+
+    Raises
+    ------
+    UnsupportedError
+        State that no single parameter can hold.
+    """
+    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    entries = [safetensors_file.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
+    files = safetensors_file.lay_out_directory(entries, max_shard_size)
+    if checkpoint.param_groups:
+        tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+        files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))
+    return [*files, torch_writer.lay_out(METADATA_NAME, remainder(checkpoint))]
+
+
+def lay_out_file(name: str, checkpoint: Checkpoint, *, dtype: str = "keep") -> TargetFile:
+    """Return one torch file of all of it. Parameters and errors are those of `lay_out`."""
+    tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
+    root: dict[str, object] = {"model": model_tree(tensors)}
+    if checkpoint.param_groups:
+        root["optimizer"] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+    return torch_writer.lay_out(name, {**root, KEY: remainder(checkpoint)})
+
+
+def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
+    """Read the structure of a directory.
+
+    Raises
+    ------
+    SourceError
+        A file is damaged, or the files contradict each other.
+    """
+    checkpoint = safetensors_file.read(path)
+    checkpoint.format = "consolidated"
+    optimizer = path / OPTIMIZER_NAME
+    if optimizer.is_file():
+        file = read_torchfile(optimizer)
+        checkpoint.files.append(describe(file, "optimizer", rules=optimizer_rules()))
+        attach(checkpoint, parse(file.root, str(optimizer)), str(optimizer), names=names)
+    rest = read_torchfile(path / METADATA_NAME)
+    checkpoint.files.append(describe(rest, "metadata", rules=remainder_rules()))
+    restore(checkpoint, rest.root, rest)
+    return checkpoint

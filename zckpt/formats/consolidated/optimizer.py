@@ -1,0 +1,228 @@
+"""The optimizer of a checkpoint as one file; read where it lies in a directory with the model's.
+
+x.optimizer.safetensors     `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
+x.optimizer.pt              {state: {number: {slot: tensor}}, param_groups}, for `Optimizer.load_state_dict`
+
+That is next to a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
+next to a file, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.engine.plan import TargetFile
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
+from zckpt.formats.torch_files.tensors import encode
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
+from zckpt.state.inventory import STATE, Rule
+from zckpt.torchfile import Renderer
+
+GROUPS = "param_groups"
+"""Under which the header's metadata have the param groups, as JSON."""
+
+_RULES = (
+    *safetensors_file.RULES,
+    *(
+        Rule((safetensors_file.METADATA_KEY, key), STATE, "param groups and single values")
+        for key in (GROUPS, "state", "step")
+    ),
+)
+
+IN_DIRECTORY = "optimizer.safetensors"
+"""The name of the optimizer's file in a model's directory."""
+
+
+def beside_model(model: Path) -> Path:
+    """Return where the optimizer's file of a model goes that is one file."""
+    return model.with_name(f"{model.stem}.optimizer{model.suffix}")
+
+
+def is_optimizers(name: str) -> bool:
+    """Tell the name of a file of `<slot>/<parameter>` tensors in a directory that holds a model."""
+    return name == IN_DIRECTORY or name.endswith(f".{IN_DIRECTORY}")
+
+
+def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
+    """Return every parameter that an optimizer owns, by the name or number its group has for it."""
+    owned = {**checkpoint.unnamed, **checkpoint.parameters}
+    return {name: owned[name] for group in checkpoint.param_groups for name in group.parameters if name in owned}
+
+
+def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
+    """Return a safetensors file of some slots of all parameters."""
+    entries = [
+        safetensors_file.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
+        for slot in slots
+        for parameter, one in _owners(checkpoint).items()
+        if slot in one.slots
+    ]
+    renderer = Renderer(MAXIMUM_VALUES)
+    hyperparameters = jsonables((group.hyperparameters for group in checkpoint.param_groups), renderer)
+    states = jsonables((group.state for group in checkpoint.param_groups), renderer)
+    groups = [
+        {
+            **values,
+            "state": state,
+            "parameters": group.parameters,
+            **({} if group.optimizer is None else {OF: group.optimizer}),
+        }
+        for group, values, state in zip(checkpoint.param_groups, hyperparameters, states, strict=True)
+    ]
+    own = {parameter: one.state for parameter, one in _owners(checkpoint).items() if one.state}
+    state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
+    if renderer.left < 0:
+        raise UnsupportedError(
+            "the values besides the tensors are too many for a safetensors file",
+            path=checkpoint.source,
+            expected=f"at most {MAXIMUM_VALUES}",
+            advice="write a .pt file",
+        )
+    metadata = {
+        GROUPS: json.dumps(groups),
+        "state": json.dumps(state),
+        "step": json.dumps(checkpoint.step),
+    }
+    return safetensors_file.lay_out(name, entries, metadata)
+
+
+def attach_optimizer(checkpoint: Checkpoint, path: Path) -> None:
+    """Give a model that was read from a directory the optimizer in the `optimizer.safetensors` there.
+
+    A file of that name which does not say what its param groups are is none of ours, and is not read.
+
+    Raises
+    ------
+    DamagedFileError
+        It is malformed, or belongs to another model.
+    """
+    tensors, texts, nbytes = safetensors_file.read_header(path)
+    if GROUPS not in texts:
+        return
+    groups, state = _parsed(texts, GROUPS, list, path), _parsed(texts, "state", dict, path)
+    members = {name: index for index, group in enumerate(groups) for name in _members(group, path)}
+    for name, index in members.items():
+        parameter = checkpoint.parameters.get(name)
+        if parameter is None:
+            parameter = checkpoint.unnamed[name] = Parameter(name, (), "float32")
+        parameter.group = index
+        own = state.get(name, {})
+        parameter.state |= own if isinstance(own, dict) else {}
+    for key, slot in tensors.items():
+        kind, _, name = key.partition("/")
+        if name not in members:
+            raise DamagedFileError(
+                f"{key} belongs to no parameter", path=path, expected="SLOT/NAME of its param groups"
+            )
+        parameter = checkpoint.parameters.get(name) or checkpoint.unnamed[name]
+        if name in checkpoint.unnamed:
+            parameter.shape = max(parameter.shape, slot.shape, key=lambda shape: (len(shape), shape))
+        elif kind == MASTER and slot.shape != parameter.shape:
+            raise DamagedFileError(f"{key} has another shape", path=path, expected=parameter.shape, found=slot.shape)
+        parameter.slots[kind] = replace(slot, name=kind)
+    for name in [name for name, one in checkpoint.unnamed.items() if not one.slots and not one.state]:
+        del checkpoint.unnamed[name]
+    checkpoint.param_groups = [
+        ParamGroup({k: v for k, v in group.items() if k not in ("parameters", "state", OF)}, _members(group, path),
+                   dict(group.get("state", {})), _optimizer(group, path))
+        for group in groups
+    ]  # fmt: skip
+    step = _parsed(texts, "step", object, path)
+    checkpoint.step = step if type(step) is int else checkpoint.step
+    checkpoint.files.append(
+        SourceFile(
+            str(path),
+            nbytes,
+            "optimizer",
+            tensor_nbytes=sum(slot.nbytes for slot in tensors.values()),
+            tree={safetensors_file.METADATA_KEY: texts, **tensors},
+            rules=_RULES,
+        )
+    )
+
+
+def _parsed(texts: Mapping[str, str], key: str, kind: type, path: Path) -> Any:  # noqa: ANN401  # it is JSON
+    """Return what a text of the header says, as JSON."""
+    try:
+        found = json.loads(texts.get(key, "null"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"unreadable {key}", path=path, expected="JSON", found=str(error)) from error
+    if not isinstance(found, kind):
+        raise DamagedFileError(f"unreadable {key}", path=path, expected=kind.__name__, found=type(found).__name__)
+    return found
+
+
+def _optimizer(group: Mapping[str, object], path: Path) -> str | None:
+    name = group.get(OF)
+    if name is not None and not isinstance(name, str):
+        raise DamagedFileError("unreadable param group", path=path, expected=f"a name in `{OF}`")
+    return name
+
+
+def _members(group: object, path: Path) -> list[str]:
+    names = group.get("parameters") if isinstance(group, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DamagedFileError("unreadable param group", path=path, expected="a list of names in `parameters`")
+    return list(names)
+
+
+def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
+    """Return a torch file of an optimizer's state dict with some slots of all parameters."""
+    tree = optimizer_tree(checkpoint, slots)
+    for node, group in zip(tree["param_groups"], checkpoint.param_groups, strict=True):
+        if group.optimizer is not None:
+            node[OF] = group.optimizer
+    return torch_writer.lay_out(name, tree)
+
+
+def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, Any]:
+    """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_archive`.
+
+    Raises
+    ------
+    UnsupportedError
+        State that no single parameter can hold.
+    """
+    state: dict[object, object] = {}
+    groups: list[object] = []
+    number = 0
+    owners = _owners(checkpoint)
+    for group in checkpoint.param_groups:
+        first = number
+        for parameter in group.parameters:
+            found = _state(checkpoint, owners[parameter], slots) if parameter in owners else {}
+            if found:
+                state[number] = found
+            number += 1
+        named = {"param_names": list(group.parameters)} if not set(group.parameters) & set(checkpoint.unnamed) else {}
+        hyperparameters = {key: value_node(value) for key, value in group.hyperparameters.items()}
+        groups.append({**hyperparameters, **named, "params": list(range(first, number))})
+    return {"state": state, "param_groups": groups}
+
+
+def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
+    """Return one parameter's state: single values, and the tensors of the slots asked for."""
+    values = parameter_values(checkpoint, parameter)
+    if MASTER in slots and MASTER in parameter.slots:
+        values[MASTER] = parameter.slots[MASTER]
+    found: dict[object, object] = {}
+    for key, value in values.items():
+        if not isinstance(value, Slot):
+            found[key] = value_node(value)
+        elif key in slots:
+            found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
+    return found
+
+
+def value_node(value: object) -> object:
+    """Return a single value as a torch file has it: a 0-d tensor stays one."""
+    return torch_writer.ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value

@@ -1,0 +1,73 @@
+"""safetensors: one file, a directory of them with an index, or the shards that torch's Hugging Face writer leaves.
+
+file      a file's header, read and written, and a directory with an index
+shards    pieces of tensors without an index
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, NearMiss, Search
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.state import Checkpoint
+
+
+class Safetensors(Format):
+    """A file of safetensors, a directory as Hugging Face lays it out, or the shards that torch's writer leaves."""
+
+    name = "safetensors"
+    title = "safetensors"
+    reads = (("safetensors", "one file, a Hugging Face directory, or the shards of torch's Hugging Face writer"),)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Tell a file by its header, a directory by its names; other formats keep more next to such a model."""
+        from zckpt.formats.safetensors import file, shards
+
+        if search.path.is_dir() and shards.is_sharded(search.path):
+            return Found("shards")
+        if file.is_safetensors(search.path):
+            return Found("whole", sure=not search.path.is_dir())
+        return None
+
+    def is_checkpoint(self, directory: Path) -> bool:
+        """Tell a directory as Hugging Face lays it out; shards by themselves are pieces of another."""
+        from zckpt.formats.safetensors.file import is_safetensors
+
+        return is_safetensors(directory)
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the headers, and those of the optimizer that `consolidate` has put into a directory."""
+        from zckpt.formats.companions import warned
+        from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, attach_optimizer
+        from zckpt.formats.safetensors import file, shards
+
+        path = search.path
+        if found.place == "shards":
+            return shards.read(path)
+        checkpoint = file.read(path)
+        if path.is_dir() and (path / IN_DIRECTORY).is_file():
+            attach_optimizer(checkpoint, path / IN_DIRECTORY)
+        return warned(checkpoint, path)
+
+    def slot_names(self, checkpoint: Checkpoint, source: Path) -> list[str]:
+        """Return the slots of the model and of all optimizers' files in its directory."""
+        from zckpt.formats.torch_files.strip import slots_beside
+
+        found = slots_beside(source) if source.is_dir() else []
+        return list(dict.fromkeys([*checkpoint.slot_names(), *found]))
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots out of the files in a directory that are an optimizer's."""
+        from zckpt.formats.stripping import Stripping, as_it_is
+        from zckpt.formats.torch_files.strip import strip_directory
+
+        if source.is_dir():
+            return strip_directory(checkpoint, source, request)
+        return Stripping([as_it_is(source, source.name)], ("a safetensors file has no bytes to spare",))
+
+
+FORMATS = (Safetensors(),)

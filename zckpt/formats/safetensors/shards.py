@@ -1,0 +1,138 @@
+"""Shards of safetensors that torch's HuggingFaceStorageWriter leaves: pieces of tensors, and no index.
+
+DIR/shard-00001-model-00001-of-00001.safetensors        rank 0's pieces
+DIR/shard-00002-model-00001-of-00001.safetensors ...    a model may have several files for each rank
+
+The header's metadata has under DCP_SHARDING_INFO, as JSON, where in its whole tensor each piece begins:
+{name: {"saved_offsets": [int]}}. No file has the whole shape, nor how many shards there are: a tensor reaches as far as
+its pieces do. Where torch has put them together, they are in `sharded/` below whole files with an index, which
+`safetensors_file` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
+from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header
+from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import IMPLIED, Rule
+
+SUFFIX = ".safetensors"
+PIECE_RULES = (
+    Rule((METADATA_KEY, SHARDING_KEY), IMPLIED, "where each piece begins"),
+    Rule((METADATA_KEY, "DCP_VERSION"), IMPLIED, "which version of the writer"),
+)
+"""Of the texts in a shard's header."""
+
+_SHARD = re.compile(r"shard-([0-9]{1,9})-model-([0-9]{1,9})-of-([0-9]{1,9})\.safetensors")
+
+
+@dataclass(slots=True)
+class Pieces:
+    """A tensor whose pieces are being collected: its element type, and spans by where they begin."""
+
+    dtype: str
+    dimensions: int
+    spans: dict[tuple[int, ...], Span] = field(default_factory=dict)
+    reach: tuple[int, ...] = ()
+
+
+def is_sharded(path: Path) -> bool:
+    """Tell whether a directory holds such shards and no index."""
+    if not path.is_dir() or (path / INDEX_NAME).is_file():
+        return False
+    return any(_SHARD.fullmatch(one.name) and SHARDING_KEY in read_header(one)[1] for one in _files(path)[:1])
+
+
+def read(path: Path) -> Checkpoint:
+    """Read the structure of a directory of shards.
+
+    Raises
+    ------
+    DamagedFileError
+        A header is malformed.
+    ShardError
+        A shard is missing, as far as the others show it.
+    LayoutError
+        Two pieces are the same part of a tensor.
+    """
+    checkpoint = Checkpoint(str(path), "safetensors")
+    tensors: dict[str, Pieces] = {}
+    files = _files(path)
+    for file in files:
+        slots, metadata, nbytes = read_header(file)
+        _collect(tensors, slots, metadata, file)
+        used = sum(slot.nbytes for slot in slots.values())
+        rank = _SHARD.fullmatch(file.name)
+        checkpoint.files.append(
+            SourceFile(
+                str(file),
+                nbytes,
+                "model",
+                int(rank[1]) - 1 if rank else None,
+                tensor_nbytes=used,
+                tree={METADATA_KEY: metadata, **slots},
+                rules=(*RULES, *PIECE_RULES),
+            )
+        )
+    numbers = sorted({int(found[1]) for file in files if (found := _SHARD.fullmatch(file.name))})
+    for name, pieces in tensors.items():
+        slot = _slot(name, pieces, numbers, path)
+        target = checkpoint.parameters if is_floating(slot.dtype) else checkpoint.buffers
+        target[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+    checkpoint.world_size = max(len(numbers), 1)
+    checkpoint.details["shards"] = numbers
+    checkpoint.warnings.append(
+        f"the files do not tell how many shards there were: {len(numbers)} are read, and one missing after the last "
+        f"could not be seen"
+    )
+    return checkpoint
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if one.name.endswith(SUFFIX) and one.is_file())
+
+
+def _collect(tensors: dict[str, Pieces], slots: Mapping[str, Slot], metadata: Mapping[str, Any], file: Path) -> None:
+    """Add the tensors of one file."""
+    try:
+        about = sharding(metadata)
+        offsets = {name: offsets_of(name, about, len(slot.shape)) for name, slot in slots.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFileError(
+            "it does not say which pieces of tensors it holds", path=file, found=f"{type(error).__name__}: {error}"
+        ) from error
+    for name, slot in slots.items():
+        pieces = tensors.setdefault(name, Pieces(slot.dtype, len(slot.shape)))
+        if (pieces.dtype, pieces.dimensions) != (slot.dtype, len(slot.shape)):
+            raise LayoutError(f"{name} has another type or rank than in another shard", path=file, found=slot.dtype)
+        end = tuple(start + size for start, size in zip(offsets[name], slot.shape, strict=True))
+        pieces.reach = tuple(map(max, pieces.reach, end)) if pieces.reach else end
+        for span in slot.spans:  # none where it is empty
+            if offsets[name] in pieces.spans:
+                raise LayoutError(f"{name} has a piece at {offsets[name]} twice", path=file)
+            extent = Extent(offsets[name], slot.shape, 0, slot.numel)
+            pieces.spans[offsets[name]] = Span(extent, span.path, span.offset, span.dtype)
+
+
+def _slot(name: str, pieces: Pieces, numbers: list[int], path: Path) -> Slot:
+    covered = sum(span.extent.numel for span in pieces.spans.values())
+    if covered != math.prod(pieces.reach):
+        missing = sorted(set(range(1, (numbers or [0])[-1])) - set(numbers))
+        raise ShardError(
+            f"the pieces of {name} are not the whole of it",
+            path=path,
+            expected=f"{math.prod(pieces.reach)} elements",
+            found=covered,
+            advice=f"shard {missing[0]} is not there" if missing else "a shard is missing",
+        )
+    spans = tuple(pieces.spans[offsets] for offsets in sorted(pieces.spans))
+    return Slot(WEIGHT, pieces.dtype, pieces.reach, spans)

@@ -1,0 +1,65 @@
+"""Files of torch.save, with one state dict or several. Other formats are directories of such files.
+
+reader          from a file to a Checkpoint: which dict is the model's, which the optimizer's
+tensors         tensors as slots and spans, single values as numbers
+optimizer       a torch.optim state dict as slots and param groups; optimizer_names deduces the names it does not have
+writer          a tree with tensors as a file that torch.load reads
+strip           a file without its optimizer's slots
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.storage.files import read_head
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.state import Checkpoint
+
+ZIP, PICKLE = b"PK", b"\x80"
+"""First bytes of what torch.save writes, today and before 2020."""
+
+FIRST_RECORD = b"data.pkl"
+"""In the name of the first record of its archives."""
+
+HEAD_NBYTES = 512
+
+
+class TorchSave(Format):
+    """One file of torch.save, with a state dict or several."""
+
+    name = "torch"
+    title = "files of torch.save"
+    reads = (
+        ("files of `torch.save`", "state dicts, optimizers; zip and legacy, both byte orders, every dtype, strided and "
+         "shared storages"),
+    )  # fmt: skip
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Tell a file by its first bytes; of any other it is tried last, as its reader says best what is wrong."""
+        path = search.path
+        if path.is_dir():
+            return None
+        head = read_head(str(path), HEAD_NBYTES)
+        return Found(path, sure=head.startswith(PICKLE) or (head.startswith(ZIP) and FIRST_RECORD in head))
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the tree of the file."""
+        from zckpt.formats.companions import warned
+        from zckpt.formats.torch_files.reader import read
+
+        return warned(read(found.place, names=search.names), found.place)
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots and unused bytes out of the file."""
+        from zckpt.formats.stripping import Stripping
+        from zckpt.formats.torch_files.strip import notes, shaped_slots, strip_file
+
+        file = strip_file(source, source.name, request, shaped_slots(checkpoint))
+        return Stripping([file], notes(request))
+
+
+FORMATS = (TorchSave(),)

@@ -1,0 +1,156 @@
+"""Take optimizer state out of torch files: every dict in them that is a `torch.optim` state dict, wherever it is.
+
+{state: {number: {slot: tensor, step}}, param_groups}  ->  {state: {}, param_groups}        the whole state
+                                                           {state: {number: {kept slots, step}}, param_groups}
+
+The dict itself and its hyperparameters stay, so that `load_state_dict` takes it: without state, as at the start of
+a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from zckpt.errors import SourceError
+from zckpt.formats.companions import files_below
+from zckpt.formats.consolidated.optimizer import is_optimizers
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
+from zckpt.formats.suffixes import READ_SUFFIXES
+from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
+
+NO_PADDING = "this format has no padding"
+
+
+def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
+    """Return a torch file without what is to go.
+
+    Parameters
+    ----------
+    path : Path
+    name : str
+        Within the target.
+    request : Request
+    slots : collection of str
+        The names of slots, as far as they are known: a 0-d tensor of any other name is a single value.
+    """
+    return rewrite(path, name, optimizer_edit(request, slots), unreferenced=request.unreferenced)
+
+
+def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+    """Return what becomes of a directory of torch and safetensors files; all others are copied."""
+    known = {file.path for file in checkpoint.files}
+    slots = shaped_slots(checkpoint)
+    files = []
+    for name, path in files_below(source):
+        if is_optimizers(name) and request.slots:
+            files.append(_safetensors_slots(path, name, request))
+        elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
+            files.append(strip_file(path, name, request, slots))
+        else:
+            files.append(as_it_is(path, name))
+    return Stripping(files, notes(request))
+
+
+def shaped_slots(checkpoint: Checkpoint) -> list[str]:
+    """Return the names that stand for one value per element, or for several."""
+    owned = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+    shaped = {key for one in owned for key, slot in one.slots.items() if slot.shape}
+    return [key for key in checkpoint.slot_names() if key in shaped and key not in (WEIGHT, MASTER)]
+
+
+def notes(request: Request) -> tuple[str, ...]:
+    """Say what of a request a format without partitions has no use for."""
+    return (NO_PADDING,) if request.padding else ()
+
+
+def slots_beside(source: Path) -> list[str]:
+    """Return the names of slots in the safetensors files of optimizers in a directory."""
+    found = [path for name, path in files_below(source) if is_optimizers(name)]
+    return [_kind(key) for path in found for key in safetensors_file.read_header(path)[0]]
+
+
+def _kind(key: str) -> str:
+    return key.split("/", 1)[0]
+
+
+def _is_torch(path: Path) -> bool:
+    """Tell whether a file that is no part of the checkpoint, but may have more of its state, is one of torch's."""
+    try:
+        read_torchfile(path)
+    except SourceError:
+        return False
+    return True
+
+
+def _safetensors_slots(path: Path, name: str, request: Request) -> Rewritten:
+    """Return a file of `<slot>/<parameter>` tensors without some of the slots."""
+    slots, metadata, nbytes = safetensors_file.read_header(path)
+    kept: list[safetensors_file.Entry] = []
+    kinds: dict[str, int] = {}
+    for key, slot in slots.items():
+        kind = _kind(key)
+        if request.drops(kind):
+            kinds[kind] = kinds.get(kind, 0) + slot.nbytes
+        else:
+            kept.append(safetensors_file.Entry(key, slot, slot.dtype, key))
+    if not kept:
+        return without(path, name, kinds)
+    extra = {key: value for key, value in metadata.items() if key != "format"}
+    return replaced(name, nbytes, safetensors_file.lay_out(name, kept, extra), kinds)
+
+
+def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:
+    """Return the edit that takes slots out of every optimizer in a tree."""
+
+    def edit(file: TorchFile) -> Edited:
+        edited = Edited(file.root)
+        if request.slots:
+            for state in _states(file.root):
+                before = {number for number, one in state.items() if one}
+                drop_slots(list(state.values()), request, slots, edited)
+                for number in [number for number, one in state.items() if number in before and not one]:
+                    del state[number]
+        return edited
+
+    return edit
+
+
+def drop_slots(states: list[object], request: Request, slots: Collection[str], edited: Edited) -> None:
+    """Take slots out of the states of an optimizer's parameters.
+
+    What is no tensor and what is a single value (a step) stays where a slot does, and goes with the last one: an
+    optimizer takes a state that is not empty for one that is complete.
+    """
+    dicts = [one for one in states if isinstance(one, dict)]
+    names = {str(key) for one in dicts for key, value in one.items() if any(t.shape for t in _tensors(value))}
+    names |= set(slots)
+    for one in dicts:
+        present = {str(key) for key, value in one.items() if str(key) in names and _tensors(value)}
+        gone = {key for key in present if request.drops(key)}
+        whole = request.optimizer or (gone and gone == present)
+        for key in [key for key in one if whole or str(key) in gone]:
+            edited.dropped += [(str(key), tensor) for tensor in _tensors(one.pop(key))]
+            edited.changed = True
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [tensor for _, tensor in walk_tensors(value)]
+
+
+def _states(root: object) -> Iterator[dict[object, object]]:
+    """Yield the state of every optimizer in a tree, by parameter."""
+    seen = {id(root)}
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and looks_like_optimizer(node):
+            yield node["state"]
+            continue
+        for _, child in children(node):
+            if not is_leaf(child) and id(child) not in seen:
+                seen.add(id(child))
+                waiting.append(child)

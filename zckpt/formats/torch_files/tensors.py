@@ -1,0 +1,281 @@
+"""Tensors of a torch file as slots and spans, and one-element tensors as numbers.
+
+Knows which tensors have values that their bytes alone do not give. No adapter makes a span of a tensor by itself: the
+bytes of a lazy view would come out as if they were its values.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.state import Extent, Scalar, Slot, SourceFile, Span
+from zckpt.state.dtypes import is_floating, is_negatable
+from zckpt.state.inventory import Rule
+from zckpt.storage.files import opened, read_at
+from zckpt.torchfile import FromFile, PlainParts, Tensor, TorchFile, walk_tensors
+
+Value = TypeVar("Value")
+
+PLAIN_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
+"""Classes of tensors of which the elements are the values. What another class makes of its elements only it knows."""
+
+QUANTISED = frozenset({"quint8", "qint8", "qint32", "quint4x2", "quint2x4"})
+"""Element types that mean something with a scale and a zero point only."""
+
+BITS = ("conj", "neg")
+"""Of torch's lazy views, in a tensor's metadata."""
+
+
+def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
+    """Return a slot that one tensor holds as a whole, in whatever order its elements are stored.
+
+    Raises
+    ------
+    UnsupportedError
+        Its bytes alone do not give its values.
+    """
+    return Slot(name, tensor.dtype, tensor.shape, (span_of(tensor, path),) if tensor.numel else ())
+
+
+def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: int = 0) -> Span:
+    """Return the place of elements of a tensor.
+
+    Parameters
+    ----------
+    tensor : Tensor
+    path : str
+    extent : Extent, optional
+        What the elements are, beginning with `first` in the tensor's order. By default those of the whole tensor.
+    first : int, elements
+        Only of a contiguous tensor.
+
+    Raises
+    ------
+    UnsupportedError
+        Its bytes alone do not give its values.
+    """
+    strides = None if tensor.is_contiguous else tensor.strides
+    if strides is not None and extent is not None and (first or len(extent.sizes) != len(strides)):
+        raise UnsupportedError(
+            "holds a flat tensor that is not stored end to end", path=path, found=f"strides {strides}"
+        )
+    place = Extent.whole(tensor.shape) if extent is None else extent
+    offset = tensor.offset + first * tensor.itemsize
+    return Span(place, path, offset, tensor.dtype, strides, tensor.byteorder, unresolved(tensor, path))
+
+
+def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:
+    """Return what is to be done to a tensor's elements to have its values.
+
+    Raises
+    ------
+    UnsupportedError
+        It has values that cannot be had so.
+    """
+    if tensor.subclass is not None and tensor.subclass.qualified not in PLAIN_CLASSES:
+        raise _not_plain(f"a tensor of class {tensor.subclass}", path)
+    if tensor.dtype in QUANTISED:
+        raise _not_plain(f"a tensor of {tensor.dtype} without its scale", path)
+    if not tensor.metadata:
+        return ()
+    strange = [key for key in tensor.metadata if key not in BITS]
+    if strange:
+        raise _not_plain(f"a tensor with {', '.join(map(repr, strange))[:80]} in its metadata", path)
+    bits = tuple(bit for bit in BITS if tensor.metadata.get(bit))
+    if bits and not is_negatable(tensor.dtype):
+        raise _not_plain(f"a tensor of {tensor.dtype} with {' and '.join(bits)} set", path)
+    return bits
+
+
+def _not_plain(what: str, path: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"holds {what}, whose values its bytes alone do not give",
+        path=path,
+        expected="dense tensors of torch.Tensor",
+        advice="write its values as a plain tensor in the program that wrote it",
+    )
+
+
+def identity_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what two names of a file have in common if they are one tensor: the same elements of the same bytes."""
+    bits = tuple(bit for bit in BITS if (tensor.metadata or {}).get(bit))
+    return (tensor.storage.key, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, bits)
+
+
+def by_name(mapping: Mapping[object, Value], path: str) -> dict[str, Value]:
+    """Return a dict of a file with its keys as text.
+
+    Raises
+    ------
+    UnsupportedError
+        Two keys are one name: 1 and "1".
+    """
+    found: dict[str, Value] = {}
+    for key, value in mapping.items():
+        name = str(key)
+        if name in found:
+            raise UnsupportedError(f"two keys are the name {name[:80]!r}", path=path, expected="names that are texts")
+        found[name] = value
+    return found
+
+
+def as_mapping(node: object, path: str, expected: str = "a dict") -> dict[object, object]:
+    """Return a node of a file that has to be a dict.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    if not isinstance(node, dict):
+        raise DamagedFileError("unexpected content", path=path, expected=expected, found=type(node).__name__)
+    return node
+
+
+def as_names(node: object, path: str) -> list[str]:
+    """Return a node of a file that has to be a list of names.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    if not isinstance(node, list) or not all(isinstance(name, str) for name in node):
+        raise DamagedFileError("unexpected content", path=path, expected="a list of names", found=type(node).__name__)
+    return node
+
+
+def describe(
+    file: TorchFile,
+    role: str,
+    dp_rank: int | None = None,
+    mp_rank: int | None = None,
+    *,
+    rules: Sequence[Rule] = (),
+    like: SourceFile | None = None,
+) -> SourceFile:
+    """Return a file's size, its share of tensor bytes, the bytes of storages that no tensor uses, and its tree.
+
+    `like` is another file with the same tree and the same records, which need not be gone through again.
+    """
+    if like is not None:
+        return replace(like, path=file.path, nbytes=file.nbytes, dp_rank=dp_rank, mp_rank=mp_rank, rules=tuple(rules))
+    used: dict[str, list[tuple[int, int]]] = {}
+    for _, tensor in walk_tensors(file.root):
+        if tensor.numel:
+            reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+            start = tensor.storage_offset * tensor.itemsize
+            used.setdefault(tensor.storage.key, []).append((start, start + reach * tensor.itemsize))
+    total = sum(storage.nbytes for storage in file.storages.values())
+    covered = sum(_union(ranges) for ranges in used.values())
+    records = {record.name: record.nbytes for record in file.records}
+    return SourceFile(
+        file.path,
+        file.nbytes,
+        role,
+        dp_rank,
+        mp_rank,
+        covered,
+        total - covered,
+        file.globals,
+        tree=file.root,
+        records=records,
+        rules=tuple(rules),
+    )
+
+
+def carried(file: TorchFile, node: object) -> object:
+    """Return a part of a file's tree as `Checkpoint.metadata` keeps it: plain data as it is, else with its file."""
+    known = PlainParts() if file.plain is None else file.plain
+    return node if node in known else FromFile.of(file, node)
+
+
+def _union(ranges: list[tuple[int, int]]) -> int:
+    covered, end = 0, 0
+    for low, high in sorted(ranges):
+        covered += max(high - max(low, end), 0)
+        end = max(end, high)
+    return covered
+
+
+_FORMATS = {
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint64": "Q",
+    "uint32": "I",
+    "uint16": "H",
+    "uint8": "B",
+    "bool": "?",
+}
+
+
+def read_scalars(path: str, tensors: list[Tensor]) -> list[Scalar]:
+    """Read one-element tensors of one file.
+
+    Raises
+    ------
+    UnsupportedError
+        An element type that is no number.
+    DamagedFileError
+        The file ends too early.
+    """
+    if not tensors:
+        return []
+    with opened(path) as descriptor:
+        return [
+            Scalar(_decode(read_at(descriptor, t.offset, t.itemsize, path=path), t, path), t.dtype) for t in tensors
+        ]
+
+
+def encode(scalar: Scalar) -> bytes:
+    """Return the bytes of a 0-d tensor that holds a single value, little-endian.
+
+    Raises
+    ------
+    UnsupportedError
+        An element type that is no number.
+    """
+    if scalar.dtype == "bfloat16":
+        return struct.pack("<f", scalar.value)[2:]
+    code = _FORMATS.get(scalar.dtype)
+    if code is None:
+        raise UnsupportedError(f"a single value of type {scalar.dtype}")
+    return struct.pack("<" + code, scalar.value)
+
+
+def with_scalars(values: Mapping[object, object], path: str) -> dict[str, object]:
+    """Return a dict of a torch file with its 0-d tensors read (a learning rate may be one) and its keys as text."""
+    tensors = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.shape == ()}
+    scalars = dict(zip(tensors, read_scalars(path, list(tensors.values())), strict=True))
+    return {str(key): scalars.get(key, value) for key, value in values.items()}
+
+
+def _decode(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
+    number = _number(data, tensor, path)
+    if "neg" not in unresolved(tensor, path):
+        return number
+    if not is_floating(tensor.dtype):
+        raise UnsupportedError(f"a single value of type {tensor.dtype} that is still to be negated", path=path)
+    return -number
+
+
+def _number(data: bytes, tensor: Tensor, path: str) -> float | int | bool:
+    order = "<" if tensor.byteorder == "little" else ">"
+    if tensor.dtype == "bfloat16":
+        high = int.from_bytes(data, "little" if order == "<" else "big")
+        value: float = struct.unpack("<f", struct.pack("<I", high << 16))[0]
+        return value
+    code = _FORMATS.get(tensor.dtype)
+    if code is None:
+        raise UnsupportedError(f"a single value of type {tensor.dtype}", path=path)
+    number: float | int | bool = struct.unpack(order + code, data)[0]
+    return number

@@ -1,0 +1,178 @@
+"""Optimizers that keep state by parameter: torch's own, on DTensors too, and whatever has their face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.operations.tensors import Wanted
+from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
+from zckpt.optim.shares import Share, share_of
+from zckpt.optim.states.protocol import (
+    NamedShare,
+    Restoring,
+    Source,
+    Values,
+    as_stored,
+    as_torch,
+    stored_hyperparameters,
+)
+from zckpt.state import Extent, Parameter, ParamGroup, Slot
+
+
+class ByParameter:
+    """The state of an optimizer that keeps it by parameter."""
+
+    is_remote = False
+    writes: str | None = None
+
+    def __init__(self, optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> None:
+        self.optimizer = optimizer
+        self.process_group: dist.ProcessGroup | None = getattr(optimizer, "process_group", None)
+        self._names = group_names(optimizer.param_groups, known)
+        self._called = by_tensor(optimizer.param_groups, self._names)
+        self._parameters = {name: parameter for parameter, name in self._called.items()}
+
+    def _state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+        """Return the state that this rank has."""
+        return self.optimizer.state
+
+    def _is_here(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # for those that only have some
+        """Tell whether this rank has the state of a parameter."""
+        return True
+
+    def names(self) -> Names:
+        """Return the names of all parameters."""
+        return self._names
+
+    def groups(self) -> list[ParamGroup]:
+        """Return the param groups with the names of all parameters."""
+        strange = sum(parameter not in self._called for parameter in self._state())
+        if strange:
+            raise UnsupportedError(
+                f"{type(self.optimizer).__name__} has state of {strange} tensors that are none of its parameters, "
+                f"which cannot be told by name"
+            )
+        hyperparameters = stored_hyperparameters(self.optimizer)
+        return [ParamGroup(its, list(names)) for its, names in zip(hyperparameters, self._names, strict=True)]
+
+    def slots(self, name: str) -> dict[str, Share]:
+        """Return what this rank has of each slot of a parameter."""
+        parameter = self._parameters[name]
+        found = {}
+        for key, value in self._state().get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                raise UnsupportedError(f"{key} of {name} is a plain tensor, and the parameter is sharded")
+            share = share_of(value, f"{key} of {name}")
+            if share is not None:
+                found[key] = share
+        return found
+
+    def shares(self) -> Iterator[NamedShare]:
+        """Yield every parameter's slots."""
+        for name in self._parameters:
+            for slot, share in self.slots(name).items():
+                yield name, slot, share
+
+    def values(self) -> Values:
+        """Return the state that is no tensor of elements."""
+        found = Values()
+        for parameter, state in self._state().items():
+            single = {key: as_stored(v) for key, v in state.items() if not isinstance(v, torch.Tensor) or not v.dim()}
+            if single:
+                found.parameters[self._called[parameter]] = single
+        return found
+
+    def restore(self, source: Source) -> Restoring:
+        """Find out what the optimizer needs of a checkpoint."""
+        return ByParameterRestoring(source, self.optimizer, self._called, is_here=self._is_here)
+
+    def write(
+        self,
+        path: Path,
+        *,
+        model: torch.nn.Module | None,
+        step: int | None,
+        beside: Mapping[str, Any],
+        overwrite: bool,
+    ) -> None:
+        """Raise UsageError: no other program's format is written of it."""
+        del model, step, beside, overwrite
+        raise UsageError(
+            f"{type(self.optimizer).__name__} is not written in another program's format",
+            path=path,
+            advice="save as zckpt, and use zckpt convert",
+        )
+
+
+@dataclass(slots=True)
+class ByParameterRestoring(Restoring):
+    """A checkpoint's state on its way into an optimizer that keeps it by parameter."""
+
+    is_here: Callable[[torch.Tensor], bool] = field(kw_only=True)
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Make room for the state."""
+        optimizer = self.optimizer
+        names = [[self.names[p] for p in group["params"]] for group in optimizer.param_groups]
+        hyperparameters = self.hyperparameters(names, optimizer.param_groups)
+        number = 0
+        for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
+            first = number
+            for parameter in group["params"]:
+                if self.is_here(parameter):
+                    self._add(number, parameter)
+                number += 1
+            self.groups.append({**group, **its, "params": list(range(first, number))})
+
+    def _add(self, number: int, parameter: torch.Tensor) -> None:
+        owner = self.owner(parameter)
+        if owner is None:
+            self.notes.append(f"no state of {self.names[parameter]}")
+            return
+        values = parameter_values(self.source.checkpoint, owner)
+        if values:
+            self.state[number] = {key: self._value(key, value, parameter, owner) for key, value in values.items()}
+
+    def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
+        if not isinstance(value, Slot):
+            return as_torch(value)
+        dtype = getattr(torch, value.dtype)
+        if not isinstance(parameter, DTensor) or value.shape != owner.shape:
+            if isinstance(parameter, DTensor) and value.shape:
+                raise UnsupportedError(
+                    f"{key} of {owner.name} is not one value for each element", path=self.source.path
+                )
+            device = parameter.device if value.shape else "cpu"  # where torch keeps single numbers
+            whole = torch.empty(value.shape, dtype=dtype, device=device)
+            self.wanted.append(Wanted(value, Extent.whole(value.shape), whole))
+            return whole
+        local = torch.empty(parameter.to_local().shape, dtype=dtype, device=parameter.device)
+        share = share_of(parameter, owner.name)
+        if share is not None:
+            self.wanted.append(Wanted(value, share.extent, local))
+        return DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def take(self) -> None:
+        """Give the optimizer what was read."""
+        self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})

@@ -1,0 +1,289 @@
+"""The optimizers that are saved or loaded together: one, or several over disjoint parameters, each under a name.
+
+A list's optimizers are called by their positions, "0" and "1"; one that is given alone has no name. In a checkpoint the
+param groups of all follow each other, optimizer after optimizer, and each says of which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from zckpt.errors import UsageError
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.optim.distributed import DistributedOptimizer
+from zckpt.optim.param_groups import Names
+from zckpt.optim.states import OptimizerState, Restoring, Source, state_class, state_of, unwrapped
+from zckpt.optim.states.protocol import NamedShare
+from zckpt.state import ParamGroup
+from zckpt.torchfile import FromFile
+
+Given = Optimizer | list[Optimizer] | tuple[Optimizer, ...] | Mapping[str, Optimizer] | None
+"""What `save` and `load` take as `optimizer`."""
+
+OPTIMIZERS = "optimizers"
+"""The key under which a checkpoint's optimizer metadata have those of several optimizers, by name."""
+
+ALONE = ""
+"""Stands for the name of one optimizer that is given without any."""
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What this rank has of all optimizers at one moment; tensors are theirs, not copies.
+
+    Parameters
+    ----------
+    groups : list of ParamGroup
+    shares : list of (str, str, Share)
+        Parameter, slot, and what this rank has of it.
+    values : dict
+        State that is no tensor of elements, by parameter and key.
+    metadata : dict
+        What the optimizers keep beside their state.
+    classes : dict of str to str
+        The class of each optimizer.
+    zero_stage, loss_scale : optional
+        Where all have the same.
+    """
+
+    groups: list[ParamGroup] = field(default_factory=list)
+    shares: list[NamedShare] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    zero_stage: int | None = None
+    loss_scale: float | None = None
+
+
+class Optimizers:
+    """The optimizers that are saved or loaded together.
+
+    Parameters
+    ----------
+    given : Optimizer, sequence or mapping, optional
+    known : mapping
+        Names of the model's parameters.
+
+    Raises
+    ------
+    UsageError
+        A parameter is in two optimizers, or has no name.
+    """
+
+    def __init__(self, given: Given, known: Mapping[torch.Tensor, str]) -> None:
+        self.states = {name: state_of(one, known) for name, one in named(given).items()}
+        _check_disjoint(self.states)
+
+    @property
+    def order(self) -> Names:
+        """The names of all parameters, by param group."""
+        return [names for state in self.states.values() for names in state.names()]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return all parameters by name."""
+        return {
+            name: parameter
+            for state in self.states.values()
+            for names, group in zip(state.names(), state.optimizer.param_groups, strict=True)
+            for name, parameter in zip(names, group["params"], strict=True)
+        }
+
+    def snapshot(self) -> Snapshot:
+        """Return what this rank has of all. All ranks call it together."""
+        found = Snapshot()
+        stages, scales = set(), set()
+        for name, state in self.states.items():
+            groups = state.groups()
+            for group in groups:
+                group.optimizer = name or None
+            found.groups += groups
+            found.shares += state.shares()
+            values = state.values()
+            found.values |= values.parameters
+            found.classes[name] = type(state.optimizer).__name__
+            if len(self.states) == 1:
+                found.metadata = values.metadata
+            elif values.metadata:
+                found.metadata.setdefault(OPTIMIZERS, {})[name] = values.metadata
+            stages.add(values.zero_stage)
+            scales.add(values.loss_scale)
+        if len(stages) == 1:
+            found.zero_stage = stages.pop()
+        if len(scales) == 1:
+            found.loss_scale = scales.pop()
+        return found
+
+    def restore(
+        self,
+        checkpoint: OpenedCheckpoint,
+        path: str,
+        *,
+        tag: str | None = None,
+        listed: Sequence[str] | None = None,
+        strict: bool = True,
+    ) -> list[Restoring]:
+        """Find out what each optimizer needs of a checkpoint; nothing is read or changed yet.
+
+        Raises
+        ------
+        UsageError
+            The checkpoint has another number of optimizers, other names of them, or other parameters.
+        UnsupportedError
+            State that an optimizer has no way to keep.
+        """
+        made = []
+        for name, (groups, metadata) in self._parts(checkpoint, path, strict=strict).items():
+            source = Source(checkpoint, path, groups, metadata, tag, listed, strict)
+            made.append(self.states[name].restore(source))
+        return made
+
+    def _parts(
+        self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
+    ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
+        """Return each optimizer's param groups of a checkpoint, and what it kept beside its state."""
+        if not self.states:
+            return {}
+        theirs: dict[str | None, list[ParamGroup]] = {}
+        for group in checkpoint.param_groups:
+            theirs.setdefault(group.optimizer, []).append(group)
+        beside = _metadata(checkpoint)
+        if len(self.states) == 1 and len(theirs) <= 1:
+            [name] = self.states
+            return {name: (checkpoint.param_groups, beside.get(name, checkpoint.optimizer_metadata))}
+        if theirs.keys() <= {None} and not _had_one(checkpoint):
+            return {name: (groups, checkpoint.optimizer_metadata) for name, groups in self._in_turn(checkpoint, path)}
+        if strict:
+            self._check_names([name or ALONE for name in theirs], path)
+        found = {name or ALONE: groups for name, groups in theirs.items() if (name or ALONE) in self.states}
+        return {name: (groups, beside.get(name, {})) for name, groups in found.items()}
+
+    def _in_turn(self, checkpoint: OpenedCheckpoint, path: str) -> list[tuple[str, list[ParamGroup]]]:
+        """Return the param groups of a checkpoint that does not say of which optimizer each is: they are in order."""
+        counts = {name: len(state.names()) for name, state in self.states.items()}
+        if sum(counts.values()) != len(checkpoint.param_groups):
+            raise UsageError(
+                "other param groups than the optimizers'",
+                path=path,
+                expected=", ".join(f"{count} of {name}" for name, count in counts.items()),
+                found=len(checkpoint.param_groups),
+            )
+        groups = iter(checkpoint.param_groups)
+        return [(name, [next(groups) for _ in range(count)]) for name, count in counts.items()]
+
+    def _check_names(self, theirs: Sequence[str], path: str) -> None:
+        ours = list(self.states)
+        if len(ours) != len(theirs):
+            raise UsageError(
+                f"the checkpoint has {_count(theirs)}, and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
+                path=path,
+                expected=_listed(theirs),
+                found=_listed(ours),
+                advice="give as many as were saved, or strict=False",
+            )
+        if sorted(ours) != sorted(theirs):
+            raise UsageError(
+                "the checkpoint has optimizers of other names",
+                path=path,
+                expected=_listed(theirs),
+                found=_listed(ours),
+                advice="give a mapping with the names that were saved, or a list if they are numbers",
+            )
+
+
+def named(given: Given) -> dict[str, Optimizer]:
+    """Return optimizers by name.
+
+    Raises
+    ------
+    UsageError
+        A name is no text, or empty.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        for name in given:
+            if not isinstance(name, str) or not name:
+                raise UsageError("an optimizer's name must be a text", found=repr(name))
+        found = dict(given)
+    elif isinstance(given, (list, tuple)):
+        found = {str(number): one for number, one in enumerate(given)} if len(given) != 1 else {ALONE: given[0]}
+    else:
+        found = {ALONE: given}
+    return {name: unwrapped(one) for name, one in found.items()}
+
+
+def workers_of(given: Given) -> DistributedOptimizer | None:
+    """Return the optimizer whose parameters live on RPC workers, if that is what is given.
+
+    Raises
+    ------
+    UsageError
+        It is given with others.
+    """
+    every = named(given)
+    remote: list[Any] = [one for one in every.values() if state_class(one).is_remote]
+    if remote and len(every) > 1:
+        raise UsageError("a DistributedOptimizer is saved and loaded alone", found=_listed(list(every)))
+    return remote[0] if remote else None
+
+
+def process_group_of(given: Given) -> dist.ProcessGroup | None:
+    """Return the process group of all optimizers that have one.
+
+    Raises
+    ------
+    UsageError
+        They have several, of other ranks.
+    """
+    groups = [one for one in (getattr(each, "process_group", None) for each in named(given).values()) if one]
+    if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
+        raise UsageError("the optimizers are of several process groups", advice="give process_group=, that of all")
+    return groups[0] if groups else None
+
+
+def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
+    """Refuse a parameter that two optimizers have, and two parameters of one name."""
+    owners: dict[int, str] = {}
+    called: dict[str, str] = {}
+    for name, state in states.items():
+        for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
+            for parameter, its in zip(group["params"], names, strict=True):
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
+                other = called.setdefault(its, name)
+                if other != name:
+                    raise UsageError(
+                        f"parameters of two optimizers have the name {its}",
+                        found=_listed([other, name]),
+                        advice="give the model that has both, or names of their own",
+                    )
+
+
+def _had_one(checkpoint: OpenedCheckpoint) -> bool:
+    """Tell whether `save` has written the checkpoint, of one optimizer without a name."""
+    origin = checkpoint.details.get("origin")
+    return isinstance(origin, Mapping) and isinstance(origin.get("optimizer"), str)
+
+
+def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
+    """Return what each of several optimizers kept beside its state."""
+    found = checkpoint.optimizer_metadata.get(OPTIMIZERS)
+    node = found.node if isinstance(found, FromFile) else found
+    if not isinstance(node, Mapping):
+        return {}
+    return {str(name): its for name, its in node.items() if isinstance(its, Mapping)}
+
+
+def _count(names: Sequence[str]) -> str:
+    return "1 optimizer" if len(names) == 1 else f"{len(names)} optimizers"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name or "one without a name" for name in names)

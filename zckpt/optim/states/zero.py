@@ -1,0 +1,314 @@
+"""ZeroOptimizer: this rank has its partition of each param group's masters and slots, and the loss scaler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.operations.tensors import Wanted, read_tensors
+from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
+from zckpt.optim.shares import Share, world_rank
+from zckpt.optim.states.protocol import (
+    NamedShare,
+    Restoring,
+    Source,
+    Values,
+    as_stored,
+    as_torch,
+    stored_hyperparameters,
+)
+from zckpt.optim.zero import files
+from zckpt.optim.zero.deepspeed_state import scaler_object
+from zckpt.optim.zero.experts import experts_of, model_rank
+from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.loss_scale import Scaler, adopt
+from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state.partition import Fragment
+from zckpt.torchfile import FromFile, Object, plain
+
+
+class ZeroState:
+    """The state of an optimizer over flat groups."""
+
+    is_remote = False
+    writes: str | None = "deepspeed"
+
+    def __init__(self, optimizer: ZeroOptimizer, known: Mapping[torch.Tensor, str]) -> None:
+        self.optimizer = optimizer
+        self.process_group: dist.ProcessGroup | None = optimizer.process_group
+        self._names = group_names(optimizer.param_groups, known)
+        self._called = by_tensor(optimizer.param_groups, self._names)
+
+    def names(self) -> Names:
+        """Return the names of all parameters, those too that were frozen and are in no flat group."""
+        return self._names
+
+    def groups(self) -> list[ParamGroup]:
+        """Return the param groups with the names of the parameters that were trained when a group was made."""
+        files.refuse_parts(self.optimizer)
+        hyperparameters = stored_hyperparameters(self.optimizer)
+        made = []
+        for group, flat, values in zip(
+            self.optimizer.param_groups, self.optimizer.groups, hyperparameters, strict=True
+        ):
+            names = [self._called[p] for p in group["params"] if p in self.optimizer._place]
+            common = {
+                key: as_stored(value)
+                for key, value in self.optimizer.optim.state.get(flat.master, {}).items()
+                if not isinstance(value, torch.Tensor) or not value.dim()
+            }
+            made.append(ParamGroup(values, names, common))
+        return made
+
+    def slots(self, name: str) -> dict[str, Share]:
+        """Return this rank's range of each slot of a parameter; of one that is another rank's, nothing."""
+        parameter = next(one for one, its in self._called.items() if its == name)
+        if parameter not in self.optimizer._place:
+            return {}
+        flat, position = self.optimizer._place[parameter]
+        found: dict[str, Share] = {}
+        for fragment in flat.own:
+            if fragment.index == position:
+                found |= _shares(flat, fragment, self._flat_slots(flat))
+        return found
+
+    def shares(self) -> Iterator[NamedShare]:
+        """Yield this rank's ranges; of masters only where these say more than weights. All ranks call it together."""
+        self.optimizer.adopt_weights()
+        without = {MASTER} if self._masters_are_weights() else set()
+        for flat in self.optimizer.groups:
+            slots = {key: tensor for key, tensor in self._flat_slots(flat).items() if key not in without}
+            for fragment in flat.own:
+                name = self._called[flat.parameters[fragment.index]]
+                for key, share in _shares(flat, fragment, slots).items():
+                    yield name, key, share
+
+    def _flat_slots(self, flat: FlatGroup) -> dict[str, torch.Tensor]:
+        """Return this rank's partition of a group's masters and of the tensors of the local optimizer."""
+        found = {MASTER: flat.master.detach()}
+        for key, value in self.optimizer.optim.state.get(flat.master, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == flat.master.shape:
+                found[key] = value.detach()
+            elif isinstance(value, torch.Tensor) and value.dim():
+                raise UnsupportedError(f"{key} is a tensor for a whole param group, which no parameter has a part of")
+        return found
+
+    def _masters_are_weights(self) -> bool:
+        """Tell whether the masters say nothing that the weights do not: on all ranks they have the same bits."""
+        groups = self.optimizer.groups
+        same = all(
+            flat.master.dtype == flat.flat.dtype
+            and flat.master.device == flat.flat.device
+            and torch.equal(flat.master.detach().view(torch.uint8), flat.weights.view(torch.uint8))
+            for flat in groups
+        )
+        agreed = torch.tensor([same], dtype=torch.int32, device=groups[0].flat.device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self.optimizer.process_group)
+        return bool(agreed.item())
+
+    def values(self) -> Values:
+        """Return the loss scaler and what else DeepSpeed keeps beside the state."""
+        optimizer = self.optimizer
+        metadata = {
+            "loss_scaler": scaler_object(optimizer.loss_scaler),
+            "dynamic_loss_scale": bool(getattr(optimizer.loss_scaler, "dynamic", False)),
+            "overflow": optimizer.overflow,
+            "clip_grad": optimizer.clip_grad,
+        }
+        return Values(metadata=metadata, zero_stage=optimizer.stage, loss_scale=float(optimizer.loss_scale))
+
+    def restore(self, source: Source) -> Restoring:
+        """Find out what the optimizer needs of a checkpoint."""
+        return ZeroRestoring(source, self.optimizer, self._called)
+
+    def write(
+        self,
+        path: Path,
+        *,
+        model: torch.nn.Module | None,
+        step: int | None,
+        beside: Mapping[str, Any],
+        overwrite: bool,
+    ) -> None:
+        """Write a tag's directory that DeepSpeed loads; all ranks call it together."""
+        files.save(self.optimizer, self._called, path, model=model, step=step, beside=dict(beside), overwrite=overwrite)
+
+
+def _shares(flat: FlatGroup, fragment: Fragment, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
+    """Return the slots of one parameter's range in this rank's partition."""
+    shape = tuple(flat.parameters[fragment.index].shape)
+    extent = Extent.flat(shape, fragment.start, fragment.numel)
+    end = fragment.position + fragment.numel
+    mine = (world_rank(),)
+    return {key: Share(shape, extent, tensor[fragment.position : end], mine) for key, tensor in slots.items()}
+
+
+@dataclass(slots=True)
+class ZeroRestoring(Restoring):
+    """A checkpoint's state on its way into a ZeroOptimizer: this rank's partition of each group's masters and state."""
+
+    optimizer: ZeroOptimizer
+    masters: list[torch.Tensor] = field(default_factory=list)
+    state: dict[int, dict[str, Any]] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    scaler: Scaler | None = None
+    own_names: Mapping[torch.Tensor, str] = field(default_factory=dict)
+
+    @property
+    def publishes(self) -> set[str]:
+        """Names of the parameters that are trained."""
+        return {self.own_names[parameter] for group in self.optimizer.groups for parameter in group.parameters}
+
+    def prepare(self) -> None:
+        """Make room for masters and state. Experts are found by their global numbers."""
+        optimizer = self.optimizer
+        if model_rank(optimizer.model_parallel)[1] > 1:
+            raise UnsupportedError(
+                "a model whose parts lie on several ranks is not loaded by name: "
+                "which part of a tensor is this rank's, no name says",
+                path=self.source.path,
+                advice="give load_state_dict() what this rank's file holds, at the same degrees",
+            )
+        self.own_names = self.names
+        experts = experts_of(optimizer, self.names)
+        self.names = {parameter: experts.named(name) for parameter, name in self.own_names.items()}
+        names = [self._group_names(index) for index in range(len(optimizer.groups))]
+        known = optimizer.optim.state_dict()["param_groups"]
+        hyperparameters = self.hyperparameters(names, optimizer.param_groups)
+        self.groups = [
+            {**ours, **its, "params": [index]}
+            for index, (ours, its) in enumerate(zip(known, hyperparameters, strict=True))
+        ]
+        for index, group in enumerate(optimizer.groups):
+            owners = [self.owner(parameter) for parameter in group.parameters]
+            self.masters.append(group.master.detach().clone())
+            self.wanted += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
+            values = self._state(group, owners)
+            if values:
+                self.state[index] = values
+        self.scaler = self._scaler()
+
+    def _group_names(self, index: int) -> list[str]:
+        """Return the names of a param group's trained parameters; of experts, also those that other ranks have."""
+        optimizer, every = self.optimizer, self.source.param_groups
+        names = [self.names[p] for p in optimizer.param_groups[index]["params"] if p in optimizer._place]
+        if optimizer.groups[index].is_expert and index < len(every):
+            names += [name for name in every[index].parameters if is_expert(name) and name not in names]
+        return names
+
+    def _scaler(self) -> Scaler:
+        """Return the loss scaler that the checkpoint has, or else the optimizer's.
+
+        Raises
+        ------
+        DamagedFileError
+            It has one that cannot be.
+        """
+        found = self.source.metadata.get("loss_scaler")
+        node = found.node if isinstance(found, FromFile) else found
+        values = plain(node)
+        if isinstance(node, Object) and isinstance(node.state, dict):
+            values = {"dynamic": node.qualified.endswith(".DynamicLossScaler"), **node.state}
+        try:
+            return adopt(self.optimizer.loss_scaler, values)
+        except ValueError as error:
+            raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
+
+    def _state(self, group: FlatGroup, owners: Sequence[Parameter | None]) -> dict[str, Any]:
+        """Return the state of a flat master: room for this rank's part of each slot, and what is one value for all.
+
+        Raises
+        ------
+        UsageError
+            A value is not the same for all parameters, or a tensor not one value for each element.
+        """
+        every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
+        _read_numbers(every, owners)
+        having = [values for values in every if values]
+        made: dict[str, Any] = {}
+        for key in dict.fromkeys(key for values in having for key in values):
+            found = [values[key] for values in having if key in values]
+            if isinstance(found[0], Slot):
+                slots = [self._elementwise(key, owner, values) for owner, values in zip(owners, every, strict=True)]
+                dtype = getattr(torch, found[0].dtype)
+                made[key] = torch.zeros(group.partition, dtype=dtype, device=group.master.device)
+                self.wanted += _partition(group, slots, made[key])
+            else:
+                made[key] = self._common(key, found)
+        return made
+
+    def _elementwise(self, key: str, owner: Parameter | None, values: Mapping[str, object]) -> Slot | None:
+        slot = values.get(key)
+        if owner is None or not isinstance(slot, Slot):
+            return None
+        if slot.shape != owner.shape:
+            raise UsageError(f"{key} of {owner.name} is not one value for each element", path=self.source.path)
+        return slot
+
+    def _common(self, key: str, found: Sequence[object]) -> object:
+        numbers = {value.value if isinstance(value, Scalar) else value for value in found}
+        if len(numbers) > 1:
+            raise UsageError(
+                f"{key} is not the same for all parameters of a group, which a flat group has only one for",
+                path=self.source.path,
+                found=", ".join(map(str, sorted(numbers, key=str))),
+            )
+        return as_torch(found[0])
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Give the optimizer masters and state."""
+        optimizer = self.optimizer
+        optimizer.load_local(self.state, self.groups)
+        for group, master in zip(optimizer.groups, self.masters, strict=True):
+            group.master.copy_(master)
+        optimizer.loss_scaler = self.scaler or optimizer.loss_scaler
+
+    def share(self) -> None:
+        """Give all ranks the weights that the masters stand for."""
+        self.optimizer.publish_masters()
+
+
+def _read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
+    """Put single numbers in the place of tensors that hold one for a whole parameter.
+
+    A parameter that is a single number itself has one of each kind; `step` is none for each element.
+    """
+    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
+    numbers = {"step"} | {
+        key
+        for values, shape in pairs
+        for key, value in values.items()
+        if isinstance(value, Slot) and not value.shape and shape
+    }
+    found = [
+        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
+        for values, _ in pairs
+        for key, value in values.items()
+        if key in numbers and isinstance(value, Slot) and not value.shape
+    ]
+    read_tensors(Wanted(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
+    for values, key, slot, tensor in found:
+        values[key] = Scalar(tensor.item(), slot.dtype)
+
+
+def _master(owner: Parameter | None) -> Slot | None:
+    """Return what masters are read from: masters, or weights where there are none."""
+    return None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
+
+
+def _partition(group: FlatGroup, slots: Sequence[Slot | None], into: torch.Tensor) -> Iterator[Wanted]:
+    """Yield this rank's part of a slot of each parameter; padding, and what has no such slot, stays as it is."""
+    for f in group.own:
+        slot = slots[f.index]
+        if slot is not None:
+            yield Wanted(slot, Extent.flat(slot.shape, f.start, f.numel), into[f.position : f.position + f.numel])

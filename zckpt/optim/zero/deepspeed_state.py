@@ -1,0 +1,272 @@
+"""State in DeepSpeed's form: what one rank's file of a ZeRO-1/2 checkpoint holds.
+
+Rigid: the local optimizer's own state dict, of padded partitions. Elastic: a list of each group's state without
+padding, from which any number of ranks can make theirs. DeepSpeed puts what it finds in a file in the place of its own,
+so that objects (a loss scaler) are written as those of its classes; DeepSpeed itself need not be there.
+
+Source: DeepSpeed 0.19, whose keys these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from zckpt.errors import UnsupportedError
+from zckpt.optim.param_groups import copied
+from zckpt.optim.zero.flat import FlatOptimizer
+from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.loss_scale import LossScaler, Scaler
+from zckpt.torchfile import DType, Global, Object
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose form this is."""
+
+MASTERS = "single_partition_of_fp32_groups"
+STATE = "base_optimizer_state"
+STEP = "base_optimizer_state_step"
+
+
+class DeepSpeedState(dict[str, Any]):
+    """A state dict in DeepSpeed's form; whoever looks for torch's form in it is told. Copies and pickles are plain."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        if key in ("state", "param_groups"):
+            raise UnsupportedError(
+                "a ZeroOptimizer's state dict is in DeepSpeed's form, of slices of flat groups, which get_state_dict "
+                "of torch.distributed.checkpoint and others cannot tell by parameter",
+                advice="save with zckpt.save(path, model=model, optimizer=optimizer), which zckpt.load reads at any "
+                "number of ranks and `zckpt convert` makes torch's formats of; or save state_dict() as it is",
+            )
+        raise KeyError(key)
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+
+@dataclass
+class FragmentAddress:
+    """Where a parameter's run of elements lies in a rank's partition."""
+
+    numel: int
+    start: int
+
+
+def make_state_dict(
+    optimizer: FlatOptimizer,
+    names: Mapping[torch.Tensor, str],
+    *,
+    elastic: bool,
+    loss_scaler: object,
+    overflow: bool,
+    clip_grad: float,
+    stage: int,
+) -> dict[str, Any]:
+    """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
+    groups = optimizer.groups
+    made: dict[str, Any] = {
+        "loss_scaler": loss_scaler,
+        "dynamic_loss_scale": bool(getattr(loss_scaler, "dynamic", False)),
+        "overflow": overflow,
+        "clip_grad": clip_grad,
+    }
+    if elastic:
+        made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
+        made[STEP] = _step(optimizer)
+    else:
+        made[STATE] = optimizer.optim.state_dict()
+    made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
+    made["zero_stage"] = stage
+    made["group_paddings"] = [group.padding for group in groups]
+    made["param_alignment_paddings"] = [list(group.pads) for group in groups]
+    made["partition_count"] = [group.world_size for group in groups]
+    made["ds_version"] = VERSION
+    made["param_slice_mappings"] = [_mapping(names, group) for group in groups]
+    return made
+
+
+def _step(optimizer: FlatOptimizer) -> Any:
+    """Return what DeepSpeed wants to find in elastic state of whatever optimizer, and puts into all param groups."""
+    for group, flat in zip(optimizer.optim.param_groups, optimizer.groups, strict=True):
+        step = group.get("step", optimizer.optim.state.get(flat.master, {}).get("step"))
+        if step is not None:
+            return int(step)
+    return 0
+
+
+def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
+    lean = group.partition - group.padding
+    return {
+        key: value[:lean] if isinstance(value, torch.Tensor) and value.shape == group.master.shape else value
+        for key, value in state.items()
+    }
+
+
+def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, FragmentAddress]:
+    return {names[group.parameters[f.index]]: FragmentAddress(f.numel, f.position) for f in group.own}
+
+
+def read_states(given: object) -> list[Mapping[str, Any]]:
+    """Return the states of all ranks, or of this one, as files hold them or bare.
+
+    Raises
+    ------
+    TypeError
+        No state dict of ZeRO-1/2, or a list of them.
+    """
+    states = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+    found = []
+    for state in states:
+        inner = state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else None
+        if not isinstance(inner, Mapping) or MASTERS not in inner or STATE not in inner:
+            raise TypeError(f"a ZeRO-1/2 state dict, or a list of them, was expected, with {MASTERS} and {STATE}")
+        found.append(inner)
+    if not found:
+        raise TypeError("an empty list of state dicts")
+    return found
+
+
+def check(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
+    """Raise ValueError unless the states are of param groups of these sizes and can be cut as this optimizer cuts."""
+    groups = optimizer.groups
+    for state in states:
+        if len(state[MASTERS]) != len(groups):
+            raise ValueError(
+                f"the state dict has {len(state[MASTERS])} param groups, and the optimizer has {len(groups)}"
+            )
+        pads = state.get("param_alignment_paddings")
+        ours = [list(group.pads) for group in groups]
+        if pads is not None and [list(one) for one in pads] != ours and any(map(any, [*pads, *ours])):
+            raise ValueError(
+                "the state dict was made with another parameter_alignment; make the optimizer with that one, or use "
+                "`zckpt reshard` with --parameter-alignment or --no-parameter-alignment"
+            )
+    rigid = isinstance(states[0][STATE], Mapping)
+    for index, group in enumerate(groups):
+        counts = {int(state["partition_count"][index]) for state in states if "partition_count" in state}
+        count = counts.pop() if len(counts) == 1 else None
+        if rigid and count is not None and count != group.world_size:
+            raise ValueError(
+                f"rigid state of {count} ranks does not fit {group.world_size}; "
+                f"`zckpt reshard SOURCE TARGET --world-size {group.world_size}` makes files that do"
+            )
+        expected = group.total if not rigid else group.partition - group.padding
+        numel = (
+            sum(state[MASTERS][index].numel() for state in _sharing(states, group, optimizer))
+            if not rigid
+            else (_own(states, optimizer)[MASTERS][index].numel())
+        )
+        if numel != expected:
+            raise ValueError(
+                f"param group {index} has {numel} elements in the state dict, and {expected} in the optimizer"
+            )
+
+
+def _sharing(
+    states: Sequence[Mapping[str, Any]], group: FlatGroup, optimizer: FlatOptimizer
+) -> list[Mapping[str, Any]]:
+    """Return the states of the ranks that shared a group: of experts, every so many ranks."""
+    if not group.is_expert or len(states) == 1:
+        return list(states)
+    apart = optimizer.world_size // group.world_size
+    return list(states[optimizer.rank % apart :: apart])
+
+
+def _own(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> Mapping[str, Any]:
+    return states[0] if len(states) == 1 else states[optimizer.rank]
+
+
+def load_masters(states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer) -> None:
+    """Copy this rank's masters from the states that have them."""
+    rigid = isinstance(states[0][STATE], Mapping)
+    for index, group in enumerate(optimizer.groups):
+        if rigid:
+            _fill(group.master.data, _own(states, optimizer)[MASTERS][index])
+        else:
+            _fill(group.master.data, _cut([s[MASTERS][index] for s in _sharing(states, group, optimizer)], group))
+
+
+def local_state(
+    states: Sequence[Mapping[str, Any]], optimizer: FlatOptimizer
+) -> tuple[dict[int, Any], list[dict[str, Any]]]:
+    """Return the local optimizer's state, cut for this rank, by param group, and the param groups."""
+    own = _own(states, optimizer)
+    if isinstance(own[STATE], Mapping):
+        held = own[STATE]["state"].items()
+        state = {index: {key: copied(value) for key, value in values.items()} for index, values in held}
+        return state, own[STATE]["param_groups"]
+    current = optimizer.optim.state_dict()
+    state = {}
+    for index, group in enumerate(optimizer.groups):
+        sharing = _sharing(states, group, optimizer)
+        for key, value in sharing[0][STATE][index].items():
+            all_values = [one[STATE][index][key] for one in sharing]
+            flat = all(
+                isinstance(found, torch.Tensor) and found.dim() > 0 and found.shape == one[MASTERS][index].shape
+                for found, one in zip(all_values, sharing, strict=True)
+            )
+            made = torch.zeros(group.partition, dtype=value.dtype) if flat else value
+            if flat:
+                _fill(made, _cut(all_values, group))
+            state.setdefault(index, {})[key] = made
+    groups = [{**group} for group in current["param_groups"]]
+    if STEP in own:
+        for one in groups:
+            if "step" in one:
+                one["step"] = own[STEP]
+    return state, groups
+
+
+def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:
+    """Return this rank's part of partitions of any number of ranks, without padding."""
+    begin, end = group.rank * group.partition, (group.rank + 1) * group.partition
+    parts = []
+    at = 0
+    for tensor in lean:
+        low, high = max(begin - at, 0), min(end - at, tensor.numel())
+        if low < high:
+            parts.append(tensor[low:high])
+        at += tensor.numel()
+    return torch.cat(parts) if parts else lean[0][:0]
+
+
+def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to the front, and zeros behind them: padding."""
+    into[: values.numel()].copy_(values)
+    into[values.numel() :].zero_()
+
+
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
+_STAGE = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that can be written, and that DeepSpeed takes for its own."""
+    made = dict(state_dict)
+    made["loss_scaler"] = scaler_object(made["loss_scaler"])
+    made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
+    made["param_slice_mappings"] = [
+        {name: _fragment(address) for name, address in mapping.items()} for mapping in made["param_slice_mappings"]
+    ]
+    return made
+
+
+def scaler_object(scaler: Scaler) -> Object:
+    """Return a loss scaler as an object of DeepSpeed's class."""
+    if isinstance(scaler, LossScaler):
+        return _new(Global(_SCALERS, "LossScaler"), {"cur_scale": scaler.cur_scale, "dynamic": False})
+    state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
+    state.update(vars(scaler))
+    return _new(Global(_SCALERS, "DynamicLossScaler"), state)
+
+
+def _fragment(address: FragmentAddress) -> Object:
+    return _new(_FRAGMENT, {"numel": address.numel, "start": address.start})
+
+
+def _new(cls: Global, state: dict[object, object]) -> Object:
+    return Object(cls, how="newobj", state=state, has_state=True)
