@@ -48,9 +48,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 def options(name: str) -> set[str]:
     command = cli.commands[name]
-    every = command.get_params(click.Context(command))  # those that formats state, too
-    parameters = [one for one in every if one.name != "help"]
-    return {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts) if one[0] == "-"}
+    parameters = command.get_params(click.Context(command))  # those that formats state, too
+    every = {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)}
+    return {one for one in every if one[0] == "-"} - {"--help", "-h"}
 
 
 def mentioned(text: str) -> set[str]:
