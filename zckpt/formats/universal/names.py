@@ -10,10 +10,13 @@ OUT/../latest_universal                          names OUT
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from zckpt.engine.plan import Literal, TargetFile
 from zckpt.errors import CONTROLS, UnsupportedError
 from zckpt.formats.deepspeed.names import MODEL, classify
+
+if TYPE_CHECKING:
+    from zckpt.engine.plan import TargetFile
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -46,6 +49,8 @@ def is_own(name: str) -> bool:
 def latest_universal(target_name: str) -> TargetFile:
     """Return the file that goes next to a universal checkpoint's directory and names it."""
     data = target_name.encode()
+    from zckpt.engine.plan import Literal, TargetFile
+
     return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
 
 
