@@ -15,22 +15,24 @@ from pathlib import Path
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.native.document import FORMAT, read_document
-from zckpt.formats.native.leaves import wrong
+from zckpt.formats.native.layouts import Cut, Layouts, Pieces
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.pieces import Cut, Headers, Layouts, Order, Pieces
+from zckpt.formats.native.places import Headers, Order, Places, Table, order_of
 from zckpt.formats.native.rank_file import (
     PROVEN_NBYTES,
     Listed,
+    Mismatch,
     RankFile,
     check_header,
     is_as_listed,
+    mismatches,
     open_rank_file,
     storage_key,
 )
-from zckpt.formats.native.schema import Members
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Span, Topology
+from zckpt.formats.native.values import Members, wrong
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage
 
@@ -84,6 +86,29 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     return checkpoint
 
 
+def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatch]:
+    """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
+
+    Parameters
+    ----------
+    path : Path
+    part : (int, int)
+        Which of how many parts of the files to read: several can share the work, and the looking at headers.
+
+    Raises
+    ------
+    SourceError
+        The document or a file's header is damaged, or a file is missing.
+    """
+    found: list[Mismatch] = []
+    first, step = part
+    with headers_shared(first, step):
+        files = [file for file in read(path).files if file.role == "rank"]
+    for file in files[first::step]:
+        found.extend(mismatches(file.path))
+    return found
+
+
 def contradictions(path: Path) -> Iterator[SourceError]:
     """Yield what the ranks' files say otherwise than the document, of a directory that can be read.
 
@@ -94,7 +119,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
     """
     document, nbytes = read_document(path)
     with _located(path):
-        reading = _Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
+        reading = Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
         if reading.version == 1:
             return
         proven = Order(reading.listed, reading.identity, reading.cuts).is_proven
@@ -118,7 +143,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
 def _read(path: Path, *, headers: bool) -> Checkpoint:
     found, nbytes = read_document(path)
     with _located(path):
-        return _Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
+        return Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
 
 
 @contextmanager
@@ -144,7 +169,7 @@ class _Row:
     cuts: list[tuple[Cut, Pieces]]
 
 
-class _Reading:
+class Reading:
     """Reads one directory.
 
     Parameters
@@ -175,7 +200,7 @@ class _Reading:
             self.files = [
                 open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
             ]
-        self.places: Order | Headers = order or Headers(self.files)
+        self.places: Places = order or Headers(self.files)
         self.paths = [str(path / one.name) for one in self.listed]
         self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
 
@@ -219,7 +244,7 @@ class _Reading:
             for name, one in zip(names, rows, strict=True)
         ]
 
-    def _order(self) -> Order | None:
+    def _order(self) -> Order | Table | None:
         """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists.
 
         Raises
@@ -229,7 +254,7 @@ class _Reading:
         """
         if self.version == 1:
             return None
-        order = Order(self.listed, self.identity, self.cuts)
+        order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
         if not order.is_proven:
             return None
         rank, world_size = share = _SHARE.get() or (0, 1)
@@ -279,19 +304,14 @@ class _Reading:
 
     def _parameter(self, row: _Row) -> Parameter:
         one = row.found
-        slots = {cut.name: Slot(cut.name, cut.dtype, cut.shape, self._spans(cut, pieces)) for cut, pieces in row.cuts}
+        slots = {
+            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.places.spans(cut, pieces, self.paths))
+            for cut, pieces in row.cuts
+        }
         state = self.nodes.mapping(one.value("state", {}))
         tied_to = one.text("tied_to") if one.has("tied_to") else None
         group = one.optional_integer("group")
         return Parameter(row.name, row.shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
-
-    def _spans(self, cut: Cut, pieces: Pieces) -> tuple[Span, ...]:
-        offsets = self.places.offsets(cut, pieces)
-        return tuple(
-            Span(extent, self.paths[file], offset, cut.dtype)
-            for (file, extent), offset in zip(pieces, offsets, strict=True)
-            if extent.numel
-        )
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""
