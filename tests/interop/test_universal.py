@@ -21,7 +21,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.deepspeed_engine import SPECS, Spec, produce, resume
+from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
 from tests.gloo import WorkerError
@@ -29,7 +29,8 @@ from tests.logical import assert_same_state
 from tests.plans import write_directory
 from tests.truth import bits
 from zckpt.engine.plan import plan
-from zckpt.formats.universal import names, writer
+from zckpt.formats.universal import directory as universal_directory
+from zckpt.formats.universal import writer
 from zckpt.formats.universal.directory import find
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint
@@ -111,25 +112,11 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
-
-
 def written(source: Path | Checkpoint, directory: Path) -> Path:
     """Write a source as `directory/step_u`, and `latest_universal` beside it; return the directory."""
     checkpoint = zckpt.open(source) if isinstance(source, Path) else source
     write_directory(plan(writer.lay_out(checkpoint)), directory / "step_u")
-    latest = names.latest_universal("step_u")
+    latest = universal_directory.latest_universal("step_u")
     write_target(plan([latest]), directory / latest.name, overwrite=True)
     return directory
 

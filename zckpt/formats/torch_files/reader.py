@@ -2,7 +2,7 @@
 
 {name: tensor, ...}                                            a state dict by itself
 {"model": {name: tensor}, "optimizer": {state, param_groups}, "step": 5, ...}      under any keys
-{..., "zckpt": {...}}                                          what `zckpt convert` keeps beside both, see `remainder`
+{..., "zckpt": {...}}                                          what `zckpt convert` keeps besides both, see `remainder`
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.errors import UnsupportedError
+from zckpt.errors import SourceError, UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import attach, looks_like_optimizer, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
@@ -49,12 +49,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint = Checkpoint(str(path), "torch")
     root = file.root
     if isinstance(root, Object):
-        raise UnsupportedError(
+        error = UnsupportedError(
             f"holds an object of {root.qualified}, not a state dict",
             path=path,
-            advice="save model.state_dict() in the program that made it",
-            code=UNSUPPORTED,  # loading it makes that object, whatever it is
+            advice="save model.state_dict() in the program that wrote it",
+            code=UNSUPPORTED,
         )
+        error.exit_status = SourceError.exit_status  # loading it makes that object, whatever it is: it is unsafe
+        raise error
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)
@@ -101,7 +103,7 @@ def _is_state_dict(node: object) -> bool:
 def _beside(
     root: Mapping[object, object], model_key: object, model: Mapping[object, object], optimizer_key: object
 ) -> dict[object, object]:
-    """Return what a file holds beside the tensors of its model and its optimizer: every value once.
+    """Return what a file holds besides the tensors of its model and its optimizer: every value once.
 
     What a state dict has that is no tensor stays under the name that the state dict has in the file.
     """
@@ -172,7 +174,7 @@ def _trainable(tensor: Tensor) -> bool:
 
 
 def _is_running_statistic(name: str, model: Mapping[object, object]) -> bool:
-    """Tell whether an entry is a batch norm's running mean or variance: the integer count beside it says so."""
+    """Tell whether an entry is a batch norm's running mean or variance: the integer count next to it says so."""
     module, _, last = name.rpartition(".")
     count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
     return last in ("running_mean", "running_var") and isinstance(count, Tensor) and not _trainable(count)
