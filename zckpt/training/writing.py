@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.compare.digests import FILE_NAME, write_digests
+from zckpt.compare.digests import FILE_NAME, Entries, write_digests
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.formats.native.reader import read
+from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
@@ -99,7 +99,13 @@ def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank a part of it; the first writes it down."""
     from zckpt.compare.leaves import digest_part, put_together
 
-    mine = ranks.do(lambda: digest_part(read(directory), part=(ranks.rank, ranks.world_size)))
+    def digested() -> Entries:
+        with headers_shared(*share):
+            written = read(directory)
+        return digest_part(written, part=share)
+
+    share = (ranks.rank, ranks.world_size)
+    mine = ranks.do(digested)
     parts = ranks.gather(mine)
     if ranks.rank == 0:
         write_digests(put_together(parts), directory / FILE_NAME)
