@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from zckpt.errors import SourceError
+from zckpt.formats import alike_files
 from zckpt.formats.alike_files import FEWEST_RECORDS, AlikeReader
 from zckpt.torchfile import TorchFile, read_torchfile
 
 NAMES = [f"layer.{i}.weight" for i in range(FEWEST_RECORDS)]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_first_file_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike_files, "ENOUGH_RECORDS", 0)
 
 
 def save(path: Path, *, step: int = 3, value: float = 1.0, shape: tuple[int, ...] = (0,)) -> Path:

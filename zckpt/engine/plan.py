@@ -13,14 +13,16 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.boxes import Box, boxes_of, intersections, overlap, row_major
-from zckpt.engine.packs import Pack
 from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import LayoutError
 from zckpt.state import CutSpans, Extent, Slot, Span, Spans
 from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from zckpt.engine.packs import Pack
 
 FEWEST_INDEXED = 4
 """Spans of a slot that are as fast looked through as looked up."""

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Union
 
-import numpy as np
-
-from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span, cuts
+from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 
+if TYPE_CHECKING:
+    from zckpt.state import cuts
+
 Range = tuple[int, int]
 """Bytes [low, high) of a file."""
+
+FEWEST_COLUMNS = 1 << 13
+"""Spans; of fewer, the ranges are found one by one before numpy is loaded, which finds them for all at once."""
 
 ORDER = (STATE, CARRIED, COPY, IMPLIED, LEFT_OUT)
 """Which fate bytes have that two things claim: the first."""
 
 
-Ranges = list[Range] | cuts.Ranges
+Ranges = Union[list[Range], "cuts.Ranges"]
 """Sorted, none over another. Thousands of them, as ZeRO-3's last ranks have, are an array."""
 
 MANY = 1 << 8
@@ -42,6 +47,8 @@ class Known:
         self.ranges.sort()
         self.merged = merge([(low, high) for low, high, _ in self.ranges])
         if self.cut:
+            import numpy as np
+
             self.merged = merge(np.concatenate([_array(self.merged), *(rows for _, rows in self.cut)]))
 
     def slots(self, low: int, high: int) -> Iterator[str]:
@@ -86,6 +93,10 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
     """Return what of ranges is in none of others; both sorted, none over another."""
     if isinstance(ranges, list) and isinstance(others, list):
         return _rest(ranges, others)
+    import numpy as np
+
+    from zckpt.state import cuts
+
     a, b = _array(ranges), _array(others)
     bounds = np.unique(np.concatenate((a.ravel(), b.ravel())))
     inside, outside = (
@@ -104,7 +115,11 @@ def total(ranges: Ranges) -> int:
 
 
 def _array(ranges: Ranges) -> cuts.Ranges:
-    return np.array(ranges, np.int64).reshape(-1, 2) if isinstance(ranges, list) else ranges
+    if not isinstance(ranges, list):
+        return ranges
+    import numpy as np
+
+    return np.array(ranges, np.int64).reshape(-1, 2)
 
 
 class Coverage:
@@ -129,13 +144,27 @@ class Coverage:
         for duplicate in checkpoint.duplicates:
             for span in spans_of(duplicate.slot):
                 self._add(span.path, COPY, *reach(span), duplicate.slot.name)
-        self._padding = [runs for runs in checkpoint.padding_runs if isinstance(runs, PaddingRule)]
+        self._padding: list[PaddingRule] = []
         for runs in checkpoint.padding_runs:
-            for run in runs if not isinstance(runs, PaddingRule) else ():
+            if isinstance(runs, PaddingRule) and runs.is_large:
+                self._padding.append(runs)
+                continue
+            for run in runs:
                 self._add(run.path, IMPLIED, run.offset, run.offset + run.nbytes, "padding")
         self._rules: list[tuple[str, CutFiles, cuts.Cuts]] = []
+        self._follow(rules)
+
+    def _follow(self, rules: Mapping[tuple[int, str], Sequence[CutSpans]]) -> None:
+        """Add what rules say: at once where there are few spans, else as columns that are asked for each file."""
+        if sum(len(one) for found in rules.values() for one in found) < FEWEST_COLUMNS:
+            for (_, name), found in rules.items():
+                for span in (span for one in found for span in one):
+                    self._add(span.path, STATE, *reach(span), name)
+            return
+        from zckpt.state.cuts import Cuts
+
         for (_, name), found in rules.items():
-            made = cuts.Cuts(found)
+            made = Cuts(found)
             if self._rules and self._rules[-1][2] == made:
                 made = self._rules[-1][2]  # the slots of an optimizer lie alike
             self._rules.append((name, found[0].files, made))
@@ -184,6 +213,8 @@ def reach(span: Span) -> Range:
 def merge(ranges: Ranges) -> Ranges:
     """Return sorted ranges that do not touch and cover the same bytes; given ones are in any order, and may overlap."""
     if not isinstance(ranges, list):
+        from zckpt.state import cuts
+
         return cuts.merged_ranges(ranges[:, 0], ranges[:, 1])
     found: list[Range] = []
     for low, high in sorted(ranges):
@@ -213,6 +244,8 @@ def shares(nbytes: int, ranges: dict[str, list[Ranges]]) -> dict[str, int]:
         if all(isinstance(one, list) for one in some):
             every = merge([pair for one in some for pair in one])
         else:
+            import numpy as np
+
             every = merge(np.concatenate([_array(one) for one in some]))
         now = total(every)
         if now > before:

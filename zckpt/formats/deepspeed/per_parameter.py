@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
-from zckpt.state.cuts import Ranges, merged_ranges
 from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings
 from zckpt.torchfile import Tensor
+
+if TYPE_CHECKING:
+    from zckpt.state.cuts import Ranges
 
 
 def cut_parameters(
@@ -116,6 +117,10 @@ def _paddings(
     ]
 
 
+FEWEST_PLACES = 1 << 13
+"""Shards of which the padding is worked out for all at once; of fewer, one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPadding:
     """Where the padding of all ranks' shards is: worked out anew each time, for there may be millions of places.
@@ -134,10 +139,27 @@ class ShardPadding:
 
     def __iter__(self) -> Iterator[PaddingRun]:
         """Yield what lies end to end in each slot of each sub-group of a rank."""
-        for rank, member in enumerate(self.members):
-            for key, ranges in self._of(rank):
-                for low, high in ranges.tolist():
-                    yield PaddingRun(key, member.path, low, high - low)
+        if self.is_large:
+            for rank, member in enumerate(self.members):
+                for key, ranges in self._of(rank):
+                    for low, high in ranges.tolist():
+                        yield PaddingRun(key, member.path, low, high - low)
+            return
+        world = len(self.members)
+        for name, index, at in _walk_all(self.shapes, self.members):
+            numel = math.prod(self.shapes[name])
+            for rank, member in enumerate(self.members):
+                _, count = shard_fragment(numel, world, rank)
+                left = shard_numel(numel, world) - count
+                for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
+                    if left and (key == MASTER or key in self.keys[index]):
+                        offset = tensor.offset + (at + count) * tensor.itemsize
+                        yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is to be asked for file by file, which takes loading numpy."""
+        return len(self.shapes) * len(self.members) >= FEWEST_PLACES
 
     def within(self, path: str) -> Iterator[Ranges]:
         """Yield where in a file it is, in bytes."""
@@ -148,6 +170,10 @@ class ShardPadding:
 
     def _of(self, rank: int) -> Iterator[tuple[str, Ranges]]:
         """Yield the slots of a rank's sub-groups, and where padding is in the file, in bytes."""
+        import numpy as np
+
+        from zckpt.state.cuts import merged_ranges
+
         if not self._places:
             found: dict[int, list[tuple[int, int]]] = {}
             for name, index, at in _walk_all(self.shapes, self.members):

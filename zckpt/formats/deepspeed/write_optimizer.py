@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from zckpt.engine.packs import PackRow
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.parts import slot_parts
 from zckpt.formats.deepspeed.shards import OptimizerShard
@@ -13,7 +13,6 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Parameter, ParamGroup, Scalar
-from zckpt.state.cuts import Cuts
 from zckpt.state.partition import (
     Fragment,
     flat_fragments,
@@ -22,6 +21,9 @@ from zckpt.state.partition import (
     shard_numel,
 )
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
+
+if TYPE_CHECKING:
+    from zckpt.engine.packs import PackRow
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -287,6 +289,9 @@ class _Shards:
             one.numel != numel for one, numel in zip(cuts, numels, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
+        from zckpt.engine.packs import PackRow
+        from zckpt.state.cuts import Cuts
+
         shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
         return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])

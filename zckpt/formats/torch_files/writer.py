@@ -18,11 +18,9 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
-from zckpt.engine.packs import Pack
 from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Slot, Span
@@ -40,6 +38,9 @@ from zckpt.torchfile import (
     dump,
     lay_out_archive,
 )
+
+if TYPE_CHECKING:
+    from zckpt.engine.packs import Pack
 
 __all__ = ["FromFile", "NewStorage", "PackPart", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out",
            "new_storage", "view"]  # fmt: skip
@@ -219,6 +220,8 @@ class Stencil:
     """
 
     def __init__(self, file: TargetFile) -> None:
+        import numpy as np
+
         stem = _stem(file.name).encode()
         self._data = np.zeros(file.nbytes, np.uint8)
         places = []
@@ -238,6 +241,8 @@ class Stencil:
 
     def named(self, name: str) -> TargetFile | None:
         """Return the file under another name; None for one of another length."""
+        import numpy as np
+
         stem = _stem(name).encode()
         if len(stem) != self._size:
             return None
