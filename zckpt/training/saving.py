@@ -25,6 +25,7 @@ from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
 from zckpt.optim.states import state_class
+from zckpt.optim.states.protocol import Target
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.state import WEIGHT
 from zckpt.training import whole
@@ -278,7 +279,7 @@ def _save_as(
         beside[whole.EXTRA] = dict(given["extra"])
     tensors = model_state(model)
     for state in Optimizers(optimizer, tensors.names()).states.values():
-        state.write(path, model=model, step=given["step"], beside=beside, overwrite=overwrite)
+        state.write(Target(path, model, given["step"], beside, overwrite))
 
 
 def _prepare(
