@@ -78,6 +78,8 @@ class Optimizers:
 
     def __init__(self, given: Given, known: Mapping[torch.Tensor, str]) -> None:
         self.states = {name: state_of(one, known) for name, one in named(given).items()}
+        self.notes: list[str] = []
+        """What `restore` has not found."""
         _check_disjoint(self.states)
 
     @property
@@ -161,6 +163,12 @@ class Optimizers:
         if strict:
             self._check_names([name or ALONE for name in theirs], path)
         found = {name or ALONE: groups for name, groups in theirs.items() if (name or ALONE) in self.states}
+        self.notes += [
+            f"no state of {f'the optimizer {name}' if name else 'the optimizer'}: the checkpoint has "
+            f"{_listed([name or ALONE for name in theirs])}"
+            for name in self.states
+            if name not in found
+        ]
         return {name: (groups, metadata.get(name, {})) for name, groups in found.items()}
 
     def _in_turn(self, checkpoint: OpenedCheckpoint, path: str) -> list[tuple[str, list[ParamGroup]]]:
