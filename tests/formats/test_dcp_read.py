@@ -536,7 +536,7 @@ def test_tied_names_are_two_parameters(tmp_path):
     assert torch.equal(checkpoint.read("0.weight"), checkpoint.read("1.weight"))
 
 
-def test_items_that_are_alike_are_where_their_archives_say(monkeypatch, tmp_path):
+def test_items_of_a_known_kind_are_where_their_archives_say(monkeypatch, tmp_path):
     """The heads of items that were seen before are not parsed; that gives what parsing gives."""
     shapes = [(2, 8), (4, 4), (8, 2), (4, 4), (1, 16), (5000,), (5000,), (5000,), (16,), (8, 2), ()]
     tensors = {str(i): torch.randn(shapes[i % len(shapes)]) for i in range(60)}
@@ -544,7 +544,7 @@ def test_items_that_are_alike_are_where_their_archives_say(monkeypatch, tmp_path
     metadata = read_metadata(path)
     quick = items.read_items(path, metadata)
     parsed = []
-    monkeypatch.setattr(items.Alike, "known", lambda *_: parsed.append(1))
+    monkeypatch.setattr(items.Kinds, "known", lambda *_: parsed.append(1))
     slow = items.read_items(path, metadata)
     assert len(parsed) == 60
     assert {key: item.spans for key, item in quick.tensors.items()} == {k: i.spans for k, i in slow.tensors.items()}

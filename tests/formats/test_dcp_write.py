@@ -284,7 +284,7 @@ def test_more_ranks_than_items_leave_no_empty_files(tmp_path):
     assert {path.name for path in directory.iterdir()} == {"__0_0.distcp", ".metadata", "zckpt.pt"}
 
 
-def test_alike_tensors_share_the_bytes_around_them(tmp_path):
+def test_tensors_of_one_kind_share_the_bytes_around_them(tmp_path):
     """A hundred thousand small tensors take no memory for as many archives."""
     torch.save({f"w{number}": torch.rand(4, 5) for number in range(50)}, tmp_path / "m")
     file, *_ = writer.lay_out(torch_reader.read(tmp_path / "m"))

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -27,22 +28,25 @@ from tests.formats.some_tensors import random_tensor, stored
 from tests.plans import read_slot, write_directory
 from tests.strategies import shapes, tilings
 from tests.torchfile.test_write import CONTENTS, ONLY_IN_ZIP, as_big_endian
+from zckpt.engine.boxes import bounds
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.native import rank_file as ranks
 from zckpt.formats.native.digests import check_digests
 from zckpt.formats.native.document import encode, read_document
-from zckpt.formats.native.names import is_native, is_own
+from zckpt.formats.native.names import is_native, is_own, rank_name
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
-from zckpt.formats.native.pieces import Cut, Headers, Layouts, Order
-from zckpt.formats.native.reader import headers_shared, read
-from zckpt.formats.native.writer import lay_out
+from zckpt.formats.native.order import LARGE, Headers, Order, PieceSpans, Table
+from zckpt.formats.native.pieces import Cut, Layouts
+from zckpt.formats.native.reader import NAMES, Reading, headers_shared, read
+from zckpt.formats.native.schema import Members
+from zckpt.formats.native.writer import Placed, describe, lay_out, lay_out_document, members_of
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar, Slot, Span
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.state.partition import even_runs
 from zckpt.torchfile import (
@@ -572,6 +576,65 @@ def test_tensors_are_found_where_they_are_though_a_header_was_written_anew(direc
     assert len(set(exchanged)) == 2
     with headers_shared(1, 2), pytest.raises(DamagedFileError, match="header"):
         read(directory)
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp2", "tp2_s1_bf16_dp2", "other/plain_mixed/ckpt.pt"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_table_of_kinds_says_the_same_as_sums_one_by_one(name: str, world_size: int, tmp_path: Path) -> None:
+    reading = reading_of(written(open_checkpoint(FIXTURES / name), tmp_path / "native", world_size))
+    table = Table(reading.listed, reading.cuts)
+    assert table.is_proven
+    for cut, pieces in reading.cuts:
+        expected, found = reading.places.spans(cut, pieces, reading.paths), table.spans(cut, pieces, reading.paths)
+        assert isinstance(found, PieceSpans)
+        assert found == expected
+        assert tuple(found[n] for n in range(len(found))) == tuple(expected) == found[:]
+        assert table.offsets(cut, pieces) == reading.places.offsets(cut, pieces)
+        for span in expected:
+            low, high = bounds(span.extent, cut.shape)
+            assert span in found.reaching(low, high)
+            assert span in found.within({span.path})
+        assert found.within(()) == ()
+
+
+def reading_of(directory: Path) -> Reading:
+    document, nbytes = read_document(directory)
+    return Reading(directory, Members(document, "document", NAMES), nbytes, headers=False)
+
+
+def test_many_slots_by_many_files_have_no_object_for_each(tmp_path: Path) -> None:
+    """More pieces than are summed up one by one; all elements are where they were written."""
+    count, each = 256, 3
+    shape = (count * each,)
+    names = [f"layers.{number}" for number in range(LARGE // count + 1)]
+    values = {name: np.arange(shape[0], dtype=np.float32) + number for number, name in enumerate(names)}
+    checkpoint = Checkpoint("", "zckpt")
+    placed = []
+    for name in names:
+        slot = Slot("weight", "float32", shape, ())
+        checkpoint.parameters[name] = Parameter(name, shape, "float32", {"weight": slot})
+        cut = tuple((rank, Extent.flat(shape, rank * each, each)) for rank in range(count))
+        placed.append(Placed("weight", f"weight/{name}", slot, cut))
+    files = []
+    for rank in range(count):
+        entries = []
+        for name, one in zip(names, placed, strict=True):
+            data = memoryview(values[name][rank * each : (rank + 1) * each]).cast("B")
+            entries.append(ranks.slot_entry(one.key, one.slot, one.pieces[rank][1], data))
+        files.append(ranks.lay_out(rank_name(rank, count), entries, "0" * 32))
+    members = members_of(checkpoint, describe(checkpoint), placed)
+    document = lay_out_document(members, "0" * 32, [ranks.listed(file) for file in files])
+    write_directory(plan([*files, document]), tmp_path / "native")
+    found = read(tmp_path / "native")
+    for name in names[::50]:
+        spans = found.parameters[name].slots["weight"].spans
+        assert isinstance(spans, PieceSpans)
+        assert read_slot(found.parameters[name].slots["weight"]).tobytes() == values[name].tobytes()
+    exchange_tensors(tmp_path / "native" / files[-1].name)
+    assert (
+        read_slot(read(tmp_path / "native").parameters[names[0]].slots["weight"]).tobytes()
+        == values[names[0]].tobytes()
+    )
 
 
 def every_slot(checkpoint: Checkpoint) -> list[tuple[tuple[str, str], Slot]]:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.checking import Checked
-from zckpt.engine.plan import Plan, TargetFile, plan
+from zckpt.engine.plan import TargetFile
 from zckpt.errors import UsageError
-from zckpt.formats.checksums import source_checks
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -19,14 +17,15 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.format import TargetFiles
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.result import Written
-from zckpt.operations.target import write_target
-from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.operations.target import How, write_from
+from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
 DTYPES = ("float32", "bfloat16", "float16", "keep")
@@ -126,8 +125,12 @@ def consolidate(
     """
     _check_choice("dtype", dtype, (None, *DTYPES))
     _check_choice("tied", tied, TIED)
-    if memory < 1 or max_shard_size < 1:
-        raise UsageError("sizes must be positive", found=min(memory, max_shard_size))
+    if max_shard_size < 1:
+        raise UsageError("sizes must be positive", found=max_shard_size)
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
     checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(checkpoint, drop)
     path = Path(target)
@@ -135,42 +138,15 @@ def consolidate(
     tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
     files = _model_files(path, tensors, max_shard_size)
     optimizer = _optimizer_file(checkpoint, path, slots, dtype)
-    made = plan([*files, *([optimizer] if optimizer else [])])
-    compared = _compared(checkpoint) if weight_check else 0
-    paths = _paths(path, made)
-    _check_apart(checkpoint, path, paths, overwrite=overwrite)
-    checked = Checked()
-    if not dry_run:
-        checks = source_checks(checkpoint, made) if checksums else None
-        owned = OWNED if kind_of_model(path) == DIRECTORY else None
-        checked = write_target(
-            made, path, owned=owned, overwrite=overwrite, memory=memory, reporter=reporter, checks=checks
-        )
-    return Consolidated(
-        dry_run=dry_run,
-        files=tuple(paths),
-        read_nbytes=made.read_nbytes,
-        write_nbytes=made.write_nbytes,
-        memory=memory,
-        compared=compared,
-        checksummed=checked.nbytes,
-        dropped=dropped,
-        warnings=tuple(checkpoint.warnings),
-        num_tensors=len(tensors),
-    )
+    laid = TargetFiles([*files, *([optimizer] if optimizer else [])], is_file=kind_of_model(path) != DIRECTORY)
+    _check_apart(checkpoint, path, laid, overwrite=overwrite)
+    done = write_from(checkpoint, laid, path, how, owned=None if laid.is_file else OWNED, dropped=dropped)
+    return Consolidated(**done.fields(), num_tensors=len(tensors))
 
 
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
     if value not in choices:
         raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
-
-
-def _compared(checkpoint: Checkpoint) -> int:
-    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
-        return 0
-    from zckpt.compare.weights import check_weights
-
-    return check_weights(checkpoint)
 
 
 def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_frozen: bool) -> Tensors:
@@ -216,18 +192,14 @@ def _optimizer_file(
     return lay_out(checkpoint, name, wanted)
 
 
-def _paths(path: Path, made: Plan) -> list[Path]:
-    inside = kind_of_model(path) == DIRECTORY
-    return [(path if inside else path.parent) / one.file.name for one in made.files]
-
-
-def _check_apart(checkpoint: Checkpoint, path: Path, paths: Sequence[Path], *, overwrite: bool) -> None:
+def _check_apart(checkpoint: Checkpoint, path: Path, laid: TargetFiles, *, overwrite: bool) -> None:
     """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
-    if kind_of_model(path) == DIRECTORY:
-        check_sources(checkpoint, [path])
-        if overwrite:
-            check_replaceable(path, OWNED)
-    else:
+    if laid.is_file:
+        paths = [path.parent / one.name for one in laid.files]
         check_sources(checkpoint, paths)
         if overwrite:
             check_companions(path, paths)
+    else:
+        check_sources(checkpoint, [path])
+        if overwrite:
+            check_replaceable(path, OWNED)

@@ -8,17 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.plan import Plan, plan
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.checksums import source_checks
 from zckpt.formats.format import Format, Job, TargetFiles, choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.result import Written
-from zckpt.operations.target import write_target
+from zckpt.operations.target import How, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.state.rank_values import listed
@@ -79,8 +76,10 @@ def convert(
     TargetError
         The target exists or cannot be written.
     """
-    if memory < 1:
-        raise UsageError("sizes must be positive", found=memory)
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
     written = get(to)
     if not written.writes:
         expected = ", ".join(one.name for one in formats() if one.writes)
@@ -93,29 +92,12 @@ def convert(
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
-    planned = plan(laid.files)
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
     owned = _check_target(proof, written, laid, overwrite=overwrite)
-    compared = _compared(checkpoint) if weight_check else 0
-    checked = Checked()
-    if not dry_run:
-        checks = source_checks(checkpoint, planned) if checksums else None
-        checked = _write(proof, laid, owned, planned, overwrite, checks)
-    inside = [path if laid.is_file else path / one.name for one in laid.files]
-    return Written(
-        dry_run=dry_run,
-        files=tuple(inside + [path.parent / one.name for one in laid.outside]),
-        read_nbytes=planned.read_nbytes,
-        write_nbytes=planned.write_nbytes,
-        memory=memory,
-        compared=compared,
-        checksummed=checked.nbytes,
-        verified=proof.verified,
-        notes=(*laid.notes, *_of_several(checkpoint, to)),
-        dropped=dropped,
-        warnings=tuple(checkpoint.warnings),
-    )
+    more = proof.beside if laid.is_file else ()
+    done = write_from(checkpoint, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
+    return replace(done, verified=proof.verified, notes=(*done.notes, *_of_several(checkpoint, to)))
 
 
 def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
@@ -167,32 +149,3 @@ def _round_means(checkpoint: Checkpoint) -> None:
         if weight is not None and weight.replicas and master is not None:
             slots = {**parameter.slots, WEIGHT: replace(master, name=WEIGHT, dtype=weight.dtype)}
             checkpoint.parameters[name] = replace(parameter, slots=slots)
-
-
-def _compared(checkpoint: Checkpoint) -> int:
-    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
-        return 0
-    from zckpt.compare.weights import check_weights
-
-    return check_weights(checkpoint)
-
-
-def _write(
-    proof: Proof, laid: TargetFiles, owned: Owned | None, planned: Plan, overwrite: bool, checks: Checks | None
-) -> Checked:
-    """Write the target, prove it before it gets its name, then write what points to it; return what was checked."""
-    path = proof.target
-    checked = write_target(
-        planned,
-        path,
-        owned=owned,
-        more=proof.beside if laid.is_file else (),
-        overwrite=overwrite,
-        memory=proof.memory,
-        reporter=proof.reporter,
-        checks=checks,
-        prove=proof.of,
-    )
-    for one in laid.outside:
-        write_target(plan([one]), path.parent / one.name, overwrite=True)
-    return checked

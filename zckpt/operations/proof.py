@@ -163,7 +163,7 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
         Something did not arrive.
     """
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
-        found = _same(parameter, written)
+        found = _values(parameter, written)
         for key, slot in parameter.slots.items():
             copy = _copy(key, slot, found)
             if copy is None:
@@ -220,10 +220,15 @@ def prove_rest(
         raise LayoutError(f"{missing[0]} did not arrive", path=target, advice="please report this")
 
 
-def _same(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
-    """Return the slots and group-wide values of the parameter of the same name."""
+def same_parameter(parameter: Parameter, written: Checkpoint) -> Parameter | None:
+    """Return the parameter or buffer that has the same name in what was written."""
     name = parameter.name
-    found = written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
+    return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)
+
+
+def _values(parameter: Parameter, written: Checkpoint) -> dict[str, object]:
+    """Return the slots and group-wide values of the parameter of the same name."""
+    found = same_parameter(parameter, written)
     if found is None:
         return {}
     group = written.param_groups[found.group].state if found.group is not None else {}
@@ -257,7 +262,7 @@ def verify_bytes(
         pair
         for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
         for key, slot in parameter.slots.items()
-        for pair in _pairs(f"{key}/{parameter.name}", key, slot, _same(parameter, written))
+        for pair in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
     ]
     pairs += _rank_pairs(checkpoint, written)
     different = differences(pairs, memory=memory, reporter=reporter)

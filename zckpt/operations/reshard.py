@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.checking import Checked
-from zckpt.engine.plan import plan
 from zckpt.errors import UsageError
-from zckpt.formats.checksums import source_checks
-from zckpt.formats.format import Job, TargetFiles, choose
+from zckpt.formats.format import Job, choose
 from zckpt.formats.registry import get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.result import Written
-from zckpt.operations.target import write_target
-from zckpt.state import Checkpoint
+from zckpt.operations.target import How, write_from
 from zckpt.state.names import as_filed
 
 
@@ -87,6 +84,10 @@ def reshard(
     TargetError
         The target exists or cannot be written.
     """
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
     for place in (str(origin), *checkpoint.roots):
@@ -103,40 +104,6 @@ def reshard(
     dropped = check_nothing_lost(checkpoint, drop, copied=laid.copied)
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    planned = plan(laid.files)
-    compared = _compared(checkpoint, laid) if weight_check else 0
     proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated)
-    checked = Checked()
-    if not dry_run:
-        checks = source_checks(checkpoint, planned) if checksums else None
-        checked = write_target(
-            planned,
-            path,
-            owned=owned,
-            overwrite=overwrite,
-            memory=memory,
-            reporter=reporter,
-            checks=checks,
-            prove=proof.of,
-        )
-    files = tuple(path / one.file.name for one in planned.files)
-    return Written(
-        dry_run=dry_run,
-        files=files,
-        read_nbytes=planned.read_nbytes,
-        write_nbytes=planned.write_nbytes,
-        memory=memory,
-        compared=compared,
-        checksummed=checked.nbytes,
-        verified=proof.verified,
-        notes=tuple(laid.notes),
-        dropped=dropped,
-        warnings=tuple(checkpoint.warnings),
-    )
-
-
-def _compared(checkpoint: Checkpoint, laid: TargetFiles) -> int:
-    """Hold masters against weights, and what else the format can compare; return how many elements."""
-    from zckpt.compare.weights import check_weights
-
-    return check_weights(checkpoint) + (laid.check() if laid.check is not None else 0)
+    done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
+    return replace(done, verified=proof.verified)

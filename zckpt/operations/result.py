@@ -6,8 +6,9 @@ And what all results say alike of a checkpoint, and of numbers that JSON cannot 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from zckpt.state import Checkpoint
 
@@ -49,6 +50,10 @@ class Written:
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return all parameters, for a result that has more."""
+        return {one.name: getattr(self, one.name) for one in fields(Written)}
 
     def as_dict(self) -> dict[str, object]:
         """Return the result as JSON-able data, the document of `--json`."""

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.checking import Checked
-from zckpt.engine.plan import Hole, fill, plan
+from zckpt.engine.plan import Hole, fill
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.checksums import source_checks
+from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
-from zckpt.operations.proof import check_apart, check_companions
+from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.result import Written
-from zckpt.operations.target import write_target
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter
+from zckpt.operations.target import How, write_from
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.storage.ownership import Owned
 
 CHOICES = {
@@ -103,8 +102,10 @@ def strip(
     TargetError
         The target exists or cannot be written.
     """
-    if memory < 1:
-        raise UsageError("sizes must be positive", found=memory)
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
     checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
@@ -113,48 +114,16 @@ def strip(
     _check_request(checkpoint, origin, request)
     made = get(checkpoint.format).strip(checkpoint, origin, request)
     dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
-    planned = plan(one.file for one in made.files if one.file is not None)
     owned = Owned(frozenset(one.name for one in made.files).__contains__)
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
-    compared = _compared(checkpoint) if weight_check else 0
 
     def prove(written: Path, _: Sequence[Path]) -> None:
         _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
-    checked = Checked()
-    checks = source_checks(checkpoint, planned) if checksums and not dry_run else None
-    if not dry_run:
-        checked = write_target(
-            planned,
-            path,
-            owned=owned if origin.is_dir() else None,
-            overwrite=overwrite,
-            memory=memory,
-            reporter=reporter,
-            checks=checks,
-            prove=prove,
-        )
-    return Stripped(
-        dry_run=dry_run,
-        files=tuple(path / one.file.name if origin.is_dir() else path for one in planned.files),
-        read_nbytes=planned.read_nbytes,
-        write_nbytes=planned.write_nbytes,
-        memory=memory,
-        compared=compared,
-        checksummed=checked.nbytes,
-        notes=made.notes,
-        dropped=dropped,
-        warnings=tuple(checkpoint.warnings),
-        saved=_saved(made),
-    )
-
-
-def _compared(checkpoint: Checkpoint) -> int:
-    if not any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
-        return 0
-    from zckpt.compare.weights import check_weights
-
-    return check_weights(checkpoint)
+    is_file = not origin.is_dir()
+    laid = TargetFiles([one.file for one in made.files if one.file is not None], is_file=is_file, notes=made.notes)
+    done = write_from(checkpoint, laid, path, how, owned=None if is_file else owned, prove=prove, dropped=dropped)
+    return Stripped(**done.fields(), saved=_saved(made))
 
 
 def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
@@ -200,7 +169,7 @@ def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owne
 def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target: Path) -> None:
     """Plan a read of all that was written: every element of every slot that was to stay must be there once."""
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
-        found = _same(parameter, written)
+        found = same_parameter(parameter, written)
         for key, slot in parameter.slots.items():
             alone = key == MASTER and WEIGHT not in parameter.slots
             if not request.needs(key) and not alone:
@@ -215,9 +184,3 @@ def _prove(checkpoint: Checkpoint, written: Checkpoint, request: Request, target
                     advice="please report this",
                 )
             fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
-
-
-def _same(parameter: Parameter, written: Checkpoint) -> Parameter | None:
-    """Return the parameter of the same name."""
-    name = parameter.name
-    return written.parameters.get(name) or written.buffers.get(name) or written.unnamed.get(name)

@@ -12,13 +12,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.plan import Plan
+from zckpt.engine.plan import Plan, TargetFile, plan
 from zckpt.engine.write import write
-from zckpt.errors import TargetError
+from zckpt.errors import TargetError, UsageError
+from zckpt.formats.format import TargetFiles
+from zckpt.operations.result import Written
+from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.storage.durable import check_space, written_directory, written_files
 from zckpt.storage.ownership import Owned, check_target
 
@@ -91,7 +95,7 @@ Partial = tuple[list[Path], Path, list[Path]]
 
 @contextmanager
 def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bool) -> Iterator[Partial]:
-    names = [target] if len(plan.files) == 1 else [target.parent / one.file.name for one in plan.files]
+    names = _names([one.file for one in plan.files], target, None)
     every = [*more, *sorted(names, key=lambda name: name == target)]
     for name in every:
         check_target(name, overwrite=overwrite)
@@ -106,10 +110,17 @@ def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) 
     check_target(target, overwrite=overwrite, owned=owned)
     check_space(target.parent, plan.write_nbytes)
     with written_directory(target, overwrite=overwrite, owned=owned) as partial:
-        names = [partial / one.file.name for one in plan.files]
+        names = _names([one.file for one in plan.files], partial, owned)
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
         yield names, partial, []
+
+
+def _names(files: Sequence[TargetFile], target: Path, owned: Owned | None) -> list[Path]:
+    """Return where files go: into a directory, or the only one to the target and several beside each other."""
+    if owned is not None:
+        return [target / one.name for one in files]
+    return [target] if len(files) == 1 else [target.parent / one.name for one in files]
 
 
 @contextmanager
@@ -126,3 +137,114 @@ def _write_errors(path: Path) -> Iterator[None]:
             found=error.strerror or str(error),
             advice="nothing was left behind",
         ) from error
+
+
+# --- from a checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class How:
+    """What every verb that writes a checkpoint leaves to choose.
+
+    Parameters
+    ----------
+    weight_check : bool
+        Hold a sample of every master against its weight before anything is written.
+    checksums : bool
+        Hold what is copied against the checksums of the source's files; what is damaged is not written.
+    overwrite : bool
+        Replace what may be replaced.
+    dry_run : bool
+        Plan everything, write nothing.
+    memory : int, bytes
+        Upper bound of what copy buffers take together.
+    reporter : Reporter or None
+    """
+
+    weight_check: bool
+    checksums: bool
+    overwrite: bool
+    dry_run: bool
+    memory: int
+    reporter: Reporter | None
+
+    def __post_init__(self) -> None:
+        if self.memory < 1:
+            raise UsageError("sizes must be positive", found=self.memory)
+
+
+def write_from(
+    checkpoint: Checkpoint,
+    laid: TargetFiles,
+    target: Path,
+    how: How,
+    *,
+    owned: Owned | None,
+    more: Sequence[Path] = (),
+    prove: Prove | None = None,
+    dropped: tuple[str, ...] = (),
+) -> Written:
+    """Plan the files that were laid out for a target, check the source, write the target and what points to it.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The source, which the caller has found to be apart from the target.
+    laid : TargetFiles
+    target : Path
+    how : How
+    owned, more, prove
+        As for `write_target`.
+    dropped : tuple of str
+        What of the source may be lost.
+
+    Raises
+    ------
+    SourceError
+        It contradicts itself, or a file is damaged.
+    TargetError
+        The target exists or cannot be written.
+    """
+    files = list(laid.files)
+    planned = plan(files)
+    compared = _compared(checkpoint, laid) if how.weight_check else 0
+    checked = Checked()
+    if not how.dry_run:
+        from zckpt.formats.checksums import source_checks
+
+        checks = source_checks(checkpoint, planned) if how.checksums else None
+        checked = write_target(
+            planned,
+            target,
+            owned=owned,
+            more=more,
+            overwrite=how.overwrite,
+            memory=how.memory,
+            reporter=how.reporter,
+            checks=checks,
+            prove=prove,
+        )
+        for one in laid.outside:
+            write_target(plan([one]), target.parent / one.name, overwrite=True)
+    return Written(
+        dry_run=how.dry_run,
+        files=tuple(_names(files, target, owned) + [target.parent / one.name for one in laid.outside]),
+        read_nbytes=planned.read_nbytes,
+        write_nbytes=planned.write_nbytes,
+        memory=how.memory,
+        compared=compared,
+        checksummed=checked.nbytes,
+        notes=tuple(laid.notes),
+        dropped=dropped,
+        warnings=tuple(checkpoint.warnings),
+    )
+
+
+def _compared(checkpoint: Checkpoint, laid: TargetFiles) -> int:
+    """Hold masters against weights, and what else the format can compare; return how many elements."""
+    compared = 0 if laid.check is None else laid.check()
+    if any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
+        from zckpt.compare.weights import check_weights
+
+        compared += check_weights(checkpoint)
+    return compared

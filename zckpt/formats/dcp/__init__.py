@@ -5,7 +5,7 @@ DIR/__<rank>_<n>.distcp            items one after the other, each a whole file 
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
-that FSDP, tensor parallelism and both are read alike.
+that FSDP, tensor parallelism and both are read in the same way.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def _names_of_numbers(
         return {}
     every = [(at, label) for at, one in numbered for group in one.groups for label in group.members]
     if names is not None:
-        return _told(checkpoint, optimizers, every, names)
+        return _given(checkpoint, optimizers, every, names)
     found: dict[tuple[int, Label], str] = {}
     for at, one in numbered:
         used = set(found.values())
@@ -123,12 +123,12 @@ def _names_of_numbers(
         recorded = _recorded(one, free)
         checkpoint.is_numbered = checkpoint.is_numbered or not recorded
         numbers = [[label for label in group.members if isinstance(label, int)] for group in one.groups]
-        told = recorded or deduce_names(numbers, list(free), _fits(one, free))
-        found.update({(at, number): name for number, name in told.items()})
+        certain = recorded or deduce_names(numbers, list(free), _fits(one, free))
+        found.update({(at, number): name for number, name in certain.items()})
     return found
 
 
-def _told(
+def _given(
     checkpoint: Checkpoint,
     optimizers: Sequence[OptimizerState],
     every: Sequence[tuple[int, Label]],

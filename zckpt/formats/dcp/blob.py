@@ -1,4 +1,4 @@
-"""The safetensors blob in which a DCP writer told to use safetensors puts all tensors of a file, after its objects.
+"""The safetensors blob in which a DCP writer that uses safetensors puts all tensors of a file, after its objects.
 
 objects | 8 bytes length | header, JSON | data to the end of the file
 

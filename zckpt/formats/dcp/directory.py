@@ -3,7 +3,7 @@
 DIR/.metadata, __R_N.distcp                               one folder holds all
 DIR/.metadata, __R_N.distcp, meta.pt                      Lightning: the rest of its dict is in `meta.pt`
 DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict has no place for
-DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, the rest beside
+DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAME = ".metadata"
 
 LIGHTNING_NAME = "meta.pt"
 MEGATRON_NAMES = ("common.pt", "metadata.json")
-"""What Megatron-Core's `torch_dist` has beside `.metadata`: state that is not sharded, and which backend it is."""
+"""What Megatron-Core's `torch_dist` has next to `.metadata`: state that is not sharded, and which backend it is."""
 
 MEGATRON_MARK = b'"sharded_backend"'
 """A member of its `metadata.json`, which begins with it."""
@@ -37,11 +37,11 @@ _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The folders with a `.metadata`, by name where there are several, and Lightning's file beside it."""
+    """The folders with a `.metadata`, by name where there are several, and Lightning's file next to it."""
 
     path: Path
     folders: dict[str, Path]
-    beside: tuple[Path, ...]
+    others: tuple[Path, ...]
     own: Path | None
 
 
@@ -60,9 +60,9 @@ def find(path: Path) -> Directory | None:
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
     if (path / NAME).is_file():
-        beside = tuple(path / LIGHTNING_NAME for entry in entries if entry.name == LIGHTNING_NAME)
+        others = tuple(path / LIGHTNING_NAME for entry in entries if entry.name == LIGHTNING_NAME)
         own = path / OWN_NAME
-        return Directory(path, {"": path}, beside, own if own.is_file() else None)
+        return Directory(path, {"": path}, others, own if own.is_file() else None)
     names = [e.name for e in entries if _FOLDER.fullmatch(e.name) and (Path(e.path) / NAME).is_file()]
     if not names:
         return None

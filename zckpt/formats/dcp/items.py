@@ -2,7 +2,7 @@
 
 FILE.distcp    item | item | ...     each item is a whole file of `torch.save`, at the place that `.metadata` gives
 
-or, where the writer was told to use safetensors for tensors:
+or, where the writer uses safetensors for tensors:
 
 FILE.distcp    object | object | ... | safetensors blob of all of the file's tensors, see `blob`
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
 from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
-from zckpt.formats.dcp.alike import Alike
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
 from zckpt.formats.dcp.directory import rank_of
+from zckpt.formats.dcp.kinds import Kinds
 from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import Extent, Slot, Span
@@ -139,13 +139,13 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
     UnsupportedError
         A chunk is something other than a dense tensor.
     """
-    wanted, alike = _by_file(metadata), Alike()
+    needed, kinds = _by_file(metadata), Kinds()
     places: dict[str, list[tuple[int, int]]] = {}
     for place in [*metadata.objects.values(), *metadata.chunks.values()]:
         places.setdefault(place.file, []).append((place.offset, place.nbytes))
     files, objects = [], {}
     nodes: dict[tuple[str, Offsets], tuple[Tensor, str]] = {}
-    for name, (chunks, here) in wanted.items():
+    for name, (chunks, here) in needed.items():
         with _open(directory, name, metadata) as (descriptor, file):
             files.append(file)
             for key, place in here.items():
@@ -153,7 +153,7 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
                 objects[key] = ObjectItem(key, found, found.root)
                 file.tree[key] = found.root
             blob = _has_blob(descriptor, file, chunks)
-            read = _blob_chunks(descriptor, file, chunks) if blob else _torch_chunks(descriptor, file, chunks, alike)
+            read = _blob_chunks(descriptor, file, chunks) if blob else _torch_chunks(descriptor, file, chunks, kinds)
             for index, node in read:
                 nodes[index] = node, file.path
                 file.add_chunk(*index, node)
@@ -181,20 +181,20 @@ def faults(directory: Path, metadata: Metadata) -> Iterator[SourceError]:
                 if _has_blob(descriptor, file, chunks):
                     read_blob(descriptor, next(iter(chunks.values()))[0].offset, file.nbytes, file.path)
                 else:
-                    list(_torch_chunks(descriptor, file, chunks, Alike()))
+                    list(_torch_chunks(descriptor, file, chunks, Kinds()))
         except SourceError as error:
             rank = rank_of(name)
             error.ranks = () if rank is None else (rank,)
             yield error
 
 
-Wanted = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
+Chunks = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
 """Chunks by key and first index, with what `.metadata` says of them."""
 
 
-def _by_file(metadata: Metadata) -> dict[str, tuple[Wanted, dict[str, Place]]]:
+def _by_file(metadata: Metadata) -> dict[str, tuple[Chunks, dict[str, Place]]]:
     """Return what each file has to hold: chunks, and objects; a file of empty chunks only has to hold nothing."""
-    files: dict[str, tuple[Wanted, dict[str, Place]]] = {}
+    files: dict[str, tuple[Chunks, dict[str, Place]]] = {}
     for place in metadata.chunks.values():
         files.setdefault(place.file, ({}, {}))
     for key, entry in metadata.tensors.items():
@@ -267,11 +267,11 @@ def _torch_file(descriptor: int, file: ItemFile, key: str, place: Place) -> Torc
 
 
 def _torch_chunks(
-    descriptor: int, file: ItemFile, chunks: Wanted, alike: Alike
+    descriptor: int, file: ItemFile, chunks: Chunks, kinds: Kinds
 ) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
     for index, (place, chunk, entry) in chunks.items():
         key = index[0]
-        node = _node(descriptor, file, key, place, alike)
+        node = _node(descriptor, file, key, place, kinds)
         if not isinstance(node, Tensor):
             raise UnsupportedError(
                 f"{key} is no dense tensor", path=file.path, found=getattr(node, "qualified", type(node).__name__)
@@ -280,19 +280,19 @@ def _torch_chunks(
         yield index, node
 
 
-def _node(descriptor: int, file: ItemFile, key: str, place: Place, alike: Alike) -> object:
+def _node(descriptor: int, file: ItemFile, key: str, place: Place, kinds: Kinds) -> object:
     source = _range(descriptor, file, key, place)
-    known = alike.known(source)
+    known = kinds.known(source)
     if known is not None:
         file.archives.append((place.offset, place.nbytes))
         file.globals.update(known[1])
         return known[0]
     found = _torch_file(descriptor, file, key, place)
-    alike.learn(source, found)
+    kinds.learn(source, found)
     return found.root
 
 
-def _has_blob(descriptor: int, file: ItemFile, chunks: Wanted) -> bool:
+def _has_blob(descriptor: int, file: ItemFile, chunks: Chunks) -> bool:
     """Tell whether a file holds its tensors as one safetensors blob; it is where each of them is said to be."""
     if not chunks:
         return False
@@ -301,7 +301,7 @@ def _has_blob(descriptor: int, file: ItemFile, chunks: Wanted) -> bool:
     return file.is_safetensors
 
 
-def _blob_chunks(descriptor: int, file: ItemFile, chunks: Wanted) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
+def _blob_chunks(descriptor: int, file: ItemFile, chunks: Chunks) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
     place = next(iter(chunks.values()))[0]
     blob: Mapping[str, Blob] = read_blob(descriptor, place.offset, file.nbytes, file.path)
     for key, one in blob.items():

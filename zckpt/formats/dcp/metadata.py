@@ -6,7 +6,7 @@ Metadata
 |-- storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
 `-- version               since torch 2.7
 
-A pickle, of which nothing is run. Keys are paths joined with dots, and names have dots themselves: only
+A pickle, of which nothing is executed. Keys are paths joined with dots, and names have dots themselves: only
 `planner_data` tells one from the other. Strides in it are local ones and chunks come in any order; neither is used.
 """
 
@@ -234,11 +234,11 @@ def _paths(planner_data: object, keys: list[str], path: str) -> tuple[dict[str, 
     leaves it empty: keys are those of a flat dict then.
     """
     known = planner_data if isinstance(planner_data, dict) else {}
-    wanted = dict.fromkeys(keys)
+    needed = dict.fromkeys(keys)
     found: dict[str, Keys] = {}
     unsaved = []
     for key, value in known.items():
-        if key not in wanted:
+        if key not in needed:
             unsaved.append(str(key))
         elif _is_path(value):
             found[key] = value

@@ -198,7 +198,7 @@ def names_of_model(models: list[ModelPart], names: frozenset[str]) -> dict[str, 
 def prefixes(optimizers: list[OptimizerPart], models: list[ModelPart]) -> list[str]:
     """Return what is to be put before each optimizer's names: what was put before those of its model.
 
-    Before numbers that are to be told from another optimizer's, where that one is.
+    Before numbers that have to differ from another optimizer's, where that one is.
     """
     several = sum(not part.names for part in optimizers) > 1
     found = []

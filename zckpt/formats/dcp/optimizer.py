@@ -215,15 +215,15 @@ def common_values(optimizers: Sequence[OptimizerState]) -> list[dict[str, object
 
 def _read_steps(optimizers: Sequence[OptimizerState]) -> dict[int, Scalar]:
     """Read every step that is a tensor, file by file; by the identity of its item."""
-    wanted: list[tuple[str, int, Tensor]] = []
+    scalars: list[tuple[str, int, Tensor]] = []
     for optimizer in optimizers:
         for slots in optimizer.state.values():
             node = slots.get("step")
             if isinstance(node, TensorItem) and node.shape == () and node.whole is not None:
-                wanted.append((node.spans[0].path, id(node), node.whole))
+                scalars.append((node.spans[0].path, id(node), node.whole))
     found: dict[int, Scalar] = {}
-    for path, members in groupby(sorted(wanted, key=lambda one: one[0]), key=lambda one: one[0]):
+    for path, members in groupby(sorted(scalars, key=lambda one: one[0]), key=lambda one: one[0]):
         listed = list(members)
-        scalars = read_scalars(path, [tensor for _, _, tensor in listed])
-        found.update(zip((identity for _, identity, _ in listed), scalars, strict=True))
+        numbers = read_scalars(path, [tensor for _, _, tensor in listed])
+        found.update(zip((identity for _, identity, _ in listed), numbers, strict=True))
     return found

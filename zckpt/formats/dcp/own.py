@@ -6,18 +6,21 @@
 
 with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
 knows by number only, and hyperparameters that torch takes apart, as they were. `items`, which may be absent, names
-values beside model and optimizer that are items of the directory and nowhere else.
+values besides model and optimizer that are items of the directory and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.consolidated.optimizer import value_node
 from zckpt.formats.dcp.optimizer import OptimizerState
-from zckpt.formats.remainder import remainder_rules, restore
+from zckpt.formats.dcp.write_items import expanded
+from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, describe, with_scalars
-from zckpt.state import Checkpoint, Parameter
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
@@ -25,6 +28,35 @@ from zckpt.torchfile import TorchFile
 KEY = "dcp"
 
 RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
+
+
+def own_tree(checkpoint: Checkpoint, held: Collection[str]) -> dict[str, object]:
+    """Return the tree of `zckpt.pt`, without the values under the keys that items of the directory hold (`held`)."""
+    rest = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+    tree = remainder(replace(checkpoint, metadata=rest))
+    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
+    return {**tree, **version, KEY: {**_peculiar(checkpoint), **({"items": sorted(held)} if held else {})}}
+
+
+def _peculiar(checkpoint: Checkpoint) -> dict[str, object]:
+    absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]
+    hyperparameters = {
+        index: {key: value_node(value) for key, value in expanded(group.hyperparameters).items()}
+        for index, group in enumerate(checkpoint.param_groups)
+    }
+    return {
+        "absent": {p.name: _shape_and_dtype(p) for p in absent},
+        "unnamed": {label: _shape_and_dtype(p) for label, p in checkpoint.unnamed.items()},
+        "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
+    }
+
+
+def _about(file: TorchFile) -> Mapping[object, object]:
+    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
+
+
+def _shape_and_dtype(parameter: Parameter) -> dict[str, object]:
+    return {"shape": list(parameter.shape), "dtype": parameter.dtype}
 
 
 def complete(checkpoint: Checkpoint, file: TorchFile) -> None:
@@ -59,11 +91,11 @@ def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: S
             expected=f"{len(labels)} different names",
             found=f"{len(set(names))} different ones of {len(names)}",
         )
-    told = dict(zip(labels, names, strict=True))
+    given = dict(zip(labels, names, strict=True))
     for optimizer in optimizers:
-        optimizer.state = {told.get(label, label): slots for label, slots in optimizer.state.items()}
+        optimizer.state = {given.get(label, label): slots for label, slots in optimizer.state.items()}
         for group in optimizer.groups:
-            group.members = [told[label] for label in group.members]
+            group.members = [given[label] for label in group.members]
     return True
 
 
@@ -98,10 +130,6 @@ def held_items(file: TorchFile) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(key, str) for key in found):
         raise DamagedFileError("unexpected content", path=file.path, expected="keys of items")
     return found
-
-
-def _about(file: TorchFile) -> Mapping[object, object]:
-    return as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
 
 
 def _abouts(file: TorchFile, key: str) -> dict[str, tuple[tuple[int, ...], str]]:

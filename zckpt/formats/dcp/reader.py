@@ -85,7 +85,7 @@ def fill(
     names : sequence of str, optional
         As for `read`.
     own : TorchFile, optional
-        What zckpt has written beside; then the rest of the dict is not looked at.
+        What zckpt has written into `zckpt.pt`; then the rest of the dict is not looked at.
 
     Raises
     ------
@@ -259,8 +259,8 @@ def _rest(node: Branch, path: Keys, models: set[Keys], optimizers: set[Keys]) ->
 
 
 def _read_companions(checkpoint: Checkpoint, directory: Directory) -> None:
-    """Keep what Lightning's file beside the folders holds, by its keys."""
-    for path in directory.beside:
+    """Keep what Lightning's file next to the folders holds, by its keys."""
+    for path in directory.others:
         file = read_torchfile(path)
         checkpoint.files.append(describe(file, "metadata"))
         _merge(checkpoint, file)
@@ -275,7 +275,7 @@ def _merge(checkpoint: Checkpoint, file: TorchFile) -> None:
 
 
 def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | None:
-    """Return the step that the program counted: at the root, beside the model, or where its trainer keeps it."""
+    """Return the step that the program counted: at the root, next to the model, or where its trainer keeps it."""
     places: list[Node] = [root, *(root.get(key) for key in STEP_PLACES)]
     for path in paths:
         node: Node = root

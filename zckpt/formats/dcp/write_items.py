@@ -46,7 +46,7 @@ MAXIMUM_DEPTH = 64
 """Of what is opened: a file may nest without end, or hold a list that contains itself."""
 
 MAXIMUM_NODES = 100_000
-"""Of one value beside the model and the optimizer: a file may repeat one part of a tree in itself without end."""
+"""Of one value besides the model and the optimizer: a file may repeat one part of a tree in itself without end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Item:
         Keys of dicts, all as text, and indices of lists.
     value : object
     whole_of : str or None
-        Key of the value beside model and optimizer that such items are all of: nothing else needs to hold it.
+        Key of the value besides model and optimizer that such items are all of: nothing else needs to hold it.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Item:
 def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
     """Return all leaves of the state dict, in its order.
 
-    Trained parameters of the model are written as `dtype`; "keep": as they are. Values beside the model and the
+    Trained parameters of the model are written as `dtype`; "keep": as they are. Values besides the model and the
     optimizer are left out where a program that does not know zckpt, or the library
     that made them, could not read them.
 
@@ -92,8 +92,8 @@ def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
         if item.key in found:
             raise UnsupportedError(f"two tensors or values have the key {item.key}", path=checkpoint.source)
         found[item.key] = item
-    beside = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
-    for key, value in beside.items():
+    others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
+    for key, value in others.items():
         if key not in root and _is_readable(value):
             more = list(_opened((key,), value, None))
             keys = {item.key for item in more}
@@ -116,7 +116,7 @@ def _by_name(checkpoint: Checkpoint, dtype: str) -> dict[str, object]:
 
 
 def _check_size(dicts: list[dict[object, object]], source: str) -> None:
-    """Refuse values beside the optimizer's tensors that torch would store leaf by leaf and that have no end."""
+    """Refuse values besides the optimizer's tensors that torch would store leaf by leaf and that have no end."""
     budget = 2 * MAXIMUM_NODES
     waiting = [value for one in dicts for value in one.values() if isinstance(value, MAPPINGS) or type(value) is list]
     while waiting:
@@ -125,7 +125,7 @@ def _check_size(dicts: list[dict[object, object]], source: str) -> None:
         budget -= len(below) + 1
         if budget < 0:
             raise UnsupportedError(
-                "the values of the optimizer beside its tensors are too many",
+                "the values of the optimizer besides its tensors are too many",
                 path=source,
                 expected=f"at most {2 * MAXIMUM_NODES}",
             )

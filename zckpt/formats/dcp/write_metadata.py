@@ -71,7 +71,7 @@ class Entry:
 
 def metadata(entries: Sequence[Entry]) -> bytes:
     """Return the content of `.metadata`."""
-    return _Metadata().run(entries)
+    return _Metadata().pickle(entries)
 
 
 class _Metadata:
@@ -88,7 +88,7 @@ class _Metadata:
         self.sizes: dict[tuple[int, ...], int] = {}
         self.repeated: dict[object, bytes] = {}
 
-    def run(self, entries: Sequence[Entry]) -> bytes:
+    def pickle(self, entries: Sequence[Entry]) -> bytes:
         writer = self.writer
         self.new(CLASSES, "Metadata")
         writer.out += b"}("
@@ -199,7 +199,7 @@ class _Metadata:
         writer.text("offset")
 
     def new(self, module: str, name: str) -> None:
-        """Write an instance of a class, made without calling `__init__`."""
+        """Write an instance of a class, created without calling `__init__`."""
         self.writer.function(module, name)
         self.writer.out += b")\x81"
 

@@ -2,41 +2,43 @@
 
 DIR/.metadata             what there is and where: see `write_metadata`
 DIR/__<rank>_0.distcp     items one after the other, each a whole torch archive
-DIR/zckpt.pt              what such a directory has no place for: `formats.remainder`, and below; torch leaves it alone
+DIR/zckpt.pt              what such a directory has no place for: see `own`; torch leaves it alone
 
-In `zckpt.pt` is {"dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}}}}
-with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
-knows by number only, and the hyperparameters of a group that torch stores leaf by leaf, as they were. A value beside
-model and optimizer that has tensors and comes back from its items as it was is not in it: {"dcp": {"items": [key]}}.
+Each item is at a multiple of 64 bytes:
+
+    | archive of item 0 | zeros | archive of item 1 | zeros | ...
+
+Tensors of one type and shape have the same bytes around their elements, and equal values are equal archives, so
+that each kind is laid out once, however many there are.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-from zckpt.engine.plan import Literal, TargetFile
-from zckpt.formats.consolidated.optimizer import value_node
-from zckpt.formats.dcp.directory import NAME
-from zckpt.formats.dcp.write_archives import Archives, TensorPiece
-from zckpt.formats.dcp.write_items import Item, expanded, items
+from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
+from zckpt.formats.dcp.directory import NAME, OWN_NAME
+from zckpt.formats.dcp.own import own_tree
+from zckpt.formats.dcp.write_items import Item, items
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
-from zckpt.formats.remainder import WITH_ITEMS, remainder
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor
+from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.partition import check_world_size
-
-REST_NAME = "zckpt.pt"
-KEY = "dcp"
-"""Under which `zckpt.pt` says what is peculiar to these directories."""
+from zckpt.torchfile import ALIGNMENT
 
 CUT_NBYTES = 1 << 16
 """Tensors above this are cut for the ranks: a smaller piece would be little more than the archive around it."""
 
 Piece = tuple[int, object]
 """A rank, and what of an item is in its file."""
+
+STEM = "archive"
+"""The root of an archive that torch.save writes to a stream."""
+
+SCALARS = (type(None), bool, int, float, str)
 
 
 def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep") -> list[TargetFile]:
@@ -66,17 +68,9 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
         entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
     content = metadata(entries)
-    rest = torch_writer.lay_out(REST_NAME, _rest(checkpoint, found))
+    held = {item.whole_of for item in found if item.whole_of is not None}
+    rest = torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, held))
     return [*(file for file in files if file.nbytes), rest, TargetFile(NAME, len(content), [Literal(0, content)])]
-
-
-def _rest(checkpoint: Checkpoint, found: Sequence[Item]) -> dict[str, object]:
-    """Return the tree of `zckpt.pt`, without the values that items are all of."""
-    held = sorted({item.whole_of for item in found if item.whole_of is not None})
-    beside = {key: value for key, value in checkpoint.metadata.items() if key not in held}
-    tree = remainder(replace(checkpoint, metadata=beside))
-    version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
-    return {**tree, **version, KEY: {**_peculiar(checkpoint), **({"items": held} if held else {})}}
 
 
 def _put(archives: Archives, file: TargetFile, value: object) -> Chunk:
@@ -136,18 +130,94 @@ def _cut(value: object, world_size: int) -> list[object]:
     ]
 
 
-def _peculiar(checkpoint: Checkpoint) -> dict[str, object]:
-    absent = [p for p in checkpoint.parameters.values() if not {WEIGHT, MASTER} & set(checkpoint.owner(p.name).slots)]
-    hyperparameters = {
-        index: {key: value_node(value) for key, value in expanded(group.hyperparameters).items()}
-        for index, group in enumerate(checkpoint.param_groups)
-    }
-    return {
-        "absent": {p.name: _about(p) for p in absent},
-        "unnamed": {label: _about(p) for label, p in checkpoint.unnamed.items()},
-        "hyperparameters": {index: values for index, values in hyperparameters.items() if values},
-    }
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """A slot, or the rows of it that one file holds.
+
+    Parameters
+    ----------
+    tensor : SlotTensor
+    offsets, sizes : tuple of int, elements
+        The first element of the piece, and its shape; whole but for dimension 0.
+    """
+
+    tensor: SlotTensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def extent(self) -> Extent:
+        """What of the slot it is."""
+        slot = self.tensor.slot
+        if self.sizes == slot.shape:
+            return Extent.whole(slot.shape)
+        row = slot.numel // slot.shape[0]
+        return Extent.flat(slot.shape, self.offsets[0] * row, self.sizes[0] * row)
 
 
-def _about(parameter: Parameter) -> dict[str, object]:
-    return {"shape": list(parameter.shape), "dtype": parameter.dtype}
+class Archives:
+    """Lays out the archive of each item, once for each kind. The values must outlive it."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, TargetFile] = {}
+
+    def nbytes(self, value: object) -> int:
+        """Return the size of an item, with the zeros after it."""
+        size = self._archive(value).nbytes
+        return size + -size % ALIGNMENT
+
+    def put(self, file: TargetFile, value: object) -> tuple[int, int]:
+        """Append an item to a file; return its offset and length in bytes."""
+        archive, at = self._archive(value), file.nbytes
+        for literal in archive.literals:
+            file.literals.append(Literal(at + literal.offset, literal.data) if at else literal)
+        for hole in archive.holes:
+            offset = at + hole.offset
+            if isinstance(value, TensorPiece):
+                slot, tensor = value.tensor.slot, value.tensor
+                file.holes.append(Hole(offset, tensor.label, slot, value.extent, tensor.dtype))
+            else:
+                file.holes.append(Hole(offset, hole.label, hole.slot, hole.extent, hole.dtype))
+        for checksum in archive.checksums:
+            offsets = tuple(at + offset for offset in checksum.offsets)
+            file.checksums.append(Checksum(at + checksum.start, at + checksum.end, offsets))
+        file.nbytes = at + archive.nbytes + -archive.nbytes % ALIGNMENT
+        return at, archive.nbytes
+
+    def _archive(self, value: object) -> TargetFile:
+        kind = _kind(value)
+        archive = self._known.get(kind)
+        if archive is None:
+            archive = self._known[kind] = _joined(torch_writer.lay_out(STEM, _node(value)))
+        return archive
+
+
+def _kind(value: object) -> object:
+    """Return what items with the same archive have in common."""
+    if isinstance(value, TensorPiece):
+        return TensorPiece, value.tensor.dtype, value.sizes
+    if isinstance(value, ValueTensor):
+        return ValueTensor, value.dtype, value.shape, value.data
+    if type(value) in SCALARS:
+        return type(value), repr(value)  # 0.0 and -0.0 are equal, and are not the same
+    return id(value)
+
+
+def _node(value: object) -> object:
+    if not isinstance(value, TensorPiece):
+        return value
+    stand_in = Slot("", value.tensor.dtype, value.sizes, ())
+    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotPart(0, stand_in, "")])
+    return torch_writer.view(storage, value.sizes)
+
+
+def _joined(archive: TargetFile) -> TargetFile:
+    """Return an archive with literals that follow each other joined."""
+    joined: list[tuple[int, bytearray]] = []
+    for literal in sorted(archive.literals, key=lambda one: one.offset):
+        if joined and joined[-1][0] + len(joined[-1][1]) == literal.offset:
+            joined[-1][1].extend(literal.data)
+        else:
+            joined.append((literal.offset, bytearray(literal.data)))
+    literals = [Literal(offset, bytes(data)) for offset, data in joined]
+    return TargetFile(archive.name, archive.nbytes, literals, archive.holes, archive.checksums)

@@ -1,27 +1,15 @@
-"""Where the elements of slots lie: the layouts of a document, and where in the files the pieces of slots are."""
+"""The layouts of a document: which file has which elements of a slot. Where they are in the files, `order` says."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.errors import DamagedFileError
 from zckpt.formats.native.leaves import wrong
 from zckpt.formats.native.node_kinds import Json
-from zckpt.formats.native.rank_file import (
-    DIGEST_NBYTES,
-    Listed,
-    RankFile,
-    header_for,
-    order_key,
-    shape_of,
-    stored_as,
-)
 from zckpt.formats.native.schema import Members
 from zckpt.state import Extent
-from zckpt.state.dtypes import itemsize
-from zckpt.storage.crc32 import crc32
 
 Pieces = list[tuple[int, Extent]]
 """Which file, and which elements."""
@@ -122,86 +110,3 @@ def _extent(piece: Piece, key: str, shape: tuple[int, ...]) -> Extent:
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
     return Extent(offsets, sizes, start, numel)
-
-
-Offsets = tuple[int, ...]
-"""Where each piece of a slot is in its file, in bytes."""
-
-
-class Headers:
-    """Finds the tensors of slots in the headers of the ranks' files, which were read.
-
-    Parameters
-    ----------
-    files : sequence of RankFile
-    """
-
-    def __init__(self, files: Sequence[RankFile]) -> None:
-        self._files = files
-
-    def offsets(self, cut: Cut, pieces: Pieces) -> Offsets:
-        """Return where the pieces of a slot are.
-
-        Raises
-        ------
-        DamagedFileError
-            A file does not hold what the document says.
-        """
-        return tuple(
-            self._files[file].take(cut.key, *stored_as(cut.dtype, shape_of(extent))) for file, extent in pieces
-        )
-
-
-class Order:
-    """Computes where the tensors of slots are from what the document says: each file has them in one order.
-
-    Parameters
-    ----------
-    files : sequence of Listed
-    identity : str
-    cuts : sequence of (Cut, Pieces)
-        All that the files hold.
-
-    Attributes
-    ----------
-    is_proven : bool
-        Whether the headers that follow from the document have the CRC-32 that it lists. If not, headers are to be read.
-    """
-
-    def __init__(self, files: Sequence[Listed], identity: str, cuts: Sequence[tuple[Cut, Pieces]]) -> None:
-        rows: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
-        ordered = sorted(cuts, key=lambda one: order_key(one[0].key, _width(one[0])))
-        for cut, pieces in ordered:
-            for file, extent in pieces:
-                rows[file].append((cut.key, *stored_as(cut.dtype, shape_of(extent))))
-        at = [one.header_nbytes + DIGEST_NBYTES * len(row) for one, row in zip(files, rows, strict=True)]
-        self._offsets: dict[str, Offsets] = {}
-        for cut, pieces in ordered:
-            found = []
-            for file, extent in pieces:
-                found.append(at[file])
-                at[file] += extent.numel * itemsize(cut.dtype)
-            self._offsets[cut.key] = tuple(found)
-        self.is_proven = (
-            len(self._offsets) == len(ordered)
-            and at == [one.nbytes for one in files]
-            and all(one == listed_as(one, row, identity) for one, row in zip(files, rows, strict=True))
-        )
-
-    def offsets(self, cut: Cut, _: Pieces) -> Offsets:
-        """Return where the pieces of a slot are."""
-        return self._offsets[cut.key]
-
-
-def _width(cut: Cut) -> int:
-    """Return the bytes of an element as far as a tensor's place is concerned: a storage's count as bytes."""
-    return itemsize(cut.dtype)
-
-
-def listed_as(one: Listed, rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
-    """Return what a document says of a file of these tensors; None where there can be none."""
-    try:
-        header = header_for(rows, identity)
-    except UnsupportedError:
-        return None
-    return Listed(one.name, one.nbytes, len(header), crc32(header))

@@ -19,7 +19,8 @@ from zckpt.formats.native.leaves import wrong
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.pieces import Cut, Headers, Layouts, Order, Pieces
+from zckpt.formats.native.order import Headers, Order, Table, order_of
+from zckpt.formats.native.pieces import Cut, Layouts, Pieces
 from zckpt.formats.native.rank_file import (
     PROVEN_NBYTES,
     Listed,
@@ -30,7 +31,7 @@ from zckpt.formats.native.rank_file import (
     storage_key,
 )
 from zckpt.formats.native.schema import Members
-from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Span, Topology
+from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage
 
@@ -94,7 +95,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
     """
     document, nbytes = read_document(path)
     with _located(path):
-        reading = _Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
+        reading = Reading(path, Members(document, "document", NAMES), nbytes, headers=True)
         if reading.version == 1:
             return
         proven = Order(reading.listed, reading.identity, reading.cuts).is_proven
@@ -118,7 +119,7 @@ def contradictions(path: Path) -> Iterator[SourceError]:
 def _read(path: Path, *, headers: bool) -> Checkpoint:
     found, nbytes = read_document(path)
     with _located(path):
-        return _Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
+        return Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
 
 
 @contextmanager
@@ -144,7 +145,7 @@ class _Row:
     cuts: list[tuple[Cut, Pieces]]
 
 
-class _Reading:
+class Reading:
     """Reads one directory.
 
     Parameters
@@ -175,7 +176,7 @@ class _Reading:
             self.files = [
                 open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
             ]
-        self.places: Order | Headers = order or Headers(self.files)
+        self.places: Order | Table | Headers = order or Headers(self.files)
         self.paths = [str(path / one.name) for one in self.listed]
         self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
 
@@ -219,7 +220,7 @@ class _Reading:
             for name, one in zip(names, rows, strict=True)
         ]
 
-    def _order(self) -> Order | None:
+    def _order(self) -> Order | Table | None:
         """Return where tensors are as it follows from the document, if that is sure, and the files are as it lists.
 
         Raises
@@ -229,7 +230,7 @@ class _Reading:
         """
         if self.version == 1:
             return None
-        order = Order(self.listed, self.identity, self.cuts)
+        order = order_of(self.listed, self.identity, self.cuts, is_as_written=self.document.has("crc32"))
         if not order.is_proven:
             return None
         rank, world_size = share = _SHARE.get() or (0, 1)
@@ -279,19 +280,14 @@ class _Reading:
 
     def _parameter(self, row: _Row) -> Parameter:
         one = row.found
-        slots = {cut.name: Slot(cut.name, cut.dtype, cut.shape, self._spans(cut, pieces)) for cut, pieces in row.cuts}
+        slots = {
+            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.places.spans(cut, pieces, self.paths))
+            for cut, pieces in row.cuts
+        }
         state = self.nodes.mapping(one.value("state", {}))
         tied_to = one.text("tied_to") if one.has("tied_to") else None
         group = one.optional_integer("group")
         return Parameter(row.name, row.shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
-
-    def _spans(self, cut: Cut, pieces: Pieces) -> tuple[Span, ...]:
-        offsets = self.places.offsets(cut, pieces)
-        return tuple(
-            Span(extent, self.paths[file], offset, cut.dtype)
-            for (file, extent), offset in zip(pieces, offsets, strict=True)
-            if extent.numel
-        )
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""

@@ -1,4 +1,4 @@
-"""Items that are alike: a checkpoint has few shapes of tensors and very many chunks of each.
+"""Kinds of items: a checkpoint has few shapes of tensors and very many chunks of each.
 
 Two torch files of a tensor of one type and shape differ in its elements, in their checksum, which is in three places,
 and in the record that identifies the file. Nothing else of a file bears on where its elements are, and neither do
@@ -32,7 +32,7 @@ CRC_IN_LOCAL, CRC_IN_CENTRAL, CRC_IN_DESCRIPTOR = 14, 16, 4
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Items that are alike.
+    """Items of which every byte but the elements and their checksum is the same.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class Kind:
     begin, end : int, bytes
         Of the elements in the item.
     parts : tuple of (int, bytes)
-        All bytes that are the same, in runs, by their offset.
+        All bytes that are the same, by their offset.
     """
 
     tensor: Tensor
@@ -53,8 +53,8 @@ class Kind:
     parts: tuple[tuple[int, bytes], ...]
 
 
-class Alike:
-    """Remembers the items of a directory."""
+class Kinds:
+    """Remembers the kinds of items that a directory has."""
 
     def __init__(self) -> None:
         self._kinds: dict[int, list[Kind]] = {}
