@@ -67,8 +67,8 @@ class DistributedOptimizer(Optimizer):
             for worker in self._workers
         ]
         self.remote_optimizers: list[Any] = _wait(made)
-        told = self.call(_hyperparameters)
-        for defaults, theirs in told[:1]:
+        answers = self.call(_hyperparameters)
+        for defaults, theirs in answers[:1]:
             self.defaults = defaults
             sync(theirs, self.param_groups)
 

@@ -77,7 +77,7 @@ Held = tuple[Piece, torch.Tensor]
 """A piece, and its elements, flat."""
 
 
-def deal(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
+def own_pieces(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
     """Return what this rank writes of what it has.
 
     Parameters
@@ -99,14 +99,14 @@ def deal(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[
         if rank not in having:
             continue
         sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in alike]
-        dealt = even_runs(sizes, len(having))
-        for (name, slot, share), runs in zip(alike, dealt, strict=True):
+        cut = even_runs(sizes, len(having))
+        for (name, slot, share), runs in zip(alike, cut, strict=True):
             held += [_cut(name, slot, share, r.start, r.numel) for r in runs if having[r.file] == rank]
     return held
 
 
 def _cut(name: str, slot: str, share: Share, start: int, numel: int) -> Held:
-    """Return a run of a share."""
+    """Return a piece of a share."""
     whole = share.extent
     extent = Extent(whole.offsets, whole.sizes, whole.start + start, numel)
     piece = Piece(name, slot, dtype_name(share.tensor.dtype), share.shape, extent)

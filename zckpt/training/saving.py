@@ -30,7 +30,7 @@ from zckpt.optim.states.several import Given, Optimizers, named, process_group_o
 from zckpt.state import WEIGHT
 from zckpt.training import whole
 from zckpt.training.other_state import random_states
-from zckpt.training.parts import Part, Staging, deal, entries
+from zckpt.training.parts import Part, Staging, entries, own_pieces
 from zckpt.training.values import Values
 from zckpt.training.workers import save_workers
 from zckpt.training.writing import Prepared, write
@@ -48,7 +48,7 @@ class Saving:
         self.path = path
         self.ranks = ranks
         self._future = future
-        self._is_told = False
+        self._is_raised = False
 
     def done(self) -> bool:
         """Tell whether the checkpoint is whole, or has failed."""
@@ -71,15 +71,15 @@ class Saving:
         try:
             self._future.result(timeout)
         finally:
-            self._is_told = self._is_told or self._future.done()
+            self._is_raised = self._is_raised or self._future.done()
 
     def unseen_error(self) -> Exception | None:
         """Wait until the checkpoint is whole; return its error, if it has one that `result` has not raised yet."""
-        if self._is_told:
+        if self._is_raised:
             return None
         try:
             self.result()
-        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks are told
+        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks raise it
             return error
         return None
 
@@ -220,7 +220,7 @@ def save_own(
     staging = _BACKGROUND.staging if async_ else None
     try:
         prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
-    except Exception as error:  # noqa: BLE001  # told to all ranks
+    except Exception as error:  # noqa: BLE001  # all ranks learn of it
         prepared = error
     options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
     if not async_:
@@ -302,7 +302,7 @@ def _prepare(
             share = replace(share, ranks=(ranks.members[0],))  # other ranks may have updated theirs, and DDP takes this
         if share is not None:
             shares.append((name, WEIGHT, share))
-    held = deal([*shares, *state.shares], world_rank(), ranks.members)
+    held = own_pieces([*shares, *state.shares], world_rank(), ranks.members)
     values = Values()
     about = whole.Whole(tensors, state, given, values, ranks.world_size, beside={})
     if ranks.rank == 0:

@@ -19,7 +19,7 @@ from zckpt.optim.states.several import Optimizers
 from zckpt.state import WEIGHT, Extent, Slot
 from zckpt.storage.durable import written_directory
 from zckpt.training import whole
-from zckpt.training.parts import Part, deal, entries
+from zckpt.training.parts import Part, entries, own_pieces
 from zckpt.training.values import Values
 from zckpt.training.writing import new_identity
 
@@ -70,7 +70,7 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
             share = share_of(parameter, name)
             if share is not None:
                 shares.append((name, WEIGHT, share))
-        held = deal([*shares, *state.shares], 0, [0])
+        held = own_pieces([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
         file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
         write_target(plan([file]), Path(directory) / file.name)

@@ -121,7 +121,7 @@ class OptimizerState(Protocol):
         Raises
         ------
         UnsupportedError
-            State of the optimizer that cannot be told by parameter, or a hyperparameter that no file can hold.
+            State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
         """
         ...
 

@@ -29,7 +29,7 @@ from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
 from zckpt.optim.zero.experts import experts_of, model_rank
 from zckpt.optim.zero.flat_group import FlatGroup
-from zckpt.optim.zero.loss_scale import Scaler, adopt
+from zckpt.optim.zero.loss_scale import Scaler, scaler_like
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import Fragment
@@ -211,7 +211,7 @@ class ZeroRestoring(Restoring):
         if isinstance(node, Object) and isinstance(node.state, dict):
             values = {"dynamic": node.qualified.endswith(".DynamicLossScaler"), **node.state}
         try:
-            return adopt(self.optimizer.loss_scaler, values)
+            return scaler_like(self.optimizer.loss_scaler, values)
         except ValueError as error:
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 
