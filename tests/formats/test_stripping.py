@@ -17,7 +17,7 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.truth import bits
 from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
-from zckpt.formats.shrinking import gaps, runs, shares
+from zckpt.formats.shrinking import gaps, kept_ranges, shares
 from zckpt.operations.strip import strip
 
 RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda one: (one[0], sum(one))), max_size=12)
@@ -28,7 +28,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)).map(lambda 
 
 @given(RANGES, st.sampled_from([1, 2, 4, 8, 16]))
 def test_every_used_byte_is_kept_in_order_and_on_its_alignment(used: list[tuple[int, int]], alignment: int) -> None:
-    kept = runs(used, 256, alignment)
+    kept = kept_ranges(used, 256, alignment)
     wanted = sorted({byte for low, high in used for byte in range(low, high)})
     places = [kept.place(byte) for byte in wanted]
     assert all(b - a <= y - x for a, b, x, y in zip(places, places[1:], wanted, wanted[1:], strict=False))
@@ -45,7 +45,7 @@ def test_every_used_byte_is_kept_in_order_and_on_its_alignment(used: list[tuple[
 
 @given(RANGES, st.lists(st.tuples(RANGES, st.sampled_from("abc")), max_size=4))
 def test_each_byte_is_counted_for_one_owner(kept: list[tuple[int, int]], owners: Any) -> None:
-    removed = gaps(runs(kept, 256, 1).ranges, 256)
+    removed = gaps(kept_ranges(kept, 256, 1).ranges, 256)
     owned = [(low, high, name) for ranges, name in owners for low, high in ranges if low < high]
     found = shares(removed, owned)
     bytes_removed = {byte for low, high in removed for byte in range(low, high)}

@@ -19,7 +19,8 @@ from tests.plans import write_directory
 from tests.truth import Truth, assert_same, bits
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.universal import names, writer
+from zckpt.formats.universal import directory as universal_directory
+from zckpt.formats.universal import writer
 from zckpt.formats.universal.directory import find
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import Global, Object
@@ -193,7 +194,7 @@ def test_archives_are_sound_and_load_without_running_anything(tmp_path: Path) ->
     files = [path for path in target.rglob("*") if path.is_file()]
     assert len(files) > 70
     for file in files:
-        assert names.is_own(file.relative_to(target).as_posix())
+        assert universal_directory.is_own(file.relative_to(target).as_posix())
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
         if file.name != "optimizer_state.pt":  # it holds DeepSpeed's loss scaler
@@ -211,9 +212,9 @@ def test_the_same_run_writes_the_same_bytes(tmp_path: Path) -> None:
 
 def test_files_of_other_programs_are_not_own() -> None:
     for name in ("notes.txt", "zero/a.txt", "zero/a/b/c.pt", "latest", "other/fp32.pt", "zero/x/readme"):
-        assert not names.is_own(name)
+        assert not universal_directory.is_own(name)
     for name in ("zero/optimizer_state.pt", "zero/wte.weight/fp32.pt", "mp_rank_00_model_states.pt"):
-        assert names.is_own(name)
+        assert universal_directory.is_own(name)
 
 
 # --- state that has no place in DeepSpeed's files ----------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_a_universal_checkpoint_is_found(tmp_path: Path) -> None:
     target = sample(tmp_path)
     assert find(target) == target
     assert find(tmp_path) is None
-    latest = names.latest_universal(target.name)
+    latest = universal_directory.latest_universal(target.name)
     (tmp_path / latest.name).write_bytes(latest.literals[0].data)
     assert find(tmp_path) == target
     (tmp_path / "latest").write_text("global_step5")

@@ -1,10 +1,10 @@
-"""What a checkpoint holds beside tensors and param groups, as one tree for formats that have no place of their own.
+"""What a checkpoint holds besides tensors and param groups, as one tree for formats that have no place of their own.
 
 {"version": 1, "origin": {"format", "format_version", "zero_stage", "world_size", ...}, "step", "loss_scale",
  "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata",
  "optimizers": [name]}        of each param group, where several optimizers were saved together
 
-A program that does not know it can leave it alone: all of it is beside the model and the optimizer.
+A program that does not know it can leave it alone: none of it is the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY = "zckpt"
 VERSION = 1
 
 WITH_ITEMS = 2
-"""The version where some of the metadata is beside the tree, and the tree says which."""
+"""The version where some of the metadata is not in the tree, and the tree says which."""
 
 
 def remainder_rules(*place: str) -> tuple[Rule, ...]:

@@ -16,7 +16,7 @@ from zckpt.torchfile import PARTS, Tensor, children, is_leaf
 
 
 def replace_tensors(root: object, new: Mapping[int, Tensor]) -> object:
-    """Return a tree with some of its tensors replaced. Containers are changed where they are; tuples are made anew.
+    """Return a tree with some of its tensors replaced. Containers are changed where they are; tuples are replaced.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class Kept:
     """The bytes of a storage that are kept.
 
     Parameters
@@ -104,8 +104,8 @@ class Runs:
         return self.starts[index] + offset - self.ranges[index][0]
 
 
-def runs(used: Iterable[Range], nbytes: int, alignment: int) -> Runs:
-    """Return the runs of a storage that cover the ranges used.
+def kept_ranges(used: Iterable[Range], nbytes: int, alignment: int) -> Kept:
+    """Return what a storage keeps, so that the ranges used are in it.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ def runs(used: Iterable[Range], nbytes: int, alignment: int) -> Runs:
     for low, high in ranges:
         starts.append(at)
         at += high - low
-    return Runs(tuple(ranges), tuple(starts))
+    return Kept(tuple(ranges), tuple(starts))
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:

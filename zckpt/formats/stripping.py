@@ -1,4 +1,4 @@
-"""A torch file without the bytes that are not wanted, and what was saved, by kind. Knows no program's keys.
+"""A torch file without some of its bytes, and what was saved, by kind. Knows no program's keys.
 
 An edit takes tensors out of a file's tree or narrows them; what follows for the file's storages is decided here:
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from zckpt.engine.plan import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of
-from zckpt.formats.shrinking import Range, Runs, gaps, replace_tensors, runs, shares
+from zckpt.formats.shrinking import Kept, Range, gaps, kept_ranges, replace_tensors, shares
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotPart, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -45,7 +45,7 @@ class Request:
     unreferenced : bool
         Bytes of storages that no tensor uses.
     keep_slots : frozenset of str, or None
-        The optimizer's slots that stay, beside masters; None: all, unless `optimizer` is set.
+        The optimizer's slots that stay, besides masters; None: all, unless `optimizer` is set.
     """
 
     padding: bool = False
@@ -71,7 +71,7 @@ class Request:
 
 @dataclass(slots=True)
 class Edited:
-    """What an edit made of a file.
+    """What is left of a file after an edit.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ def _storages(file: TorchFile, edited: Edited, *, unreferenced: bool) -> tuple[d
         views, trimmed = tensors.get(key, []), key in edited.trimmed
         if key in whole or (views and not ((unreferenced or trimmed) and _can_shrink(storage, views))):
             continue
-        kept = runs(map(_reach, views), storage.nbytes, _alignment(storage, views))
+        kept = kept_ranges(map(_reach, views), storage.nbytes, _alignment(storage, views))
         if views and kept.nbytes < storage.nbytes:
             shrunk = _shrunk(storage, kept, file, views[0].byteorder)
             new |= {id(tensor): _moved(tensor, shrunk, kept) for tensor in views}
@@ -245,7 +245,7 @@ def _alignment(storage: Storage, tensors: list[Tensor]) -> int:
     return max([itemsize(storage.dtype), *(tensor.itemsize for tensor in tensors)])
 
 
-def _shrunk(storage: Storage, kept: Runs, file: TorchFile, byteorder: str) -> NewStorage:
+def _shrunk(storage: Storage, kept: Kept, file: TorchFile, byteorder: str) -> NewStorage:
     """Return a storage of the bytes that are kept of another."""
     size, dtype = itemsize(storage.dtype), storage.dtype
     parts = []
@@ -257,7 +257,7 @@ def _shrunk(storage: Storage, kept: Runs, file: TorchFile, byteorder: str) -> Ne
     return new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
 
 
-def _moved(tensor: Tensor, storage: NewStorage, kept: Runs) -> Tensor:
+def _moved(tensor: Tensor, storage: NewStorage, kept: Kept) -> Tensor:
     offset = kept.place(_reach(tensor)[0]) // tensor.itemsize if tensor.numel else 0
     return replace(tensor, storage=storage, storage_offset=offset, byteorder="little")
 
@@ -267,7 +267,7 @@ def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
     if not new:
         return root
     count = len(new)
-    made = replace_tensors(root, new)
-    if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(made)) != count:
+    tree = replace_tensors(root, new)
+    if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(tree)) != count:
         raise UnsupportedError("tensors in places where they cannot be replaced", path=path)
-    return made
+    return tree

@@ -15,6 +15,10 @@ TORCH = "torch"
 DIRECTORY = "directory"
 
 TORCH_SUFFIXES = (".pt", ".bin", ".pth")
+"""Of the files of torch.save that zckpt writes."""
+
+READ_SUFFIXES = (*TORCH_SUFFIXES, ".ckpt")
+"""Of the files of torch.save that programs write."""
 
 A_MODEL = "a model of another program"
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from zckpt.errors import SourceError, UnknownFormatError
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import formats
+from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import SourceFile
 from zckpt.torchfile import read_torchfile
 
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
 
 MAXIMUM_DEPTH = 4
@@ -71,7 +71,7 @@ def survey_files(source: Path) -> Survey:
         try:
             if path.suffix == SAFETENSORS_SUFFIX:
                 surveyed.files.append(_safetensors(path))
-            elif path.suffix in TORCH_SUFFIXES or path == source:
+            elif path.suffix in READ_SUFFIXES or path == source:
                 surveyed.files.append(describe(read_torchfile(path), "file"))
         except UnknownFormatError:
             continue

@@ -293,12 +293,17 @@ class Checkpoint:
             *([] if self.zero_stage is None else [f"ZeRO stage {self.zero_stage}"]),
             f"dp={ranks.dp} tp={ranks.tp} pp={ranks.pp} ep={ranks.ep}",
         ]
-        second = [
-            f"{len(owners):,} parameters of {sum(p.numel for p in owners):,} elements",
-            f"{len(self.files):,} files of {sum(file.nbytes for file in self.files):,} bytes",
-            *([] if self.step is None else [f"step {self.step}"]),
-        ]
-        lines = f"{self.source!r}: {', '.join(first)}", ", ".join(second)
+        second = {
+            "parameters": len(owners),
+            "elements": sum(p.numel for p in owners),
+            "files": len(self.files),
+            "bytes": sum(file.nbytes for file in self.files),
+            "step": self.step,
+        }
+        lines = (
+            f"{self.source!r}: {', '.join(first)}",
+            " ".join(f"{key}={value:,}" for key, value in second.items() if value is not None),
+        )
         shown = [shortened(" ".join(without_controls(line).split()), SHOWN_PATH) for line in lines]
         return f"<{type(self).__name__} {shown[0]}\n {shown[1]}>"
 

@@ -55,7 +55,7 @@ def key_of(slot: str, name: str) -> str:
 
 @dataclass(slots=True)
 class Part:
-    """What a rank writes, and tells the first rank of.
+    """What a rank writes, as the first rank has to know it.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ Held = tuple[Piece, torch.Tensor]
 """A piece, and its elements, flat."""
 
 
-def own_pieces(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
+def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequence[int]) -> list[Held]:
     """Return what this rank writes of what it has.
 
     Parameters
@@ -95,18 +95,18 @@ def own_pieces(shares: Iterable[tuple[str, str, Share]], rank: int, members: Seq
         having = tuple(member for member in own if member in members)
         by_ranks.setdefault(having, []).append(one)
     held: list[Held] = []
-    for having, alike in by_ranks.items():
+    for having, equal in by_ranks.items():
         if rank not in having:
             continue
-        sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in alike]
-        cut = even_runs(sizes, len(having))
-        for (name, slot, share), runs in zip(alike, cut, strict=True):
-            held += [_cut(name, slot, share, r.start, r.numel) for r in runs if having[r.file] == rank]
+        sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in equal]
+        divided = even_runs(sizes, len(having))
+        for (name, slot, share), ranges in zip(equal, divided, strict=True):
+            held += [_cut(name, slot, share, r.start, r.numel) for r in ranges if having[r.file] == rank]
     return held
 
 
 def _cut(name: str, slot: str, share: Share, start: int, numel: int) -> Held:
-    """Return a piece of a share."""
+    """Return elements of a share that follow each other."""
     whole = share.extent
     extent = Extent(whole.offsets, whole.sizes, whole.start + start, numel)
     piece = Piece(name, slot, dtype_name(share.tensor.dtype), share.shape, extent)

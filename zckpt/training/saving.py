@@ -1,10 +1,10 @@
 """`save`: every rank writes its own part of a checkpoint in zckpt's format; the first makes it whole, at the end.
 
-    first rank      makes the partial directory and tells its name
-    every rank      writes its file there, and tells the first what is in it
+    first rank      creates the partial directory and sends its name
+    every rank      writes its file there, and says to the first what is in it
     first rank      writes `checkpoint.json`, which says where everything is, and renames the directory
 
-A rank that fails tells all; then none has saved, and nothing is left behind.
+If a rank fails, all are informed; then none has saved, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zckpt.optim.states.several import Given, Optimizers, named, process_group_o
 from zckpt.state import WEIGHT
 from zckpt.training import whole
 from zckpt.training.other_state import random_states
-from zckpt.training.parts import Part, Staging, entries, own_pieces
+from zckpt.training.parts import Part, Staging, divide, entries
 from zckpt.training.values import Values
 from zckpt.training.workers import save_workers
 from zckpt.training.writing import Prepared, write
@@ -79,7 +79,7 @@ class Saving:
             return None
         try:
             self.result()
-        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks raise it
+        except Exception as error:  # noqa: BLE001  # whatever it is, all ranks learn of it
             return error
         return None
 
@@ -270,16 +270,16 @@ def _save_as(
         raise UsageError(f"format {form} is written of an optimizer, and none is given", advice="save as zckpt")
     if async_:
         raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
-    beside = {
+    others = {
         key: given[name].state_dict()
         for key, name in ((whole.SCHEDULER, "scheduler"), (whole.GRAD_SCALER, "grad_scaler"))
         if given[name] is not None
     }
     if given["extra"] is not None:
-        beside[whole.EXTRA] = dict(given["extra"])
+        others[whole.EXTRA] = dict(given["extra"])
     tensors = model_state(model)
     for state in Optimizers(optimizer, tensors.names()).states.values():
-        state.write(Target(path, model, given["step"], beside, overwrite))
+        state.write(Target(path, model, given["step"], others, overwrite))
 
 
 def _prepare(
@@ -302,11 +302,11 @@ def _prepare(
             share = replace(share, ranks=(ranks.members[0],))  # other ranks may have updated theirs, and DDP takes this
         if share is not None:
             shares.append((name, WEIGHT, share))
-    held = own_pieces([*shares, *state.shares], world_rank(), ranks.members)
+    held = divide([*shares, *state.shares], world_rank(), ranks.members)
     values = Values()
-    about = whole.Whole(tensors, state, given, values, ranks.world_size, beside={})
+    about = whole.Whole(tensors, state, given, values, ranks.world_size, others={})
     if ranks.rank == 0:
-        about.beside = whole.beside(given, tensors, values)
+        about.others = whole.other_values(given, tensors, values)
     part = Part([piece for piece, _ in held], state.values, random_states())
-    stored = whole.storage_entries(about.beside, values)
+    stored = whole.storage_entries(about.others, values)
     return Prepared(part, [*stored, *entries(held, staging)], about)

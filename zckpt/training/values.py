@@ -1,4 +1,4 @@
-"""What a program keeps beside tensors of models and optimizers, as inert nodes, and back. No pickle either way."""
+"""What a program keeps besides tensors of models and optimizers, as inert nodes, and back. No pickle either way."""
 
 from __future__ import annotations
 

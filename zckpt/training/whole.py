@@ -27,7 +27,7 @@ SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
     "random_states",
     "extra_state",
 )
-"""Under which keys a checkpoint's metadata have what is beside models and optimizers."""
+"""Under which keys a checkpoint's metadata have what goes with models and optimizers."""
 
 SAVED_BY, SELF = "saved_by", "zckpt.save"
 """How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
@@ -46,11 +46,11 @@ class Whole:
     optimizers : Snapshot
         What the first rank has of them, for param groups and metadata.
     given : mapping
-        What the program gave beside the model and the optimizer.
+        What the program gave besides the model and the optimizer.
     values : Values
         That has the memory of tensors in it.
     world_size : int
-    beside : dict
+    others : dict
         The metadata, as nodes.
     """
 
@@ -59,10 +59,10 @@ class Whole:
     given: Mapping[str, Any]
     values: Values
     world_size: int
-    beside: dict[str, object]
+    others: dict[str, object]
 
 
-def beside(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
+def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
     """Return metadata, as nodes.
 
     Parameters
@@ -123,7 +123,7 @@ def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
     """Return the logical state; its slots are without spans."""
     optimizers = state.optimizers
     has_optimizer = bool(optimizers.classes)
-    made = Checkpoint(
+    checkpoint = Checkpoint(
         "",
         "zckpt",
         f"zckpt {__version__}",
@@ -131,45 +131,47 @@ def _checkpoint(state: Whole, parts: Sequence[Part]) -> Checkpoint:
         topology=Topology(dp=state.world_size),
         world_size=state.world_size,
         step=state.given["step"],
-        metadata=dict(state.beside),
+        metadata=dict(state.others),
         optimizer_metadata=dict(optimizers.metadata),
         loss_scale=optimizers.loss_scale,
         param_groups=list(optimizers.groups),
     )
-    made.details[SAVED_BY] = SELF
+    checkpoint.details[SAVED_BY] = SELF
     if has_optimizer:
-        made.details["optimizer"] = optimizers.classes.get(ALONE) or dict(optimizers.classes)
-    made.metadata[RANDOM] = [part.random_states for part in parts]
+        checkpoint.details["optimizer"] = optimizers.classes.get(ALONE) or dict(optimizers.classes)
+    checkpoint.metadata[RANDOM] = [part.random_states for part in parts]
     groups = {name: index for index, group in enumerate(optimizers.groups) for name in group.parameters}
     for name, tensor in state.model.tensors.items():
         is_parameter = name in state.model.parameters
         group = groups.get(name)
         frozen = has_optimizer and is_parameter and group is None
-        section = made.parameters if is_parameter else made.buffers
+        section = checkpoint.parameters if is_parameter else checkpoint.buffers
         section[name] = Parameter(name, tuple(tensor.shape), dtype_name(tensor.dtype), group=group, frozen=frozen)
     for name, owner in state.model.tied.items():
-        its = made.parameters[owner]
-        made.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
+        its = checkpoint.parameters[owner]
+        checkpoint.parameters[name] = Parameter(name, its.shape, its.dtype, tied_to=owner)
     for part in parts:
-        _add(made, part, groups)
-    return made
+        _add(checkpoint, part, groups)
+    return checkpoint
 
 
-def _add(made: Checkpoint, part: Part, groups: Mapping[str, int]) -> None:
+def _add(checkpoint: Checkpoint, part: Part, groups: Mapping[str, int]) -> None:
     for piece in part.pieces:
-        parameter = _parameter(made, piece, groups)
+        parameter = _parameter(checkpoint, piece, groups)
         parameter.slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
     for name, values in part.values.items():
-        if name in made.parameters:
-            made.parameters[name].state.update(values)
+        if name in checkpoint.parameters:
+            checkpoint.parameters[name].state.update(values)
 
 
-def _parameter(made: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
-    if piece.name in made.buffers:
-        return made.buffers[piece.name]
-    if piece.name not in made.parameters:
-        made.parameters[piece.name] = Parameter(piece.name, piece.shape, piece.dtype, group=groups.get(piece.name))
-    return made.parameters[piece.name]
+def _parameter(checkpoint: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
+    if piece.name in checkpoint.buffers:
+        return checkpoint.buffers[piece.name]
+    if piece.name not in checkpoint.parameters:
+        checkpoint.parameters[piece.name] = Parameter(
+            piece.name, piece.shape, piece.dtype, group=groups.get(piece.name)
+        )
+    return checkpoint.parameters[piece.name]
 
 
 def _placed(checkpoint: Checkpoint, parts: Sequence[Part]) -> list[Placed]:

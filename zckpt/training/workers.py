@@ -19,7 +19,7 @@ from zckpt.optim.states.several import Optimizers
 from zckpt.state import WEIGHT, Extent, Slot
 from zckpt.storage.durable import written_directory
 from zckpt.training import whole
-from zckpt.training.parts import Part, entries, own_pieces
+from zckpt.training.parts import Part, divide, entries
 from zckpt.training.values import Values
 from zckpt.training.writing import new_identity
 
@@ -42,8 +42,8 @@ def save_workers(
         What a worker raised; nothing has been written.
     """
     values = Values()
-    beside = whole.beside(given, ModelState(), values)
-    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(beside, values)]
+    others = whole.other_values(given, ModelState(), values)
+    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(others, values)]
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
         identity = identity or new_identity()
@@ -52,7 +52,7 @@ def save_workers(
             _save_worker,
             [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
         )
-        state = whole.Whole(ModelState(), Optimizers(optimizer, {}).snapshot(), given, values, count, beside)
+        state = whole.Whole(ModelState(), Optimizers(optimizer, {}).snapshot(), given, values, count, others)
         whole.write_document(state, parts, identity, partial)
 
 
@@ -70,7 +70,7 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
             share = share_of(parameter, name)
             if share is not None:
                 shares.append((name, WEIGHT, share))
-        held = own_pieces([*shares, *state.shares], 0, [0])
+        held = divide([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
         file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
         write_target(plan([file]), Path(directory) / file.name)

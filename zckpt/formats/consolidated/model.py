@@ -39,7 +39,7 @@ def is_own(name: str) -> bool:
 
 
 def find(path: Path) -> Path | None:
-    """Return a directory that holds a model and the rest of a training state beside it; None for any other."""
+    """Return a directory that holds a model and the rest of a training state with it; None for any other."""
     whole = (path / METADATA_NAME).is_file() and (path / safetensors_file.INDEX_NAME).is_file()
     return path if whole else None
 
@@ -94,9 +94,9 @@ def _is_exact(parameter: Parameter, dtype: str | None) -> bool:
 def model_tree(tensors: Tensors) -> OrderedMapping:
     """Return a model's state dict; names of one slot share its storage."""
     root = OrderedMapping()
-    made: dict[int, torch_writer.SlotTensor] = {}
+    tensors_of: dict[int, torch_writer.SlotTensor] = {}
     for name, (slot, dtype) in tensors.items():
-        root[name] = made.setdefault(id(slot), torch_writer.SlotTensor(slot, dtype, name))
+        root[name] = tensors_of.setdefault(id(slot), torch_writer.SlotTensor(slot, dtype, name))
     return root
 
 

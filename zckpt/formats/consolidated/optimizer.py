@@ -1,10 +1,10 @@
-"""The optimizer of a checkpoint as one file; read where it lies in a directory beside the model's.
+"""The optimizer of a checkpoint as one file; read where it lies in a directory with the model's.
 
 x.optimizer.safetensors     `<slot>/<parameter>` -> tensor; param groups, steps and other single values in the metadata
 x.optimizer.pt              {state: {number: {slot: tensor}}, param_groups}, for `Optimizer.load_state_dict`
 
-That is beside a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
-beside a file, too.
+That is next to a model `x.safetensors` or `x.pt`. In a model's directory it is `optimizer.safetensors`, as it once was
+next to a file, too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     state = dict(zip(own, jsonables(own.values(), renderer), strict=True))
     if renderer.left < 0:
         raise UnsupportedError(
-            "the values beside the tensors are too many for a safetensors file",
+            "the values besides the tensors are too many for a safetensors file",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
             advice="write a .pt file",
@@ -210,7 +210,7 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object,
 
 
 def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -> dict[object, object]:
-    """Return one parameter's state: single values, and the tensors that are wanted."""
+    """Return one parameter's state: single values, and the tensors of the slots asked for."""
     values = parameter_values(checkpoint, parameter)
     if MASTER in slots and MASTER in parameter.slots:
         values[MASTER] = parameter.slots[MASTER]

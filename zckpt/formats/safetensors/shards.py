@@ -60,7 +60,7 @@ def read(path: Path) -> Checkpoint:
     DamagedFileError
         A header is malformed.
     ShardError
-        A shard is missing, as far as that can be told.
+        A shard is missing, as far as the others show it.
     LayoutError
         Two pieces are the same part of a tensor.
     """

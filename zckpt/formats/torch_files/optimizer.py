@@ -116,7 +116,7 @@ def attach(
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
-    A parameter that cannot be told by name stays under its number in `checkpoint.unnamed`, with a warning.
+    A parameter whose name is not certain stays under its number in `checkpoint.unnamed`, with a warning.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 {name: tensor, ...}                                            a state dict by itself
 {"model": {name: tensor}, "optimizer": {state, param_groups}, "step": 5, ...}      under any keys
-{..., "zckpt": {...}}                                          what `zckpt convert` keeps beside both, see `remainder`
+{..., "zckpt": {...}}                                          what `zckpt convert` keeps besides both, see `remainder`
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
         raise UnsupportedError(
             f"holds an object of {root.qualified}, not a state dict",
             path=path,
-            advice="save model.state_dict() in the program that made it",
+            advice="save model.state_dict() in the program that wrote it",
             code=UNSUPPORTED,  # loading it makes that object, whatever it is
         )
     if not isinstance(root, dict) or not root:
@@ -101,7 +101,7 @@ def _is_state_dict(node: object) -> bool:
 def _beside(
     root: Mapping[object, object], model_key: object, model: Mapping[object, object], optimizer_key: object
 ) -> dict[object, object]:
-    """Return what a file holds beside the tensors of its model and its optimizer: every value once.
+    """Return what a file holds besides the tensors of its model and its optimizer: every value once.
 
     What a state dict has that is no tensor stays under the name that the state dict has in the file.
     """
@@ -172,7 +172,7 @@ def _trainable(tensor: Tensor) -> bool:
 
 
 def _is_running_statistic(name: str, model: Mapping[object, object]) -> bool:
-    """Tell whether an entry is a batch norm's running mean or variance: the integer count beside it says so."""
+    """Tell whether an entry is a batch norm's running mean or variance: the integer count next to it says so."""
     module, _, last = name.rpartition(".")
     count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
     return last in ("running_mean", "running_var") and isinstance(count, Tensor) and not _trainable(count)

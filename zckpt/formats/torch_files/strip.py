@@ -17,12 +17,12 @@ from zckpt.formats.companions import files_below
 from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
+from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
 NO_PADDING = "this format has no padding"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def strip_file(path: Path, name: str, request: Request, slots: Collection[str] = ()) -> Rewritten:
@@ -48,7 +48,7 @@ def strip_directory(checkpoint: Checkpoint, source: Path, request: Request) -> S
     for name, path in files_below(source):
         if is_optimizers(name) and request.slots:
             files.append(_safetensors_slots(path, name, request))
-        elif path.suffix in TORCH_SUFFIXES and (str(path) in known or _is_torch(path)):
+        elif path.suffix in READ_SUFFIXES and (str(path) in known or _is_torch(path)):
             files.append(strip_file(path, name, request, slots))
         else:
             files.append(as_it_is(path, name))

@@ -96,7 +96,7 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
         f"holds {what}, whose values its bytes alone do not give",
         path=path,
         expected="dense tensors of torch.Tensor",
-        advice="write its values as a plain tensor in the program that made it",
+        advice="write its values as a plain tensor in the program that wrote it",
     )
 
 

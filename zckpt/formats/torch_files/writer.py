@@ -43,8 +43,8 @@ class SlotPart:
     extent: Extent | None = None
 
     @property
-    def wanted(self) -> Extent:
-        """The extent."""
+    def covered(self) -> Extent:
+        """The extent of the slot that it covers."""
         return Extent.whole(self.slot.shape) if self.extent is None else self.extent
 
 
@@ -145,10 +145,10 @@ def view(
     if end > numel:
         raise LayoutError("a tensor leaves its storage", expected=f"at most {numel} elements", found=end)
     function = "_rebuild_tensor_v2" if DTYPES[storage.dtype].storage else "_rebuild_tensor_v3"
-    made = Tensor(storage, storage.dtype, shape, steps, start, "little", rebuild=function)
+    tensor = Tensor(storage, storage.dtype, shape, steps, start, "little", rebuild=function)
     if like is None:
-        return made
-    place = {name: getattr(made, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
+        return tensor
+    place = {name: getattr(tensor, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
     return replace(like, byteorder="little", rebuild=function, metadata=None, **place)
 
 
@@ -209,7 +209,7 @@ def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
         at = placed.offset + part.start * size
         file.literals.extend(_zeros(end, at))
         if isinstance(part, SlotPart):
-            file.holes.append(Hole(at, part.label, part.slot, part.wanted, mentioned.dtype))
+            file.holes.append(Hole(at, part.label, part.slot, part.covered, mentioned.dtype))
         else:
             file.literals.append(Literal(at, part.data))
         end = at + _numel(part, size) * size
@@ -237,7 +237,7 @@ def _zeros(start: int, end: int) -> Iterator[Literal]:
 
 
 def _numel(part: Part, size: int) -> int:
-    return part.wanted.numel if isinstance(part, SlotPart) else -(-len(part.data) // size)
+    return part.covered.numel if isinstance(part, SlotPart) else -(-len(part.data) // size)
 
 
 class _StandIns:

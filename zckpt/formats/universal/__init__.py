@@ -18,8 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.universal.directory import find
-from zckpt.formats.universal.names import FOLDER, is_own, latest_universal
+from zckpt.formats.universal.directory import FOLDER, find, is_own, latest_universal
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Universal(Format):
         return read(found.place)
 
     def lay_out(self, job: Job) -> TargetFiles:
-        """Return a folder for each parameter, the model, and the file beside the directory that names it."""
+        """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
         from zckpt.formats.universal.writer import lay_out, notes
 
         outside = [latest_universal(job.target.name)]

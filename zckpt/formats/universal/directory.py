@@ -1,15 +1,80 @@
-"""Where a universal checkpoint is: its own directory, or the one that `latest_universal` in its parent names."""
+"""Where a universal checkpoint is, and the names of its files.
+
+OUT/mp_rank_00_model_states.pt                   model, scheduler, client state; ZeRO-1 and 2 look here
+OUT/zero_pp_rank_0_mp_rank_00_model_states.pt    the same without weights; ZeRO-3 looks here
+OUT/zero/optimizer_state.pt                      param groups, loss scaler
+OUT/zero/NAME/fp32.pt, SLOT.pt, step.pt          one parameter
+OUT/../latest_universal                          names OUT
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from zckpt.codes import LATEST
-from zckpt.errors import UnknownFormatError
+from zckpt.engine.plan import Literal, TargetFile
+from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
+from zckpt.formats.deepspeed.names import MODEL, classify
 from zckpt.formats.latest import LATEST_NBYTES, is_name
-from zckpt.formats.universal.names import FOLDER, LATEST_NAME, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.storage.files import is_file, read_head
+
+MODEL_NAME = "mp_rank_00_model_states.pt"
+ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+FOLDER = "zero"
+OPTIMIZER_NAME = "optimizer_state.pt"
+LATEST_NAME = "latest_universal"
+
+SUFFIX = ".pt"
+MASTER_STEM = "fp32"
+STEP_STEM = "step"
+
+MAXIMUM_NAME_NBYTES = 255
+"""What file systems allow for one name."""
+
+_CONTROLS = re.compile(f"[{''.join(map(chr, CONTROLS))}]")
+"""In the name of a folder they would drive the terminal of everyone who lists it."""
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file, by its name within the directory, is one that a universal checkpoint has of its own."""
+    parts = name.split("/")
+    if len(parts) == 1:
+        shard = classify(name, name)
+        return shard is not None and shard.role == MODEL
+    if parts[0] != FOLDER:
+        return False
+    return parts[1:] == [OPTIMIZER_NAME] or (len(parts) == 3 and parts[2].endswith(SUFFIX))
+
+
+def latest_universal(target_name: str) -> TargetFile:
+    """Return the file that goes next to a universal checkpoint's directory and names it."""
+    data = target_name.encode()
+    return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
+
+
+def parameter_file(parameter: str, stem: str) -> str:
+    """Return the name, within the directory, of a file of a parameter.
+
+    Raises
+    ------
+    UnsupportedError
+        The name of the parameter or slot cannot be a file's.
+    """
+    for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
+        if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or not _fits(name):
+            raise UnsupportedError(
+                f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be a file's name"
+            )
+    return f"{FOLDER}/{parameter}/{stem}{SUFFIX}"
+
+
+def _fits(name: str) -> bool:
+    try:
+        return len(name.encode()) <= MAXIMUM_NAME_NBYTES and not _CONTROLS.search(name)
+    except UnicodeEncodeError:
+        return False
 
 
 def find(source: Path, *, tag: str | None = None) -> Path | None:
@@ -36,7 +101,7 @@ def find(source: Path, *, tag: str | None = None) -> Path | None:
     raise UnknownFormatError(
         "names no universal checkpoint",
         path=latest,
-        expected="the name of a directory beside it",
+        expected="the name of a directory next to it",
         found=repr(name[:80]),
         code=LATEST,
     )

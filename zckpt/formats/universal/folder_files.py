@@ -15,7 +15,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
-from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM, SUFFIX
+from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, SourceFile
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile

@@ -17,10 +17,10 @@ from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of
+from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.formats.universal.folder_files import StoredFolder, read_folder
 from zckpt.formats.universal.groups import give_state, read_groups
 from zckpt.formats.universal.model_files import ModelFiles, read_models
-from zckpt.formats.universal.names import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import IMPLIED, STATE, Rule

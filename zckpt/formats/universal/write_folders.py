@@ -23,7 +23,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor, new_storage, view
-from zckpt.formats.universal.names import MASTER_STEM, STEP_STEM
+from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar, Slot
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import FromFile, Global, Object, plain

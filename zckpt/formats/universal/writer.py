@@ -23,7 +23,7 @@ from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, new_storage, view
-from zckpt.formats.universal.names import (
+from zckpt.formats.universal.directory import (
     FOLDER,
     MASTER_STEM,
     MODEL_NAME,
@@ -48,7 +48,7 @@ STRUCTURE = frozenset(
         "frozen_param_fragments", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version", KEY,
     }
 )  # fmt: skip
-"""Keys of a model file that describe the model or how it was cut, and are written anew each time."""
+"""Keys of a model file that describe the model or how it was cut, and are written for each checkpoint."""
 
 OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_version", "state", KEY})
 """Keys of the file that are written here; metadata of the same name goes elsewhere."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
+from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer
 from zckpt.storage.ownership import Owned
 from zckpt.torchfile import TorchFile, read_torchfile
@@ -24,8 +25,6 @@ OPTIMIZER_NAME = "optimizer.pt"
 METADATA_NAME = "metadata.pt"
 KEY = "zero_redundancy"
 """Under which `metadata.pt` says how the optimizer's parameters are numbered and assigned."""
-
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _OWN = re.compile(r"model\.pt|optimizer\.pt|metadata\.pt|(?:model_rank_[0-9]+|optimizer_rank_(0|[1-9][0-9]*))\.pt")
 _MODEL = re.compile(r"model(_rank_[0-9]+)?\.pt")
@@ -124,7 +123,7 @@ def optimizer_key(root: object) -> object:
 
 def _names(path: Path) -> list[str]:
     try:
-        return sorted(e.name for e in os.scandir(path) if e.name.endswith(TORCH_SUFFIXES) and e.is_file())
+        return sorted(e.name for e in os.scandir(path) if e.name.endswith(READ_SUFFIXES) and e.is_file())
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
 
