@@ -205,14 +205,18 @@ def test_every_tool_sees_which_optimizer_a_group_is_of(
         "matrices",
         "rest",
     ]  # type: ignore[attr-defined]
-    for to in ("zckpt", "dcp", "zero-redundancy"):
+    for to in ("zckpt", "dcp", "zero-redundancy", "consolidated"):
         done = zckpt.convert(source, tmp_path / to, to=to)
         assert groups(zckpt.open(tmp_path / to)) == expected, to
         assert any("matrices and rest" in note for note in done.notes) == (to != "zckpt")
         assert not zckpt.diff(source, tmp_path / to).settings, to
+        zckpt.convert(directory / "zero", tmp_path / f"zero-{to}", to=to)  # with a loss scaler of each
+        assert not zckpt.diff(directory / "zero", tmp_path / f"zero-{to}").settings, to
     for name in ("model.safetensors", "model.pt"):
         zckpt.consolidate(source, tmp_path / name, slots="all")
     assert groups(zckpt.open(tmp_path / "model.optimizer.pt"))[2][0] == "rest"
+    zckpt.consolidate(source, tmp_path / "folder", slots="all")
+    assert groups(zckpt.open(tmp_path / "folder")) == expected
     assert zckpt.verify(directory / "zero").sound
     scalers = zckpt.open(directory / "zero").optimizer_metadata["optimizers"]
     assert list(getattr(scalers, "node", scalers)) == ["matrices", "rest"]

@@ -298,7 +298,7 @@ def _is_like(one: Message, other: Message) -> bool:
 
 
 def _send(message: Message, wire: torch.Tensor, *, reduce: bool) -> list[dist.Work]:
-    """Begin to sum a message over its ranks: each run on its owner, or all of it on all ranks."""
+    """Begin to sum a message over its ranks: each owner gets its own, or all ranks get all of it."""
     group = message.process_group
     if dist.get_world_size(group) == 1:
         return []
