@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test check bench fixtures clean
+.PHONY: demo test test-all check bench fixtures clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.development
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/.development
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "nightly or not nightly"
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -1,8 +1,43 @@
-"""Settings of the whole test run."""
+"""Settings of the whole test run, and what is made once for all of its workers."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("zckpt", deadline=None)  # how long an example takes is no property of the product
 settings.load_profile("zckpt")
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], T]], T]:
+    """Give what `make(directory)` returns, by name: the worker that asks first makes it, the others wait for it.
+
+    What is in the directory is for all to read and for none to change.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], T]) -> T:
+        directory, done = root / name, root / f"{name}.pickle"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                shutil.rmtree(directory, ignore_errors=True)  # of a worker that failed
+                directory.mkdir()
+                done.write_bytes(pickle.dumps(make(directory)))
+        result: T = pickle.loads(done.read_bytes())
+        return result
+
+    return get

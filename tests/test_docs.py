@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 import zckpt
@@ -47,9 +48,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 def options(name: str) -> set[str]:
     command = cli.commands[name]
-    return {
-        one for parameter in command.params for one in (*parameter.opts, *parameter.secondary_opts) if one[0] == "-"
-    }
+    parameters = command.get_params(click.Context(command))  # those that formats state, too
+    every = {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)}
+    return {one for one in every if one[0] == "-"} - {"--help", "-h"}
 
 
 def mentioned(text: str) -> set[str]:

@@ -7,7 +7,7 @@
     |   |-- UnknownFormatError      no adapter recognises it
     |   |-- DamagedFileError        truncated, malformed, inconsistent
     |   |   `-- PickleError             a pickle that is malformed or hostile
-    |   |-- UnsupportedError        understood, but not something zckpt can do correctly
+    |   |-- UnsupportedError        intact, but not something zckpt can do correctly; exit status 5
     |   |-- ShardError              a rank's file is missing, there twice, or from another step
     |   |-- LayoutError             two accounts of where elements lie disagree
     |   |-- LeftOutError            it holds something that would not arrive in the target
@@ -154,7 +154,12 @@ class PickleError(DamagedFileError):
 
 
 class UnsupportedError(SourceError):
-    """The source is understood, but zckpt cannot do what was asked with it correctly."""
+    """The source is intact, but zckpt cannot do what was asked with it correctly.
+
+    Where another verb does it instead, the advice names that verb.
+    """
+
+    exit_status = 5
 
 
 class ShardError(SourceError):

@@ -101,7 +101,7 @@ def test_rules_come_from_a_file(tmp_path: Path) -> None:
     rules.write_text(json.dumps(sliced.RULES))
     for options in ((), ("--tensor-parallel-size", 1)):
         words = ("embedding.weight", "no rules", "--tp-rules")
-        refused(3, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, *options, words=words)
+        refused(5, "reshard", run_directory, tmp_path / "cut", "--world-size", 3, *options, words=words)
     assert not (tmp_path / "cut").exists()
     options = ("--tensor-parallel-size", 1, "--tp-rules", rules)
     succeeded("reshard", run_directory, tmp_path / "cut", "--world-size", 3, *options)
@@ -252,13 +252,13 @@ def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -
 )
 def test_kinds_that_are_not_cut_anew(name: str, tmp_path: Path) -> None:
     drop = ("--drop", "*:optimizer/*") if name == "pp2_s0_fp32_dp2" else ()  # which is lost, and refused as that
-    refused(3, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=("cut", "global_step5"))
+    refused(5, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=("cut", "global_step5"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_plain_torch_file_is_not_cut_anew(tmp_path: Path) -> None:
     (path,) = sorted((FIXTURES / "other" / "plain_adamw").glob("*.pt"))[:1]
-    refused(3, "reshard", path, tmp_path / "cut", "--world-size", 3, words=(path.name,))
+    refused(5, "reshard", path, tmp_path / "cut", "--world-size", 3, words=(path.name,))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -272,14 +272,14 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["--rigid", "--stage=3"])
 def test_elastic_source_lacks_what_other_forms_need(form: str, tmp_path: Path) -> None:
     source = FIXTURES / "s2_bf16_dp2_elastic"
-    refused(3, "reshard", source, tmp_path / "cut", "--world-size", 3, form, words=("elastic", "hyperparameters"))
+    refused(5, "reshard", source, tmp_path / "cut", "--world-size", 3, form, words=("elastic", "hyperparameters"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("options", [("--stage", "2"), ("--elastic",), ("--round-robin",), ("--parameter-alignment",)])
 def test_bf16_optimizer_stays_one(options: tuple[str, ...], tmp_path: Path) -> None:
     source = FIXTURES / "s1_bf16_dp2_bf16opt"
-    refused(3, "reshard", source, tmp_path / "cut", "--world-size", 3, *options, words=("BF16_Optimizer",))
+    refused(5, "reshard", source, tmp_path / "cut", "--world-size", 3, *options, words=("BF16_Optimizer",))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import zckpt
 from tests import gloo
-from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.interop.test_reshard import TOLERANCE
 from tests.truth import Truth
@@ -42,17 +42,6 @@ CASES = [
     (spec("s2_fp16", dtype="fp16"), 3, 3),
     (spec("s2_zerodim", zero_dim=True), 3, 2),
 ]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint."""
-    directory = tmp_path_factory.mktemp("made")
-
-    def get(wanted: Spec) -> Path:
-        return produce([wanted], directory)[wanted.name]
-
-    return get
 
 
 def assert_resumes(run_directory: Path, wanted: Spec, folder: Path) -> None:

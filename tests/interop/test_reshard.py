@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import zckpt
-from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 
 pytestmark = pytest.mark.interop
@@ -114,20 +114,6 @@ CASES = [
     Case(spec("s2_client", client_state=odd_client_state(), scheduler=True, clip=1.0), 3),
     Case(spec("s3_client", stage=3, client_state=odd_client_state(), scheduler=True, clip=1.0), 6),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

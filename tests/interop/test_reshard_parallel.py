@@ -18,29 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, resume
 from tests.truth import bits
 
 pytestmark = pytest.mark.interop
 
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
 MOE_TOLERANCE = {"fp32": 2e-3, "bf16": 3e-2}
-
-Made = Callable[[Spec], Path]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
 
 
 def moe(name: str, **changes: Any) -> Spec:
@@ -98,7 +82,7 @@ MOE = [
 
 
 @pytest.mark.parametrize("case", MOE, ids=str)
-def test_deepspeed_resumes_experts(case: Case, made: Made, tmp_path: Path) -> None:
+def test_deepspeed_resumes_experts(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", **case.options)
     verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
@@ -129,7 +113,7 @@ SLICES = [
 
 
 @pytest.mark.parametrize("case", SLICES, ids=str)
-def test_deepspeed_resumes_slices(case: Case, made: Made, tmp_path: Path) -> None:
+def test_deepspeed_resumes_slices(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", **case.options)
     verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
@@ -139,7 +123,7 @@ def test_deepspeed_resumes_slices(case: Case, made: Made, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Made, tmp_path: Path) -> None:
+def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     """Training goes on from another model then, as it does from a universal checkpoint: losses are not compared."""
     source = sliced(f"drift_s{stage}", 2, stage=stage, invariant=False)
     folder = made(source)
@@ -156,7 +140,7 @@ def test_copies_that_drifted_apart_become_their_mean(stage: int, made: Made, tmp
             assert torch.equal(bits(found.read(name, "weight")), bits(master.bfloat16()))
 
 
-def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made: Made, tmp_path: Path) -> None:
+def test_copies_that_drifted_apart_stay_apart_at_the_same_degree(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     source = sliced("drift_s2", 2, invariant=False, dtype="fp32")
     folder = made(source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import zckpt
-from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, resume
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -33,20 +33,6 @@ MUON_ALIGNED = spec("muon_s2_palign", model="matrices", optimizer="muon", world_
 MUON_TWO = spec("muon_s2_dp2", model="matrices", optimizer="muon", world_size=2)
 MUON_S3 = spec("muon_s3", model="matrices", optimizer="muon", stage=3)
 NADAM = spec("nadam_s2", optimizer="nadam")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
 
 
 CASES = [spec(f"{kind}_s{stage}", optimizer=kind, stage=stage, dtype="fp32", world_size=2)

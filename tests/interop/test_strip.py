@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import gloo
-from tests.deepspeed_engine import Spec, produce, resume
+from tests.deepspeed_engine import Spec, resume
 from zckpt.operations.strip import strip
 
 pytestmark = pytest.mark.interop
@@ -36,20 +36,6 @@ ALIGNED = spec("s1_palign", stage=1, parameter_alignment=True, optimizer="lion")
 BF16_OPTIMIZER = spec("s1_bf16opt", stage=1, bf16_optimizer=True)
 STAGE3 = spec("s3_adamw", stage=3)
 STAGE0 = spec("s0_adamw", stage=0, dtype="fp32", world_size=2)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
 
 
 # --- nothing that counts is taken away

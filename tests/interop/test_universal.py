@@ -21,7 +21,7 @@ import torch
 
 import zckpt
 from tests.cli.console import FIXTURES
-from tests.deepspeed_engine import SPECS, Spec, produce, resume
+from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.deepspeed_engine.catalogue import odd_client_state
 from tests.deepspeed_engine.universal import resume_universal, steps_after_one_more
 from tests.gloo import WorkerError
@@ -110,20 +110,6 @@ CASES = [
     Case(SPECS["moe_ep2_s2_bf16_dp2"], 3, 2, {"expert_parallel": 1}),
     Case(SPECS["pp2_s1_fp32_dp2"], 2, 1),
 ]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spec], Path]:
-    """Gives the folder of a trained checkpoint, which is made when it is first asked for."""
-    directory = tmp_path_factory.mktemp("made")
-    folders: dict[str, Path] = {}
-
-    def get(wanted: Spec) -> Path:
-        if wanted.name not in folders:
-            folders.update(produce([wanted], directory))
-        return folders[wanted.name]
-
-    return get
 
 
 def written(source: Path | Checkpoint, directory: Path) -> Path:

@@ -205,16 +205,15 @@ def test_parameters_are_assigned_as_torch_assigns_them(world_size: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
+def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[..., tuple[Path, list[Any]]]:
     """Directories that the real optimizer saved, each made once, with what every rank says of the run."""
-    made: dict[tuple[Any, ...], tuple[Path, list[Any]]] = {}
 
     def of(kind: str, world_size: int, *, doubtful: bool = True) -> tuple[Path, list[Any]]:
-        key = kind, world_size, doubtful
-        if key not in made:
-            folder = tmp_path_factory.mktemp("saved")
-            made[key] = folder, gloo.run(save_and_go_on, world_size, kind, doubtful, folder)
-        return made[key]
+        def make(directory: Path) -> tuple[Path, list[Any]]:
+            return directory, gloo.run(save_and_go_on, world_size, kind, doubtful, directory)
+
+        found: tuple[Path, list[Any]] = shared(f"zero-redundancy-{kind}-{world_size}-{doubtful}", make)
+        return found
 
     return of
 

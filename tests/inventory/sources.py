@@ -23,8 +23,8 @@ def _opened(folder: Path) -> Path:
     """What of a folder is opened: a run's directory itself, of other programs what lies beside the truth."""
     if folder.parent.name != "other":
         return folder
-    (only,) = (path for path in folder.iterdir() if not path.name.startswith("truth"))
-    return only
+    found = [path for path in folder.iterdir() if not path.name.startswith("truth")]
+    return found[0] if len(found) == 1 else folder
 
 
 SOURCES = {folder.relative_to(FIXTURES).as_posix(): _opened(folder) for folder in _folders(FIXTURES)}

@@ -10,6 +10,7 @@ import torch
 
 import zckpt
 from tests.logical import assert_same_state
+from tests.pairwise import pairwise
 from tests.truth import Truth, assert_consolidated, bits
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -35,8 +36,7 @@ def but_for_the_cut(checkpoint: zckpt.OpenedCheckpoint) -> zckpt.OpenedCheckpoin
     return checkpoint
 
 
-@pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name", "to"), pairwise(DENSE, TARGETS))
 def test_state_is_that_of_the_source(name: str, to: str, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     assert_same_state(zckpt.open(tmp_path / "out"), zckpt.open(FIXTURES / name))
@@ -49,9 +49,10 @@ def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> Non
     assert_consolidated(tmp_path / "out", Truth(FIXTURES / name), tmp_path)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("to", TARGETS)
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_client", "s3_bf16_dp3", "s1_fp32_dp3", "s2_fp16_dp2"])
+@pytest.mark.parametrize(
+    ("name", "to", "stage"),
+    pairwise(["s2_bf16_dp2_client", "s3_bf16_dp3", "s1_fp32_dp3", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
+)
 def test_deepspeed_is_written_anew_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=5, stage=stage)

@@ -167,12 +167,12 @@ MALFORMED = {
     "storage without a record": storage(key="9") + b".",
     "storage outside of its folder": storage(key="../data.pkl") + b".",
     "storage mentioned with two dtypes": b"]" + storage() + b"a" + storage(cls=b"ctorch\nIntStorage\n") + b"a.",
+    "unknown storage class": storage(cls=b"cevil\nStorage\n") + b".",
 }  # fmt: skip
 
 UNSUPPORTED = {
     "extension registry": b"\x82\x01.",
     "buffer out of band": b"\x80\x05\x97.",
-    "unknown storage class": storage(cls=b"cevil\nStorage\n") + b".",
     "unknown dtype": tensor(function=b"_rebuild_tensor_v3")[:-3] + b"ctorch\nfloat99\ntR.",
 }
 

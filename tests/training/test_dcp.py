@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +220,7 @@ def check_saved(rank: int, world_size: int, directories: list[Path]) -> list[dic
             restored = zckpt.load(
                 directory / name, model=by_load.model, optimizer=by_load.optimizer, scheduler=by_load.scheduler
             )
-            assert (restored.step, restored.world_size) == (SAVED, int(directory.name[2]))
+            assert (restored.step, restored.world_size) == (SAVED, int(directory.name[-1]))
             for training in (by_dcp, by_load):
                 assert differences(training.state(), truth) == []
             losses[name] = by_dcp.train(range(SAVED, SAVED + MORE))
@@ -243,15 +245,15 @@ def check_opened(checkpoint: zckpt.OpenedCheckpoint, truth: dict[str, dict[str, 
                 assert owner.state[slot] == zckpt.Scalar(expected.item(), str(expected.dtype).removeprefix("torch."))
 
 
+def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[float]]]:
+    losses = run(save_all, world_size, directory)
+    assert all(one == losses[0] for one in losses)
+    return directory, losses[0]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, dict[str, list[float]]]]:
-    made = {}
-    for world_size in (1, 2, 3):
-        directory = tmp_path_factory.mktemp(f"at{world_size}-")
-        told = run(save_all, world_size, directory)
-        assert all(one == told[0] for one in told)
-        made[world_size] = directory, told[0]
-    return made
+def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> dict[int, tuple[Path, dict[str, list[float]]]]:
+    return {n: shared(f"test_dcp-at{n}", partial(save_at, n)) for n in (1, 2, 3)}
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -8,7 +8,10 @@ one rounding of a gradient is one of 256.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,15 +68,15 @@ def resume(kind: Kind, saved: Kind, directory: Path) -> list[float]:
     return training.train(range(SAVED, SAVED + MORE))
 
 
+def save_at(world_size: int, directory: Path) -> tuple[Path, dict[str, list[float]]]:
+    losses = run(save_all, world_size, directory)
+    assert all(one == losses[0] for one in losses)
+    return directory, losses[0]
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Losses]]:
-    made = {}
-    for world_size in WORLD_SIZES:
-        directory = tmp_path_factory.mktemp(f"at{world_size}-")
-        told = run(save_all, world_size, directory)
-        assert all(one == told[0] for one in told)
-        made[world_size] = directory, told[0]
-    return made
+def saved(shared: Callable[[str, Callable[[Path], Any]], Any]) -> dict[int, tuple[Path, Losses]]:
+    return {n: shared(f"test_resume-at{n}", partial(save_at, n)) for n in WORLD_SIZES}
 
 
 def assert_close(kind: Kind, found: list[float], expected: list[float], what: str) -> None:

@@ -1,7 +1,7 @@
 """The command line: parse, call an operation, print. No logic.
 
 Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
-damaged or unsafe, 4 the target cannot be written, 130 interrupted.
+damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from zckpt.cli.consolidate_command import consolidate_command
 from zckpt.cli.convert_command import convert_command
 from zckpt.cli.diff_command import diff_command
 from zckpt.cli.fingerprint_command import fingerprint_command
+from zckpt.cli.formats_command import formats_command
 from zckpt.cli.inspect_command import inspect_command
 from zckpt.cli.map_command import map_command
 from zckpt.cli.reshard_command import reshard_command
@@ -47,6 +48,7 @@ cli.add_command(diff_command)
 cli.add_command(fingerprint_command)
 cli.add_command(verify_command)
 cli.add_command(map_command)
+cli.add_command(formats_command)
 
 
 def main() -> None:

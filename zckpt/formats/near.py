@@ -98,7 +98,7 @@ def explained(error: SourceError, search: Search, misses: Sequence[NearMiss]) ->
     found = _of_other(at) if isinstance(error, UnknownFormatError) else None
     if found is not None:
         return found.error(at)
-    if misses and error.advice is None:
+    if misses:
         error.advice = f"it {misses[0].message}" + (f": {misses[0].advice}" if misses[0].advice else "")
     return error
 
@@ -141,7 +141,8 @@ def _names(path: Path) -> Iterator[str]:
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
     try:
-        return sorted(islice(os.scandir(path), MAXIMUM_FOLDERS), key=lambda entry: entry.name)
+        with os.scandir(path) as entries:
+            return sorted(islice(entries, MAXIMUM_FOLDERS), key=lambda entry: entry.name)
     except OSError:
         return []
 

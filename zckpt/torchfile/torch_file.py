@@ -133,7 +133,7 @@ def element_type(cls: Global) -> str:
     """
     dtype = "uint8" if cls.name in UNTYPED else FROM_STORAGE.get(cls.name)
     if dtype is None:
-        raise UnsupportedError("unknown storage class", found=f"{cls.qualified:.100}")
+        raise PickleError("unknown storage class", found=f"{cls.qualified:.100}")
     return dtype
 
 

@@ -32,8 +32,7 @@ from zckpt.training import whole
 from zckpt.training.other_state import random_states
 from zckpt.training.parts import Part, Staging, divide, entries
 from zckpt.training.values import Values
-from zckpt.training.workers import save_workers
-from zckpt.training.writing import Prepared, write
+from zckpt.training.writing import Prepared, save_workers, write
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 

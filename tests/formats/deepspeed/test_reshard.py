@@ -13,6 +13,7 @@ import torch
 import zckpt
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
+from tests.pairwise import pairwise
 from tests.truth import Truth, assert_consolidated, assert_same, bits
 from zckpt.torchfile import OrderedMapping, Tensor, plain
 
@@ -27,47 +28,46 @@ OF_FOUR = ["s1_bf16_dp4", "s2_bf16_dp4", "s2_fp32_dp4", "s1_fp32_dp4_sgdm", "s3_
 OF_THREE = ["s1_bf16_dp3_fused", "s1_fp32_dp3", "s1_fp32_dp3_palign", "s2_bf16_dp3", "s3_bf16_dp3"]
 FLAT = [name for name in DENSE if "s3" not in name]
 PARAMETERWISE = [name for name in DENSE if "s3" in name]
-MANY = 40
+WORLD_SIZES = (1, 3, 7, 40)
 
 
 # --- nothing is lost
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_every_slot_group_and_fact_arrives(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "world_size"), pairwise(DENSE, WORLD_SIZES))
+def test_every_slot_group_and_fact_arrives(name: str, world_size: int, tmp_path: Path) -> None:
     source = zckpt.open(run_of(name))
     truth = Truth(FIXTURES / name)
     masters = truth.masters
     assert masters
-    for world_size in (1, 3, 7, MANY):
-        target = tmp_path / str(world_size)
-        zckpt.reshard(run_of(name), target, world_size=world_size)
-        found = zckpt.open(target)
-        assert list(found.parameters) == list(source.parameters)
-        assert list(found.buffers) == list(source.buffers)
-        assert found.topology.dp == world_size
-        assert found.zero_stage == source.zero_stage
-        for parameter in source.tensors():
-            copy = found.parameters.get(parameter.name) or found.buffers[parameter.name]
-            about = ("shape", "dtype", "group", "frozen", "tied_to", "state")
-            assert [getattr(copy, key) for key in about] == [getattr(parameter, key) for key in about]
-            assert set(copy.slots) >= set(parameter.slots) - {"weight"}, parameter.name
-            for slot in set(copy.slots) & set(parameter.slots):
-                expected = source.read(parameter.name, slot)
-                assert found.read(parameter.name, slot).dtype == expected.dtype
-                assert_same(found.read(parameter.name, slot), expected, f"{slot}/{parameter.name}")
-        for key, expected in masters.items():
-            if found.owner(key).group is not None:
-                assert_same(found.read(key, "master"), expected, key)
-        for slot in truth.slots:
-            for key, expected in truth.kind(slot).items():
-                assert_same(found.read(key, slot), expected, f"{slot}/{key}")
-        assert [g.parameters for g in found.param_groups] == [g.parameters for g in source.param_groups]
-        for group, old in zip(found.param_groups, source.param_groups, strict=True):
-            assert list(group.hyperparameters.items()) == list(old.hyperparameters.items())
-            assert group.state == old.state
-        assert (found.step, found.loss_scale, found.warnings) == (source.step, source.loss_scale, source.warnings)
-        assert form(without_config(found.metadata)) == form(without_config(source.metadata))
+    target = tmp_path / "cut"
+    zckpt.reshard(run_of(name), target, world_size=world_size)
+    found = zckpt.open(target)
+    assert list(found.parameters) == list(source.parameters)
+    assert list(found.buffers) == list(source.buffers)
+    assert found.topology.dp == world_size
+    assert found.zero_stage == source.zero_stage
+    for parameter in source.tensors():
+        copy = found.parameters.get(parameter.name) or found.buffers[parameter.name]
+        about = ("shape", "dtype", "group", "frozen", "tied_to", "state")
+        assert [getattr(copy, key) for key in about] == [getattr(parameter, key) for key in about]
+        assert set(copy.slots) >= set(parameter.slots) - {"weight"}, parameter.name
+        for slot in set(copy.slots) & set(parameter.slots):
+            expected = source.read(parameter.name, slot)
+            assert found.read(parameter.name, slot).dtype == expected.dtype
+            assert_same(found.read(parameter.name, slot), expected, f"{slot}/{parameter.name}")
+    for key, expected in masters.items():
+        if found.owner(key).group is not None:
+            assert_same(found.read(key, "master"), expected, key)
+    for slot in truth.slots:
+        for key, expected in truth.kind(slot).items():
+            assert_same(found.read(key, slot), expected, f"{slot}/{key}")
+    assert [g.parameters for g in found.param_groups] == [g.parameters for g in source.param_groups]
+    for group, old in zip(found.param_groups, source.param_groups, strict=True):
+        assert list(group.hyperparameters.items()) == list(old.hyperparameters.items())
+        assert group.state == old.state
+    assert (found.step, found.loss_scale, found.warnings) == (source.step, source.loss_scale, source.warnings)
+    assert form(without_config(found.metadata)) == form(without_config(source.metadata))
 
 
 def without_config(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -172,8 +172,7 @@ def without_shard_padding(
 # --- the form of the files
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 7, MANY])
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize(("name", "world_size"), pairwise(FLAT, WORLD_SIZES))
 def test_flat_files_say_how_they_are_cut(name: str, world_size: int, tmp_path: Path) -> None:
     tag = cut(run_of(name), tmp_path / "cut", world_size)
     model = content_of(model_file(tag))
@@ -218,8 +217,7 @@ def test_flat_files_say_how_they_are_cut(name: str, world_size: int, tmp_path: P
             assert {tensor.shape for tensor in tensors} <= {(length,)}
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 7, MANY])
-@pytest.mark.parametrize("name", PARAMETERWISE)
+@pytest.mark.parametrize(("name", "world_size"), pairwise(PARAMETERWISE, WORLD_SIZES))
 def test_files_of_stage_3_say_how_they_are_cut(name: str, world_size: int, tmp_path: Path) -> None:
     tag = cut(run_of(name), tmp_path / "cut", world_size)
     numels: dict[str, int] = {}

@@ -13,6 +13,7 @@ import zckpt
 from tests.formats.deepspeed import sliced
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, edit
+from tests.pairwise import pairwise
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, WeightMismatchError
 
@@ -37,10 +38,7 @@ def loaded(tag: Path, rank: int) -> dict[str, torch.Tensor]:
 # --- what real trainings wrote
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
-@pytest.mark.parametrize("world_size", [1, 3, 7])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(("name", "stage", "world_size", "degree"), pairwise(FIXED, [1, 3], [1, 3, 7], [1, 2, 4]))
 def test_everything_arrives(name: str, stage: int, world_size: int, degree: int, tmp_path: Path) -> None:
     source = zckpt.open(run_of(name))
     tag = cut(run_of(name), tmp_path / "cut", world_size, tensor_parallel_size=degree, stage=stage)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import zckpt
 from tests.cli.console import command, environment
 from tests.formats.deepspeed.shards import FIXTURES, address, copy, edit, model_file, optimizer_file, recut
+from tests.pairwise import pairwise
 from tests.truth import Truth, assert_consolidated
 from zckpt import LayoutError, ShardError, SourceError, WeightMismatchError, ZckptError
 
@@ -456,11 +457,12 @@ def files_of(name: str) -> list[str]:
 CUTS = [0.0, 0.0001, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 0.9999]
 
 
-@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize(
-    ("name", "file"), [(n, f) for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)]
+    ("path", "cut"),
+    pairwise([f"{n} {f}" for n in ("s2_bf16_dp2", "s3_bf16_dp2", "moe_ep1_s2_bf16_dp2") for f in files_of(n)], CUTS),
 )
-def test_truncated_file_is_named(name: str, file: str, cut: float, tmp_path: Path) -> None:
+def test_truncated_file_is_named(path: str, cut: float, tmp_path: Path) -> None:
+    name, file = path.split()
     tag = copy(name, tmp_path)
     size = (tag / file).stat().st_size
     os.truncate(tag / file, int(size * cut))
@@ -537,9 +539,7 @@ MODEL_ENTRIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", OTHER, ids=[repr(v)[:20] for v in OTHER])
-@pytest.mark.parametrize("key", MODEL_ENTRIES)
-@pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp2"])
+@pytest.mark.parametrize(("name", "key", "value"), pairwise(["s2_bf16_dp2", "s3_bf16_dp2"], MODEL_ENTRIES, OTHER))
 def test_model_entry_of_another_kind_is_an_error_or_does_no_crash(
     name: str, key: str, value: object, tmp_path: Path
 ) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.state import Checkpoint, CutSpans, Slot, Span
-from zckpt.state.cuts import Cuts
 from zckpt.state.dtypes import itemsize
 from zckpt.state.inventory import CARRIED, COPY, IMPLIED, LEFT_OUT, STATE
 
 Range = tuple[int, int]
 """Bytes [low, high) of a file."""
+
+FEWEST_COLUMNS = 1 << 13
+"""Spans; of fewer, the ranges are found one by one before numpy is loaded, which finds them for all at once."""
 
 ORDER = (STATE, CARRIED, COPY, IMPLIED, LEFT_OUT)
 """Which fate bytes have that two things claim: the first."""
@@ -96,6 +98,12 @@ def covered(checkpoint: Checkpoint) -> Covered:
 
 def _cut_ranges(cut: Mapping[tuple[int, str], Sequence[CutSpans]]) -> Iterator[tuple[str, int, int, str]]:
     """Yield path, first and last byte, and slot of what lies end to end of all parameters that are cut alike."""
+    if sum(len(one) for found in cut.values() for one in found) < FEWEST_COLUMNS:
+        for (_, name), found in cut.items():
+            yield from ((span.path, *reach(span), name) for one in found for span in one)
+        return
+    from zckpt.state.cuts import Cuts
+
     before: tuple[Cuts, list[tuple[int, list[Range]]]] | None = None
     for (_, name), found in cut.items():
         files, cuts = found[0].files, Cuts(found)

@@ -78,7 +78,7 @@ def lacks_metadata(path: Path) -> bool:
     """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
     try:
         folders = [path, *(Path(e.path) for e in os.scandir(path) if _FOLDER.fullmatch(e.name) and e.is_dir())]
-        return any(_RANK.fullmatch(e.name) for f in folders if not is_file(f / NAME) for e in os.scandir(f))
+        return any(_RANK.fullmatch(e.name) for one in folders if not is_file(one / NAME) for e in list(os.scandir(one)))
     except OSError:
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import find
 from zckpt.formats.deepspeed.names import classify, is_own
 from zckpt.formats.deepspeed.options import Options, RecutOptions
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
+
+ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
 
 
 class DeepSpeed(Format):
@@ -65,7 +68,12 @@ class DeepSpeed(Format):
         """Return a run or a tag directory, as the source is one."""
         from zckpt.formats.deepspeed.writer import recut
 
-        return recut(job)
+        try:
+            return recut(job)
+        except UnsupportedError as error:
+            if not job.checkpoint.per_rank:  # or no other verb could do it, either
+                error.advice = error.advice or ELSEWHERE
+            raise
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""

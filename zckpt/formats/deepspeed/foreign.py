@@ -91,7 +91,8 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
 def _refuse(checkpoint: Checkpoint) -> None:
     path = checkpoint.source
     if not checkpoint.param_groups:
-        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path)
+        raise UnsupportedError("holds no optimizer, which a checkpoint of ZeRO is about", path=path,
+                               advice="`zckpt consolidate` writes the model by itself")  # fmt: skip
     if checkpoint.optimizers():
         raise UnsupportedError(
             "holds several optimizers, and a checkpoint of ZeRO has one",
@@ -115,7 +116,8 @@ def _refuse(checkpoint: Checkpoint) -> None:
     experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
     if experts or checkpoint.topology.pp > 1:
         raise UnsupportedError("experts and pipeline stages are not written anew from another format", path=path,
-                               found=_listed(experts) or f"pp={checkpoint.topology.pp}")  # fmt: skip
+                               found=_listed(experts) or f"pp={checkpoint.topology.pp}",
+                               advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
 
 
 def _listed(names: Sequence[str]) -> str:

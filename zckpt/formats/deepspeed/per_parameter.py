@@ -9,14 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import numpy as np
-
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
-from zckpt.state.cuts import merged_ranges
 from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings
 from zckpt.torchfile import Tensor
 
@@ -132,6 +129,10 @@ class ShardPadding:
 
     def __iter__(self) -> Iterator[PaddingRun]:
         """Yield what lies end to end in each slot of each sub-group of a rank."""
+        import numpy as np
+
+        from zckpt.state.cuts import merged_ranges
+
         world = len(self.members)
         places: dict[int, list[tuple[int, int]]] = {}
         for name, index, at in _walk_all(self.shapes, self.members):

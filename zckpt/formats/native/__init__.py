@@ -81,7 +81,7 @@ class Zckpt(Format):
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor."""
         from zckpt.engine.checking import Sum
-        from zckpt.formats.native.digests import recorded
+        from zckpt.formats.native.rank_file import recorded
 
         if file.role != RANK_ROLE:
             return []

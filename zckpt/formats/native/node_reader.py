@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.native.leaves import READERS, only_part, read_bytes, read_sizes, wrong
 from zckpt.formats.native.node_kinds import (
     BY_TAG,
     BYTES,
@@ -34,6 +33,7 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
+from zckpt.formats.native.values import READERS, only_part, read_bytes, read_sizes, wrong
 from zckpt.torchfile import (
     MAX_ELEMENTS,
     Context,

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from zckpt.errors import PickleError, UnsupportedError
-from zckpt.formats.native.leaves import is_text, write_bytes, write_leaf, write_plain
 from zckpt.formats.native.node_kinds import (
     BY_CLASS,
     BYTES,
@@ -29,6 +28,7 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
+from zckpt.formats.native.values import is_text, write_bytes, write_leaf, write_plain
 from zckpt.torchfile import (
     DType,
     FromFile,

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
@@ -25,7 +25,7 @@ from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import is_file, opened, read_at
+from zckpt.storage.files import is_file, opened, read_at, read_into
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -301,5 +301,69 @@ def check_header(path: Path, one: Listed) -> None:
             path=path,
             expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
             found=f"{found:08x}",
+            advice="a program has written the file anew; write the checkpoint anew with `zckpt convert`",
             code=LAYOUT,
         )
+
+
+BUFFER_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor of a file whose bytes are not those that were written.
+
+    Parameters
+    ----------
+    path : str
+    key : str
+        Its name in the file.
+    expected, found : int
+        CRC-32.
+    """
+
+    path: str
+    key: str
+    expected: int
+    found: int
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.key} is damaged: expected CRC-32 {self.expected:08x}, found {self.found:08x}"
+
+
+def recorded(path: str) -> list[tuple[Slot, int]]:
+    """Return the tensors of a rank's file under their names, each with the CRC-32 that was written for it.
+
+    Raises
+    ------
+    SourceError
+        The file's header is damaged.
+    """
+    tensors, _, _ = read_header(Path(path))
+    digests = tensors.pop(DIGESTS)
+    if not digests.spans:
+        return []
+    with opened(path) as descriptor:
+        data = read_at(descriptor, digests.spans[0].offset, digests.nbytes, path=path)
+    sums = [int.from_bytes(data[at : at + DIGEST_NBYTES], "little") for at in range(0, len(data), DIGEST_NBYTES)]
+    return [(replace(tensors[key], name=key), crc) for key, crc in zip(sorted(tensors), sums, strict=True)]
+
+
+def mismatches(path: str) -> Iterator[Mismatch]:
+    """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
+    buffer = bytearray(BUFFER_NBYTES)
+    with opened(path) as descriptor:
+        for slot, expected in recorded(path):
+            found = _crc(descriptor, slot, buffer, path)
+            if found != expected:
+                yield Mismatch(path, slot.name, expected, found)
+
+
+def _crc(descriptor: int, slot: Slot, buffer: bytearray, path: str) -> int:
+    crc = 0
+    for span in slot.spans:
+        for at in range(0, slot.nbytes, len(buffer)):
+            view = memoryview(buffer)[: min(len(buffer), slot.nbytes - at)]
+            read_into(descriptor, span.offset + at, view, path=path)
+            crc = crc32(view, crc)
+    return crc

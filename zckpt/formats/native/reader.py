@@ -15,22 +15,23 @@ from pathlib import Path
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.native.document import FORMAT, read_document
-from zckpt.formats.native.leaves import wrong
+from zckpt.formats.native.layouts import Cut, Layouts, Pieces
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.order import Headers, Order, Table, order_of
-from zckpt.formats.native.pieces import Cut, Layouts, Pieces
+from zckpt.formats.native.places import Headers, Order, Places, Table, order_of
 from zckpt.formats.native.rank_file import (
     PROVEN_NBYTES,
     Listed,
+    Mismatch,
     RankFile,
     check_header,
     is_as_listed,
+    mismatches,
     open_rank_file,
     storage_key,
 )
-from zckpt.formats.native.schema import Members
+from zckpt.formats.native.values import Members, wrong
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
 from zckpt.torchfile import Storage
@@ -83,6 +84,29 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     if names is not None:
         checkpoint.warnings.append("--names is not used: the checkpoint has the names that were known when it was made")
     return checkpoint
+
+
+def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatch]:
+    """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
+
+    Parameters
+    ----------
+    path : Path
+    part : (int, int)
+        Which of how many parts of the files to read: several can share the work, and the looking at headers.
+
+    Raises
+    ------
+    SourceError
+        The document or a file's header is damaged, or a file is missing.
+    """
+    found: list[Mismatch] = []
+    first, step = part
+    with headers_shared(first, step):
+        files = [file for file in read(path).files if file.role == "rank"]
+    for file in files[first::step]:
+        found.extend(mismatches(file.path))
+    return found
 
 
 def contradictions(path: Path) -> Iterator[SourceError]:
@@ -176,7 +200,7 @@ class Reading:
             self.files = [
                 open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
             ]
-        self.places: Order | Table | Headers = order or Headers(self.files)
+        self.places: Places = order or Headers(self.files)
         self.paths = [str(path / one.name) for one in self.listed]
         self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
 

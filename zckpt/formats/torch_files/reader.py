@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zckpt.codes import UNSUPPORTED
-from zckpt.errors import UnsupportedError
+from zckpt.errors import SourceError, UnsupportedError
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import attach, looks_like_optimizer, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of, slot_of
@@ -49,12 +49,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint = Checkpoint(str(path), "torch")
     root = file.root
     if isinstance(root, Object):
-        raise UnsupportedError(
+        error = UnsupportedError(
             f"holds an object of {root.qualified}, not a state dict",
             path=path,
             advice="save model.state_dict() in the program that wrote it",
-            code=UNSUPPORTED,  # loading it makes that object, whatever it is
+            code=UNSUPPORTED,
         )
+        error.exit_status = SourceError.exit_status  # loading it makes that object, whatever it is: it is unsafe
+        raise error
     if not isinstance(root, dict) or not root:
         raise UnsupportedError("holds no state dict", path=path, found=type(root).__name__)
     rest = root.get(KEY)

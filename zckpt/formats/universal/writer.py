@@ -126,6 +126,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             "has no optimizer; DeepSpeed loads a universal checkpoint by its param groups, and nothing without them",
             path=checkpoint.source,
+            advice="`zckpt consolidate` writes the model by itself",
         )
 
 

@@ -1,4 +1,4 @@
-"""The layouts of a document: which file has which elements of a slot. Where they are in the files, `order` says."""
+"""The layouts of a document: which file has which elements of a slot. Where they are in the files, `places` says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.native.leaves import wrong
 from zckpt.formats.native.node_kinds import Json
-from zckpt.formats.native.schema import Members
+from zckpt.formats.native.values import Members, wrong
 from zckpt.state import Extent
 
 Pieces = list[tuple[int, Extent]]

@@ -10,6 +10,7 @@ so that a table of slots by kinds, and one of kinds by files, hold all offsets, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import overload
 
 from zckpt.engine.boxes import bounds
 from zckpt.errors import UnsupportedError
-from zckpt.formats.native.pieces import Cut, Pieces
+from zckpt.formats.native.layouts import Cut, Pieces
 from zckpt.formats.native.rank_file import (
     DIGEST_NBYTES,
     Listed,
@@ -44,7 +45,29 @@ MAX_NBYTES = 1 << 44
 Cuts = Sequence[tuple[Cut, Pieces]]
 
 
-class Headers:
+class Places(ABC):
+    """Says where the tensors of slots are."""
+
+    @abstractmethod
+    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
+        """Return where each piece of a slot is in its file, in bytes.
+
+        Raises
+        ------
+        DamagedFileError
+            A file that was read does not hold what the document says.
+        """
+
+    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
+        """Return the spans of a slot; errors are those of `offsets`."""
+        return tuple(
+            Span(extent, paths[file], offset, cut.dtype)
+            for (file, extent), offset in zip(pieces, self.offsets(cut, pieces), strict=True)
+            if extent.numel
+        )
+
+
+class Headers(Places):
     """Finds the tensors of slots in the headers of the ranks' files, which were read.
 
     Parameters
@@ -56,23 +79,13 @@ class Headers:
         self._files = files
 
     def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
-        """Return where each piece of a slot is in its file, in bytes.
-
-        Raises
-        ------
-        DamagedFileError
-            A file does not hold what the document says.
-        """
+        """Return where the headers have the pieces."""
         return tuple(
             self._files[file].take(cut.key, *stored_as(cut.dtype, shape_of(extent))) for file, extent in pieces
         )
 
-    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
-        """Return the spans of a slot; errors are those of `offsets`."""
-        return _spans(cut, pieces, paths, self.offsets(cut, pieces))
 
-
-class Order:
+class Order(Places):
     """Sums up where tensors are, one by one.
 
     Parameters
@@ -112,12 +125,8 @@ class Order:
         """Return where each piece of a slot is in its file, in bytes."""
         return self._offsets[cut.key]
 
-    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
-        """Return the spans of a slot."""
-        return _spans(cut, pieces, paths, self._offsets[cut.key])
 
-
-class Table:
+class Table(Places):
     """Computes where a tensor is when it is asked for.
 
     Parameters
@@ -292,14 +301,6 @@ def order_of(files: Sequence[Listed], identity: str, cuts: Cuts, *, is_as_writte
 
 def _place(one: tuple[Cut, Pieces]) -> tuple[int, str]:
     return order_key(one[0].key, itemsize(one[0].dtype))
-
-
-def _spans(cut: Cut, pieces: Pieces, paths: Sequence[str], offsets: Sequence[int]) -> tuple[Span, ...]:
-    return tuple(
-        Span(extent, paths[file], offset, cut.dtype)
-        for (file, extent), offset in zip(pieces, offsets, strict=True)
-        if extent.numel
-    )
 
 
 def _listed(one: Listed, rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:

@@ -1,0 +1,137 @@
+"""What is said of something that no format recognises: what it is, and where a checkpoint is near it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES, copy, refused, run
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 123456\n"
+
+
+def foreign(path: Path, *words: str) -> None:
+    """Refused as intact, but not supported."""
+    with pytest.raises(zckpt.UnsupportedError) as caught:
+        zckpt.open(path)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.exit_status == 5
+    assert run("inspect", path).returncode == 5
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.pt", "pytorch_model.bin"])
+def test_pointer_of_git_lfs(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(POINTER)
+    refused(3, "inspect", tmp_path / name, words=("pointer of git-lfs", "run `git lfs pull`"))
+    refused(3, "inspect", tmp_path, words=("git-lfs", "run `git lfs pull`"))
+
+
+def test_pointer_of_git_lfs_among_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    run_directory = copy("s2_bf16_dp2", tmp_path)
+    shard = run_directory / "global_step5" / "mp_rank_00_model_states.pt"
+    shard.write_text(POINTER)
+    refused(3, "inspect", run_directory, words=(shard.name, "pointer of git-lfs", "run `git lfs pull`"))
+    done = run("verify", run_directory)
+    assert done.returncode == 1
+    assert shard.name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.gguf", b"GGUF\3\0\0\0" + bytes(40), "GGUF"),
+        ("model.h5", b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5"),
+        ("flax_model.msgpack", b"\x81\xa6params\x80", "Flax"),
+        ("model.ckpt.index", b"\0\0\5" + bytes(40), "TensorFlow"),
+        ("model.ckpt-100.data-00000-of-00001", b"\1\2\3" + bytes(40), "TensorFlow"),
+        ("saved_model.pb", b"\x08\1\x12" + bytes(40), "TensorFlow"),
+        ("model.onnx", b"\x08\7\x12" + bytes(40), "inference"),
+    ],
+)
+def test_files_of_other_programs(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    foreign(tmp_path / name, said, "zckpt does not read", "safetensors")
+
+
+def test_arrays_of_numpy(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", a=np.zeros(3))
+    np.save(tmp_path / "x.npy", np.zeros(3))
+    foreign(tmp_path / "x.npz", "NumPy")
+    foreign(tmp_path / "x.npy", "NumPy")
+    foreign(tmp_path, "NumPy")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["_CHECKPOINT_METADATA", "params/_METADATA"], "Orbax"),
+        (["manifest.ocdbt", "d/0123"], "Orbax"),
+        (["saved_model.pb", "variables/variables.index"], "TensorFlow"),
+        (["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow"),
+        (["mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
+        (["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
+        (["model.gguf", "README.md"], "GGUF"),
+    ],
+)
+def test_directories_of_other_programs(files: list[str], said: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    foreign(tmp_path, said)
+
+
+def test_one_ranks_file_says_give_its_directory() -> None:
+    tag = FIXTURES / "s2_bf16_dp2" / "global_step5"
+    shard = tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    refused(5, "inspect", shard, words=("holds no state dict", "one rank of DeepSpeed", f"give its directory, {tag}"))
+
+
+def test_one_item_of_dcp_says_give_its_directory() -> None:
+    directory = FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt"
+    for name in ("__0_0.distcp", ".metadata"):
+        done = run("inspect", directory / name)
+        assert done.returncode in (3, 5)
+        assert f"give its directory, {directory}" in done.stderr
+
+
+def test_items_of_dcp_without_metadata(tmp_path: Path) -> None:
+    directory = tmp_path / "ckpt"
+    shutil.copytree(FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", directory)
+    (directory / ".metadata").unlink()
+    refused(3, "inspect", directory, words=("what is where is missing", "expected .metadata", "begins with a dot"))
+    for path in (directory, tmp_path):
+        done = run("verify", path)
+        assert done.returncode == 1
+        assert "ZC-101" in done.stdout
+
+
+@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+def test_parent_names_the_last_checkpoint_in_it(to: str, tmp_path: Path) -> None:
+    for step in (2, 9, 10):
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / f"step-{step}", to=to)
+    refused(3, "inspect", tmp_path, words=("no checkpoint recognised", f"did you mean {tmp_path / 'step-10'}?"))
+
+
+def test_parent_of_megatron_names_the_iteration_that_its_file_says(tmp_path: Path) -> None:
+    for number in (100, 200):
+        (tmp_path / f"iter_{number:07d}" / "mp_rank_00").mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    refused(3, "inspect", tmp_path, words=(f"did you mean {tmp_path / 'iter_0000100'}?",))
+
+
+def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path: Path) -> None:
+    torch.save([1, 2], tmp_path / "x.pt")
+    foreign(tmp_path / "x.pt", "holds no state dict")
+
+
+def test_what_another_verb_does_is_named(tmp_path: Path) -> None:
+    refused(5, "reshard", FIXTURES / "pp2_s1_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
+    refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
+    refused(5, "strip", FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", tmp_path / "out", "--optimizer",
+            words=("zckpt convert",))  # fmt: skip
+    assert list(tmp_path.iterdir()) == []

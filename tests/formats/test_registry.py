@@ -1,0 +1,237 @@
+"""The registry of formats: what it says is what the README, `convert` and `zckpt formats` say; packages add to it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
+from zckpt.formats.format import Format, options_of
+from zckpt.formats.registry import BUILT_IN, find_format, formats, get
+
+WRITTEN = [name for name in BUILT_IN if get(name).writes]
+
+
+def python(program: str, *, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program where a directory's packages are installed."""
+    found = environment()
+    if path is not None:
+        found["PYTHONPATH"] = f"{found.get('PYTHONPATH') or ROOT}:{path}"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=found, check=False)
+
+
+def command(*arguments: object, path: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line where a directory's packages are installed."""
+    listed = ["zckpt", *map(str, arguments)]
+    return python(f"import sys; sys.argv = {listed!r}\nfrom zckpt.cli import main; main()", path=path)
+
+
+def test_table_of_the_readme_is_what_the_formats_say() -> None:
+    table = re.findall(r"^\| (.+?) \| (.+?) \| ?(.*?) ?\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    said = {(what, details): to for what, details, to in table}
+    for name in BUILT_IN:
+        one = get(name)
+        for number, row in enumerate(one.reads):
+            assert said.pop(row) == (f"`{name}`" if one.writes and not number else ""), row
+    of_formats = [row for row in said if row[0].startswith(("DeepSpeed ", "torch.", "zckpt "))]
+    assert not [row for row in of_formats if "convert --to" in str(said[row])], "rows of no format"
+
+
+def test_formats_are_listed_with_their_options() -> None:
+    document = json.loads(succeeded("formats", "--json").stdout)
+    found = {one["name"]: one for one in document["formats"]}
+    assert list(found) == list(BUILT_IN)
+    assert document["broken"] == []
+    assert [option["name"] for option in found["dcp"]["options"]] == ["world_size", "dtype"]
+    stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
+    assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
+                     "help": "ZeRO stage. Default: as SOURCE."}  # fmt: skip
+    assert {name for name, one in found.items() if one["reshard"]} == {"deepspeed"}
+    assert {name for name, one in found.items() if one["written"]} == set(WRITTEN)
+    text = succeeded("formats").stdout
+    assert all(name in text for name in BUILT_IN)
+    assert "--stage 1|2|3" in text
+
+
+def test_help_of_convert_has_every_option_and_format() -> None:
+    text = " ".join(succeeded("convert", "--help").stdout.split())
+    for name in WRITTEN:
+        assert get(name).writes in text
+        for option in options_of(get(name).options):
+            assert f"--{option.flag}" in text
+            assert option.help.split(".")[0] in text.replace("- ", "-")
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "said"),
+    [
+        ("dcp", {"stage": 2}, "stage does not apply to dcp: expected world-size, dtype"),
+        ("universal", {"world_size": 2}, "world-size does not apply to universal: expected no option"),
+        ("deepspeed", {"frobnicate": 1}, "frobnicate does not apply to deepspeed"),
+        ("deepspeed", {"stage": 4}, "unusable stage: expected 1 or 2 or 3, found 4"),
+        ("deepspeed", {"elastic": "yes"}, "unusable elastic: expected a value of type bool"),
+        ("zckpt", {"world_size": True}, "unusable world-size: expected a value of type int"),
+        ("zckpt", {"world_size": 0}, "world size"),
+        ("dcp", {"dtype": "int8"}, "unusable dtype: expected float32 or bfloat16 or float16 or keep"),
+        ("torch", {}, "torch is read and not written"),
+        ("nothing", {}, "unknown format: expected zckpt, universal"),
+    ],
+)
+def test_keywords_of_convert_are_those_of_the_format(
+    to: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(zckpt.UsageError, match=re.escape(said)):
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to=to, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_given_is_none_or_nothing(tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "out", to="universal", world_size=None, stage=None)
+
+
+def test_every_format_states_what_a_stranger_needs() -> None:
+    for one in formats():
+        assert one.name
+        assert one.title
+        assert one.reads
+        assert (one.owns is not None) == bool(one.writes) == (type(one).lay_out is not Format.lay_out)
+        assert all(option.help.endswith(".") for option in options_of(one.options))
+
+
+def test_inspect_of_deepspeed_loads_no_other_format() -> None:
+    program = f"""
+import sys
+sys.argv = ["zckpt", "inspect", {str(FIXTURES / "s2_bf16_dp4")!r}, "--json"]
+from zckpt.cli import main
+try:
+    main()
+finally:
+    print(sorted(sys.modules), file=sys.stderr)
+"""
+    loaded = set(re.findall(r"'(.+?)'", python(program).stderr))
+    others = {
+        "zckpt.formats.safetensors",
+        "zckpt.formats.consolidated",
+        "zckpt.formats.dcp",
+        "zckpt.formats.zero_redundancy",
+        "zckpt.formats.native.reader",
+        "zckpt.formats.universal.reader",
+        "zckpt.formats.near",
+        "zckpt.formats.survey",
+        "importlib.metadata",
+    }
+    assert "zckpt.formats.deepspeed.reader" in loaded
+    assert not loaded & others
+
+
+# --- formats of other packages
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example package, installed."""
+    path = tmp_path_factory.mktemp("installed")
+    source = path / "source"
+    source.mkdir()
+    for one in (ROOT / "examples" / "format_package").iterdir():
+        if one.is_file():
+            (source / one.name).write_bytes(one.read_bytes())
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(path / "packages"), str(source)], check=True)
+    return path / "packages"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    tensors = {"a.weight": torch.randn(3, 5), "a.bias": torch.randn(3).bfloat16(), "n": torch.arange(7)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_format_of_another_package_is_written_and_read(installed: Path, model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "raw"
+    done = command("convert", model, target, "--to", "rawtensors", "--alignment", 4096, "--verify", path=installed)
+    assert done.returncode == 0, done.stderr
+    assert "byte for byte" in done.stderr
+    assert (target / "tensors.raw").stat().st_size > 2 * 4096
+    shown = command("inspect", target, "--json", path=installed)
+    assert json.loads(shown.stdout)["format"] == "rawtensors"
+    back = command("convert", target, tmp_path / "back", "--to", "consolidated", path=installed)
+    assert back.returncode == 0, back.stderr
+    compared = command("diff", tmp_path / "back", model, path=installed)
+    assert compared.returncode == 0, compared.stdout
+    assert command("verify", target, "--deep", path=installed).returncode == 0
+    assert "rawtensors" in command("formats", path=installed).stdout
+    program = f"""
+import torch, zckpt
+from safetensors.torch import load_file
+opened, truth = zckpt.open({str(target)!r}), load_file({str(model)!r})
+assert {{*opened.parameters, *opened.buffers}} == set(truth)
+assert all(torch.equal(opened.read(name), value) for name, value in truth.items())
+zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=1)
+try:
+    zckpt.convert({str(model)!r}, {str(tmp_path / "again")!r}, to="rawtensors", alignment=3)
+except zckpt.UsageError as error:
+    print(error)
+"""
+    found = python(program, path=installed)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "unusable alignment: expected 1 or 64 or 4096, found 3\n"
+
+
+def test_format_of_another_package_refuses_and_checks(installed: Path, model: Path, tmp_path: Path) -> None:
+    done = command("convert", FIXTURES / "s2_bf16_dp2", tmp_path / "out", "--to", "rawtensors", path=installed)
+    assert done.returncode == 5
+    assert "zckpt consolidate" in done.stderr
+    assert command("convert", model, tmp_path / "raw", "--to", "rawtensors", path=installed).returncode == 0
+    with (tmp_path / "raw" / "tensors.raw").open("r+b") as file:
+        file.truncate(10)
+    done = command("inspect", tmp_path / "raw", path=installed)
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert "is not in the file" in done.stderr
+    done = command("inspect", tmp_path / "raw" / "tensors.raw", path=installed)
+    assert "without their list; give" in done.stderr
+
+
+def test_without_the_package_its_format_is_none(model: Path) -> None:
+    assert find_format("rawtensors") is None
+    refused(2, "convert", model, model.parent / "out", "--to", "rawtensors", words=("rawtensors",))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("FORMAT = object()", "has no title"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    ],
+)
+def test_broken_package_is_one_clear_line(content: str, said: str, model: Path, tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    about = packages / "broken_one-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-one\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[zckpt.formats]\nbrokenformat = broken_one:FORMAT\n")
+    (packages / "broken_one.py").write_text(content + "\n")
+    done = command("convert", model, tmp_path / "out", "--to", "brokenformat", path=packages)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "the format brokenformat of broken-one cannot be loaded" in done.stderr
+    assert said in done.stderr
+    assert "broken" in command("formats", path=packages).stdout
+    assert command("convert", model, tmp_path / "out", "--to", "zckpt", path=packages).returncode == 0
+    (tmp_path / "unknown").mkdir()
+    done = command("inspect", tmp_path / "unknown", path=packages)
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert "no checkpoint recognised" in done.stderr
+    assert "brokenformat" in done.stderr

@@ -1,0 +1,24 @@
+"""Checkpoints that the real DeepSpeed trained, each once for all tests."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed_engine import Spec, train
+
+
+@pytest.fixture(scope="session")
+def made(shared: Callable[[str, Callable[[Path], Any]], Any]) -> Callable[[Spec], Path]:
+    """Give the folder of a trained checkpoint, which is made when it is first asked for."""
+
+    def get(wanted: Spec) -> Path:
+        digest = hashlib.sha256(repr(wanted).encode()).hexdigest()[:16]
+        folder: Path = shared(f"{wanted.name}-{digest}", lambda directory: train(wanted, directory))
+        return folder
+
+    return get
