@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.plan import plan
-from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import Entry, listed
-from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.operations.target import write_target
+from zckpt.formats.native.names import OWNED
+from zckpt.formats.native.rank_file import Entry
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
 from zckpt.optim.model_state import ModelState
@@ -21,7 +18,7 @@ from zckpt.storage.durable import written_directory
 from zckpt.training import whole
 from zckpt.training.parts import Part, divide, entries
 from zckpt.training.values import Values
-from zckpt.training.writing import new_identity
+from zckpt.training.writing import new_identity, write_rank
 
 Stored = list[tuple[str, bytes]]
 
@@ -72,9 +69,8 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
                 shares.append((name, WEIGHT, share))
         held = divide([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
-        file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
-        write_target(plan([file]), Path(directory) / file.name)
-        return Part([piece for piece, _ in held], state.values, {}, listed(file))
+        written = write_rank(Path(directory), rank, count, [*first, *entries(held, None)], identity)
+        return Part([piece for piece, _ in held], state.values, {}, written)
 
 
 def _storage_entry(key: str, data: bytes) -> Entry:
