@@ -49,7 +49,8 @@ def blocks(page: str, language: str) -> list[str]:
 def options(name: str) -> set[str]:
     command = cli.commands[name]
     parameters = command.get_params(click.Context(command))  # those that formats state, too
-    return {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts) if one[0] == "-"}
+    every = {one for parameter in parameters for one in (*parameter.opts, *parameter.secondary_opts)}
+    return {one for one in every if one[0] == "-"} - {"--help", "-h"}
 
 
 def mentioned(text: str) -> set[str]:
