@@ -17,7 +17,8 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
-from zckpt.formats.format import DTYPES, TargetFiles
+from zckpt.formats.format import TargetFiles
+from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
