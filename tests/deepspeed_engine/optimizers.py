@@ -10,27 +10,37 @@ import torch
 Groups = list[dict[str, Any]]
 
 
-class Lion(torch.optim.Optimizer):
+class _ForEach(torch.optim.Optimizer):
+    """An optimizer that steps parameters one by one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._step_one(p, group)
+
+    def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(_ForEach):
     """Plain Lion: one moment and no step."""
 
     def __init__(self, params: Iterable, lr: float = 1e-3, betas=(0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p)
-                moment = state["exp_avg"]
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_((moment * beta1 + p.grad * (1 - beta1)).sign_(), alpha=-group["lr"])
-                moment.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+    def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[p]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        moment = state["exp_avg"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_((moment * beta1 + p.grad * (1 - beta1)).sign_(), alpha=-group["lr"])
+        moment.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
-class FusedLayoutAdam(torch.optim.Optimizer):
+class FusedLayoutAdam(_ForEach):
     """AdamW with the state of DeepSpeed's FusedAdam, which needs a GPU.
 
     The step is an int of the state; the group has `bias_correction` and its own `step`, which stays 0.
@@ -43,12 +53,10 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure=None):
         for group in (g for g in self.param_groups if g["params"]):
             group.setdefault("step", 0)
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._step_one(p, group)
+        super().step(closure)
 
     def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -65,17 +73,11 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         p.addcdiv_(state["exp_avg"], scale, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(_ForEach):
     """LAMB, which keeps norms and the trust ratio of its last step: under ZeRO of a rank's whole partition."""
 
     def __init__(self, params: Iterable, lr: float = 1e-2, betas=(0.9, 0.99), weight_decay: float = 0.0):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._step_one(p, group)
 
     def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -92,7 +94,7 @@ class Lamb(torch.optim.Optimizer):
         p.add_(update, alpha=-group["lr"] * state["trust_ratio"])
 
 
-class BlockwiseAdam(torch.optim.Optimizer):
+class BlockwiseAdam(_ForEach):
     """Adam with the state of bitsandbytes' 8-bit optimizers, which need a GPU in older versions.
 
     Each moment is a code of 8 bits for each element and a scale for each 256 elements, counted from the start of the
@@ -106,12 +108,6 @@ class BlockwiseAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
         self.smallest = smallest
         self.maps = {"1": torch.linspace(-1, 1, 256), "2": torch.linspace(0, 1, 256)}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                self._step_one(p, group)
 
     def _step_one(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2) = self.state[p], group["betas"]

@@ -186,7 +186,7 @@ def test_a_share_of_a_parameter_is_told_by_its_elements(show: Show) -> None:
     opened = show(inspection(open_checkpoint(FIXTURES / "s3_bf16_dp3")))
     search(opened, "prime")
     opened.page.keyboard.press("Enter")
-    runs = opened.page.locator("#chosen-runs tbody tr[data-index]").all_inner_texts()
+    runs = opened.page.locator("#chosen-spans tbody tr[data-index]").all_inner_texts()
     assert [re.findall(r"\[.*?\)", run) for run in runs] == [["[0, 3)"], ["[3, 6)"], ["[6, 7)"]]
     opened.page.locator("#map-stage").focus()
     opened.page.keyboard.press("ArrowDown")

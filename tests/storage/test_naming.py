@@ -25,7 +25,7 @@ FILES = ("file", "below/file")
 OURS = Owned(FILES.__contains__)
 
 DRIVER = """
-    import importlib, os, signal, sys
+    import importlib, os, shutil, signal, sys
     from pathlib import Path
     from tests.storage import test_naming
 
@@ -33,10 +33,12 @@ DRIVER = """
     prepare, act = getattr(module, sys.argv[2]), getattr(module, sys.argv[3])
     if sys.argv[4] == "True":
         test_naming.pretend_there_is_no_exchange()
+    prepared = Path(sys.argv[5], "prepared")
+    prepared.mkdir()
+    prepare(prepared)
     for number in range(1000):
         here = Path(sys.argv[5], str(number))
-        here.mkdir()
-        prepare(here)
+        shutil.copytree(prepared, here, symlinks=True)
         child = os.fork()
         if not child:
             test_naming.kill_before(number)

@@ -23,7 +23,6 @@ from zckpt.errors import SourceError, TargetError, TargetExistsError, Unsupporte
 
 pytestmark = pytest.mark.interop
 
-KILLS = 50
 AT_ONCE = 5
 ROWS = 1 << 18  # of 4 numbers each: long enough to be killed in the middle
 
@@ -72,14 +71,18 @@ def kill(directory: Path, victim: int, share: float) -> int:
     return step
 
 
-def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [14, pytest.param(50, marks=pytest.mark.nightly)])
+def test_whenever_a_rank_is_killed_the_newest_sound_checkpoint_is_what_was_saved(kills: int, tmp_path: Path) -> None:
     chance = random.Random(7)
+    shares = [0.0, 2.0, *(chance.random() * 1.2 for _ in range(kills))]  # at once, when all is done, and in between
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        kills = [
-            pool.submit(kill, tmp_path / str(number), chance.randrange(2), chance.random() * 1.2)
-            for number in range(KILLS)
-        ]
-        steps = {done.result() for done in kills}
+        steps = {
+            done.result()
+            for done in [
+                pool.submit(kill, tmp_path / str(number), chance.randrange(2), share)
+                for number, share in enumerate(shares)
+            ]
+        }
     assert steps == {1, 2}  # some were killed before the second was whole, some after
 
 

@@ -1,11 +1,12 @@
 """Save and load while training: any world size, any format that zckpt reads.
 
+It alone knows which rank of a training writes and reads what, and what a program keeps besides model and optimizer.
+
 values        plain data, tensors and arrays as inert nodes, and back, without a pickle
 parts         what this rank writes
 whole         what the first rank knows of all, and the document
-writing       all ranks write one directory
+writing       all ranks, or all RPC workers, write one directory
 saving        `save`, and saving while training goes on
-workers       the same of parameters that live on RPC workers
 loading       `load`
 other_state   schedulers, random states and the program's own values
 checkpointer  a run's directory: when to save, what to keep, where to resume

@@ -1,10 +1,16 @@
-"""What has been prepared is written by all ranks together, into one directory that appears whole or not at all."""
+"""One directory that all ranks, or all RPC workers, write together; it appears whole or not at all.
+
+A rank writes its pieces of what several ranks have. A worker of a DistributedOptimizer writes the parameters that live
+there, and their state.
+"""
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zckpt.compare.digests import FILE_NAME, Entries, write_digests
 from zckpt.engine.plan import plan
@@ -14,9 +20,17 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
+from zckpt.optim import DistributedOptimizer
+from zckpt.optim.distributed import LocalOptimizer
+from zckpt.optim.model_state import ModelState
 from zckpt.optim.ranks import Ranks, written_together
+from zckpt.optim.shares import Share, share_of
+from zckpt.optim.states.several import Optimizers
+from zckpt.state import WEIGHT, Extent, Slot
+from zckpt.storage.durable import written_directory
 from zckpt.training import whole
-from zckpt.training.parts import Part
+from zckpt.training.parts import Part, divide, entries
+from zckpt.training.values import Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +70,7 @@ def write(
         A rank has failed; nothing has been written.
     """
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
-        agreed = ranks.told(identity or new_identity())
+        agreed = ranks.from_first(identity or new_identity())
         part, state = ranks.do(lambda: _write_part(ranks, partial, agreed, prepared))
         parts = ranks.gather(part)
         ranks.of_first(lambda: whole.write_document(state, parts, agreed, partial))
@@ -95,3 +109,62 @@ def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     parts = ranks.gather(mine)
     if ranks.rank == 0:
         write_digests(put_together(parts), directory / FILE_NAME)
+
+
+Stored = list[tuple[str, bytes]]
+
+
+def save_workers(
+    path: Path,
+    optimizer: DistributedOptimizer,
+    given: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    identity: str | None = None,
+) -> None:
+    """Write a checkpoint of an optimizer whose parameters live on RPC workers.
+
+    Raises
+    ------
+    Exception
+        What a worker raised; nothing has been written.
+    """
+    values = Values()
+    others = whole.other_values(given, ModelState(), values)
+    stored = [(one.key, bytes(one.data or b"")) for one in whole.storage_entries(others, values)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
+        identity = identity or new_identity()
+        count = optimizer.num_workers
+        parts: list[Part] = optimizer.call_each(
+            _save_worker,
+            [(str(partial.resolve()), rank, count, identity, [] if rank else stored) for rank in range(count)],
+        )
+        state = whole.Whole(ModelState(), Optimizers(optimizer, {}).snapshot(), given, values, count, others)
+        whole.write_document(state, parts, identity, partial)
+
+
+def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, identity: str, stored: Stored) -> Part:
+    """Write a worker's file; return what is in it."""
+    with local.lock:
+        names = {
+            parameter: name
+            for group in local.optimizer.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        state = Optimizers(local.optimizer, names).snapshot()
+        shares: list[tuple[str, str, Share]] = []
+        for parameter, name in names.items():
+            share = share_of(parameter, name)
+            if share is not None:
+                shares.append((name, WEIGHT, share))
+        held = divide([*shares, *state.shares], 0, [0])
+        first = [_storage_entry(key, data) for key, data in stored]
+        file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
+        write_target(plan([file]), Path(directory) / file.name)
+        return Part([piece for piece, _ in held], state.values, {}, listed(file))
+
+
+def _storage_entry(key: str, data: bytes) -> Entry:
+    slot = Slot("storage", "uint8", (len(data),), ())
+    return Entry(key, slot, Extent.whole(slot.shape), "uint8", slot.shape, data=memoryview(data))

@@ -12,7 +12,7 @@ from zckpt.report.text import count
 MAP_SECTIONS = (
     section("Map", '<div id="map"></div>', identity="map")
     + '<section id="chosen" hidden aria-labelledby="chosen-name"><h2 id="chosen-name"></h2>'
-    + '<div id="chosen-runs"></div></section>'
+    + '<div id="chosen-spans"></div></section>'
     + section("Size by module", '<div id="treemap"></div>', identity="sizes")
     + section("Parameters", '<div id="parameters"></div>', identity="parameters")
 )

@@ -20,7 +20,7 @@ from zckpt.report.text import size
 STYLES = ("base", "tables", "map", "figures", "media")
 """The style sheet's parts; a later one overrides those before it."""
 
-_MAP = ("map_model", "map_bands", "map_runs", "map_draw", "map_words", "map_tools", "map_zoom", "map", "treemap")
+_MAP = ("map_model", "map_bands", "map_spans", "map_draw", "map_words", "map_tools", "map_zoom", "map", "treemap")
 
 SCRIPTS = {
     "inspect": ("format", "search", "table", *_MAP, "page"),

@@ -86,7 +86,7 @@ function drawGround(context, scene) {
   }
 }
 
-/** Runs of columns of one module, at the depth whose names still fit. */
+/** Neighbouring columns of one module, at the depth whose names still fit. */
 function moduleSegments(scene) {
   const { model, view, frame } = scene;
   const [first, last] = [model.at(view.x0), model.at(view.x1)];

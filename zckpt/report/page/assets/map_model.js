@@ -1,6 +1,6 @@
-// The data of a map in the order in which it is drawn: columns with their places, sections, modules, runs.
+// The data of a map in the order in which it is drawn: columns with their places, sections, modules, spans.
 
-const RUN = 6; // numbers of a run: row, count, start, share, stop, box
+const SPAN_NUMBERS = 6; // numbers of a span: row, count, start, share, stop, box
 const SEVERAL_FILES = -2;
 
 class MapModel {
@@ -41,14 +41,14 @@ class MapModel {
     const start = this.width;
     for (const index of indices) this.column(index, this.parameters[index].numel, null);
     for (const g of groups) {
-      const runs = [];
+      const spans = [];
       let at = 0;
       for (const [group, row, numel, nbytes] of this.data.padding) {
         if (group !== g) continue;
-        runs.push({ row, start: at, numel, nbytes });
+        spans.push({ row, start: at, numel, nbytes });
         at += numel;
       }
-      if (at) this.column(-1 - g, at, runs);
+      if (at) this.column(-1 - g, at, spans);
     }
     if (this.width > start || indices.length) this.sections.push({ label, start, stop: this.width });
   }
@@ -74,27 +74,27 @@ class MapModel {
   /** What a row holds of a parameter: [{ slot, dtype, start, stop, numel, box, scale }]. */
   held(index, row) {
     const found = [];
-    for (const [slots, dtypes, numel, runs] of this.parameters[index].cuts) {
-      for (let r = 0; r < runs.length; r += RUN) {
-        const i = row - runs[r];
-        if (i < 0 || i >= runs[r + 1]) continue;
-        const start = runs[r + 2] + i * runs[r + 3];
-        const stop = Math.min(start + runs[r + 3], runs[r + 4]);
-        slots.forEach((slot, s) => found.push({ slot, dtype: this.data.dtypes[dtypes[s]], start, stop, numel, box: runs[r + 5] }));
+    for (const [slots, dtypes, numel, spans] of this.parameters[index].cuts) {
+      for (let r = 0; r < spans.length; r += SPAN_NUMBERS) {
+        const i = row - spans[r];
+        if (i < 0 || i >= spans[r + 1]) continue;
+        const start = spans[r + 2] + i * spans[r + 3];
+        const stop = Math.min(start + spans[r + 3], spans[r + 4]);
+        slots.forEach((slot, s) => found.push({ slot, dtype: this.data.dtypes[dtypes[s]], start, stop, numel, box: spans[r + 5] }));
       }
     }
     return found;
   }
 
-  /** All runs of a parameter, a row at a time, for its table. */
-  runs(index) {
+  /** All spans of a parameter, a row at a time, for its table. */
+  spans(index) {
     const found = [];
-    for (const [slots, dtypes, numel, runs] of this.parameters[index].cuts) {
-      for (let r = 0; r < runs.length; r += RUN) {
-        for (let i = 0; i < runs[r + 1]; i += 1) {
-          const start = runs[r + 2] + i * runs[r + 3];
-          const stop = Math.min(start + runs[r + 3], runs[r + 4]);
-          found.push({ row: runs[r] + i, slots, dtypes, start, stop, numel, box: runs[r + 5] });
+    for (const [slots, dtypes, numel, spans] of this.parameters[index].cuts) {
+      for (let r = 0; r < spans.length; r += SPAN_NUMBERS) {
+        for (let i = 0; i < spans[r + 1]; i += 1) {
+          const start = spans[r + 2] + i * spans[r + 3];
+          const stop = Math.min(start + spans[r + 3], spans[r + 4]);
+          found.push({ row: spans[r] + i, slots, dtypes, start, stop, numel, box: spans[r + 5] });
         }
       }
     }
@@ -104,9 +104,9 @@ class MapModel {
   /** First and last row of [from, until) on which any part of a parameter lies; [from, from - 1] where there is none. */
   rowsOf(index, from = 0, until = this.rows.length) {
     let [first, last] = [Infinity, -1];
-    for (const [, , , runs] of this.parameters[index].cuts) {
-      for (let r = 0; r < runs.length; r += RUN) {
-        const [low, high] = [Math.max(from, runs[r]), Math.min(until, runs[r] + runs[r + 1]) - 1];
+    for (const [, , , spans] of this.parameters[index].cuts) {
+      for (let r = 0; r < spans.length; r += SPAN_NUMBERS) {
+        const [low, high] = [Math.max(from, spans[r]), Math.min(until, spans[r] + spans[r + 1]) - 1];
         if (low > high) continue;
         first = Math.min(first, low);
         last = Math.max(last, high);
@@ -120,9 +120,9 @@ class MapModel {
     const found = this.rows.map(() => ({ count: 0, first: -1, last: -1 }));
     const seen = new Int32Array(this.rows.length).fill(-1);
     this.parameters.forEach((parameter, index) => {
-      for (const [, , , runs] of parameter.cuts) {
-        for (let r = 0; r < runs.length; r += RUN) {
-          for (let row = runs[r]; row < runs[r] + runs[r + 1]; row += 1) {
+      for (const [, , , spans] of parameter.cuts) {
+        for (let r = 0; r < spans.length; r += SPAN_NUMBERS) {
+          for (let row = spans[r]; row < spans[r] + spans[r + 1]; row += 1) {
             if (seen[row] === index) continue;
             seen[row] = index;
             found[row].count += 1;

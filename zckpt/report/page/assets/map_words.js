@@ -7,9 +7,9 @@ function cellLines(model, c, row) {
   const column = model.columns[c];
   const label = model.rows[row].label;
   if (column.padding) {
-    const here = column.padding.filter((run) => run.row === row);
-    const numel = here.reduce((sum, run) => sum + run.numel, 0);
-    const nbytes = here.reduce((sum, run) => sum + run.nbytes, 0);
+    const here = column.padding.filter((span) => span.row === row);
+    const numel = here.reduce((sum, span) => sum + span.numel, 0);
+    const nbytes = here.reduce((sum, span) => sum + span.nbytes, 0);
     return [`Padding of group ${-1 - column.index}`, `${label}: ${numel ? `${plural(numel, "element")} a slot, ${size(nbytes)} in all` : "none"}`];
   }
   const parameter = model.parameters[column.index];
@@ -22,7 +22,7 @@ function cellLines(model, c, row) {
     found.push(`${model.slots[one.slot]} ${one.dtype[0]}: ${of}, ${size(numel * one.dtype[1])}, ${model.file(row, one.slot)}`);
   }
   if (!held.length) {
-    const rows = [...new Set(model.runs(column.index).map((run) => run.row))].sort((a, b) => a - b);
+    const rows = [...new Set(model.spans(column.index).map((span) => span.row))].sort((a, b) => a - b);
     const labels = rows.map((one) => model.rows[one].label);
     const where = labels.length > FEW_PLACES ? `${labels[0]} to ${labels[labels.length - 1]}` : labels.join(", ");
     found.push(rows.length ? `Nothing of it is here; it is in ${where}` : "No element of it is stored");
@@ -56,7 +56,7 @@ function rowsOfFinding(model, finding) {
   return [...found].sort((a, b) => a - b);
 }
 
-/** Runs of neighbours in ascending whole numbers, as [first, last]. */
+/** Neighbours in ascending whole numbers, as [first, last]. */
 function runsOfNumbers(numbers) {
   const found = [];
   for (const n of numbers) {

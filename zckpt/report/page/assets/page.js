@@ -44,20 +44,20 @@ function showChosen(model, chosen) {
   const parameter = model.parameters[index];
   host("chosen").hidden = false;
   host("chosen-name").textContent = owner === undefined ? parameter.name : `${model.parameters[chosen].name} (tied to ${owner})`;
-  const runs = model.runs(index);
-  const slots = (run) => run.slots.map((slot) => model.slots[slot]).join(", ");
-  const nbytes = (run) => (run.stop - run.start) * run.dtypes.reduce((sum, dtype) => sum + model.data.dtypes[dtype][1], 0);
-  const files = (run) => [...new Set(run.slots.map((slot) => model.file(run.row, slot)))].join(", ");
-  new RowTable(host("chosen-runs"), {
+  const spans = model.spans(index);
+  const slots = (span) => span.slots.map((slot) => model.slots[slot]).join(", ");
+  const nbytes = (span) => (span.stop - span.start) * span.dtypes.reduce((sum, dtype) => sum + model.data.dtypes[dtype][1], 0);
+  const files = (span) => [...new Set(span.slots.map((slot) => model.file(span.row, slot)))].join(", ");
+  new RowTable(host("chosen-spans"), {
     caption: `Where ${parameter.name} lies`,
     columns: [
-      { title: "Where", text: (run) => model.rows[run.row].label, value: (run) => run.row },
+      { title: "Where", text: (span) => model.rows[span.row].label, value: (span) => span.row },
       { title: "Slots", text: slots, most: 34 },
-      { title: "Elements", text: (run) => model.range(run), value: (run) => run.start, most: 44 },
-      { title: "Bytes", text: (run) => size(nbytes(run)), value: nbytes, hover: (run) => `${whole(nbytes(run))} bytes`, right: true },
+      { title: "Elements", text: (span) => model.range(span), value: (span) => span.start, most: 44 },
+      { title: "Bytes", text: (span) => size(nbytes(span)), value: nbytes, hover: (span) => `${whole(nbytes(span))} bytes`, right: true },
       { title: "File", text: files, most: 60 },
     ],
-    rows: runs,
+    rows: spans,
   });
 }
 

@@ -1,4 +1,4 @@
-// Drawing of what the rows hold: runs of elements by slot, frozen ones hatched, and padding.
+// Drawing of what the rows hold: spans of elements by slot, frozen ones hatched, and padding.
 
 const CROWDED = 4; // pixels a column has on average; below, columns that many bands share are filled as a whole
 const CROWDED_WIDTH = 12; // pixels up to which that is done for a column, so that neighbours look alike
@@ -19,14 +19,14 @@ function drawColumns(context, scene) {
     if (column.padding) {
       pen.flush();
       context.globalAlpha = matches ? FAINT * 2 : 1;
-      for (const run of column.padding) drawPadding(context, scene, column, run);
+      for (const span of column.padding) drawPadding(context, scene, column, span);
       continue;
     }
     const parameter = model.parameters[column.index];
     pen.start(matches && !matches[column.index] ? FAINT : 1, parameter.kind === "frozen");
-    for (const [slots, , numel, runs] of parameter.cuts) {
+    for (const [slots, , numel, spans] of parameter.cuts) {
       const scale = numel ? (x1 - x0) / numel : 0;
-      for (let r = 0; r < runs.length; r += RUN) drawRun(pen, scene, runs, r, slots, x0, x1, scale);
+      for (let r = 0; r < spans.length; r += SPAN_NUMBERS) drawSpan(pen, scene, spans, r, slots, x0, x1, scale);
     }
   }
   pen.flush();
@@ -79,8 +79,8 @@ class Pen {
   }
 }
 
-function drawRun(pen, scene, runs, r, slots, x0, x1, scale) {
-  const [row, count, start, share, stop] = [runs[r], runs[r + 1], runs[r + 2], runs[r + 3], runs[r + 4]];
+function drawSpan(pen, scene, spans, r, slots, x0, x1, scale) {
+  const [row, count, start, share, stop] = [spans[r], spans[r + 1], spans[r + 2], spans[r + 3], spans[r + 4]];
   const { list, of } = scene.bands;
   const first = Math.max(row, list[0].first);
   const end = Math.min(row + count, list[list.length - 1].end);
@@ -101,12 +101,12 @@ function drawRun(pen, scene, runs, r, slots, x0, x1, scale) {
   }
 }
 
-function drawPadding(context, scene, column, run) {
-  const band = scene.bands.of.get(run.row);
+function drawPadding(context, scene, column, span) {
+  const band = scene.bands.of.get(span.row);
   if (!band) return;
   const [top, height] = band.inner;
-  const x = toX(scene, column.start + run.start);
-  const width = toX(scene, column.start + run.start + run.numel) - x;
+  const x = toX(scene, column.start + span.start);
+  const width = toX(scene, column.start + span.start + span.numel) - x;
   context.fillStyle = scene.theme.padding;
   context.fillRect(x, top, Math.max(width, 1), height);
   if (width > 5 && height > 5) {
