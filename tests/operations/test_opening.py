@@ -36,7 +36,6 @@ WRITING: dict[str, Verb] = {
     "strip": lambda source, target, **where: zckpt.strip(source, target / "s", padding=True, optimizer=True, **where),
 }
 VERBS = READING | WRITING
-OPENING = [name for name, verb in cli.commands.items() if {one.name for one in verb.params} & {"source", "sources"}]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -128,9 +127,8 @@ def test_names_that_were_given_are_those_of_what_is_written(tmp_path: Path) -> N
     assert torch.equal(kept.read("weight", "exp_avg"), opened.read("weight", "exp_avg"))
 
 
-@pytest.mark.parametrize("name", OPENING)
+@pytest.mark.parametrize("name", sorted(cli.commands.keys() - {"formats"}))  # which opens nothing
 def test_every_verb_of_the_command_line_has_the_same_options_for_where(name: str) -> None:
-    assert len(OPENING) >= 9
     options = {one for parameter in cli.commands[name].params for one in parameter.opts}
     assert {"--tag", "--root", "--names", "--tp-rules"} <= options
     assert "--drop" in options or "--dry-run" not in options
