@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from zckpt.engine.plan import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, option
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import option
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim

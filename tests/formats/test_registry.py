@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 import zckpt
 from tests.cli.console import FIXTURES, ROOT, environment, refused, succeeded
-from zckpt.formats.format import Format, options_of
+from zckpt.formats.format import Format
+from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, find_format, formats, get
 
 WRITTEN = [name for name in BUILT_IN if get(name).writes]

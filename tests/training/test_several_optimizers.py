@@ -205,14 +205,18 @@ def test_every_tool_sees_which_optimizer_a_group_is_of(
         "matrices",
         "rest",
     ]  # type: ignore[attr-defined]
-    for to in ("zckpt", "dcp", "zero-redundancy"):
+    for to in ("zckpt", "dcp", "zero-redundancy", "consolidated"):
         done = zckpt.convert(source, tmp_path / to, to=to)
         assert groups(zckpt.open(tmp_path / to)) == expected, to
         assert any("matrices and rest" in note for note in done.notes) == (to != "zckpt")
         assert not zckpt.diff(source, tmp_path / to).settings, to
+        zckpt.convert(directory / "zero", tmp_path / f"zero-{to}", to=to)  # with a loss scaler of each
+        assert not zckpt.diff(directory / "zero", tmp_path / f"zero-{to}").settings, to
     for name in ("model.safetensors", "model.pt"):
         zckpt.consolidate(source, tmp_path / name, slots="all")
     assert groups(zckpt.open(tmp_path / "model.optimizer.pt"))[2][0] == "rest"
+    zckpt.consolidate(source, tmp_path / "folder", slots="all")
+    assert groups(zckpt.open(tmp_path / "folder")) == expected
     assert zckpt.verify(directory / "zero").sound
     scalers = zckpt.open(directory / "zero").optimizer_metadata["optimizers"]
     assert list(getattr(scalers, "node", scalers)) == ["matrices", "rest"]
@@ -257,7 +261,10 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(tmp_path: Path) -> 
         with pytest.raises(zckpt.UsageError, match=said):
             zckpt.load(tmp_path / name, model=model, optimizer=given)  # type: ignore[arg-type]
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    zckpt.load(tmp_path / "named", model=model, optimizer={"disc": disc}, strict=False)
+    assert not zckpt.load(tmp_path / "named", model=model, optimizer={"disc": disc}, strict=False).notes
+    assert zckpt.load(tmp_path / "named", model=model, optimizer=both, strict=False).notes == [
+        "no state of the optimizer: the checkpoint has gen, disc"
+    ]
     zckpt.load(tmp_path / "named", model=model, optimizer={"disc": disc, "gen": gen})
     zckpt.load(tmp_path / "one", model=model, optimizer=[both])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

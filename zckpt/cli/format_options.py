@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from zckpt.formats.format import Format, Option, options_of
+from zckpt.formats.format import Format
+from zckpt.formats.options import Option, options_of
 from zckpt.formats.registry import formats, names
 
 

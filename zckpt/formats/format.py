@@ -7,14 +7,12 @@ list of all formats with their options costs milliseconds.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, UsageError
-from zckpt.state.partition import check_world_size
+from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -104,99 +102,12 @@ class NearMiss:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """What a format leaves to choose.
-
-    Parameters
-    ----------
-    name : str
-        As a keyword in Python; on the command line with hyphens.
-    kind : type
-        int, bool or str.
-    default : object
-        None: decided by the format, as `help` says.
-    help : str
-        One line.
-    choices : tuple
-        All values there are; empty: any.
-    opposite : str
-        Of a bool: what the command line calls False.
-    metavar : str or None
-    """
-
-    name: str
-    kind: type
-    default: object
-    help: str
-    choices: tuple[object, ...] = ()
-    opposite: str = ""
-    metavar: str | None = None
-
-    @property
-    def flag(self) -> str:
-        """The option on the command line, without its hyphens."""
-        return self.name.replace("_", "-")
-
-
-def option(
-    kind: type,
-    default: object,
-    help: str,  # noqa: A002
-    *,
-    choices: Sequence[object] = (),
-    opposite: str = "",
-    metavar: str | None = None,
-) -> Any:  # noqa: ANN401  # a field, which stands where its value will
-    """Return a field of a format's `options`. The arguments are those of `Option`."""
-    about = {"kind": kind, "help": help, "choices": tuple(choices), "opposite": opposite, "metavar": metavar}
-    return field(default=default, metadata=about)
-
-
-DTYPES = ("float32", "bfloat16", "float16", "keep")
-
-
-def dtype_option() -> Any:  # noqa: ANN401  # a field
-    """Return the field of formats that have a whole model."""
-    return option(str, "keep", "Element type of trained parameters in the model.", choices=DTYPES)
-
-
-def options_of(kind: type | None) -> list[Option]:
-    """Return the options that a frozen dataclass of `option` fields has; of None, none."""
-    fields = dataclasses.fields(kind) if kind is not None else ()
-    return [Option(one.name, default=one.default, **one.metadata) for one in fields]
-
-
-def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  # noqa: ANN401  # one of that dataclass
-    """Return a format's options as they were given; what is None was not.
-
-    Raises
-    ------
-    UsageError
-        An option that does not apply to `what`, or a value that it cannot have.
-    """
-    known = {one.name: one for one in options_of(kind)}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    for name, value in chosen.items():
-        if name not in known:
-            flags = ", ".join(one.flag for one in known.values())
-            raise UsageError(f"{name.replace('_', '-')} does not apply to {what}", expected=flags or "no option")
-        one = known[name]
-        if one.choices and value not in one.choices:
-            raise UsageError(f"unusable {one.flag}", expected=" or ".join(map(str, one.choices)), found=repr(value))
-        if not isinstance(value, one.kind) or (one.kind is int and isinstance(value, bool)):
-            raise UsageError(f"unusable {one.flag}", expected=f"a value of type {one.kind.__name__}", found=repr(value))
-        if name == "world_size" and isinstance(value, int):
-            check_world_size(value)
-    return kind(**chosen) if kind is not None else None
-
-
-@dataclass(frozen=True, slots=True)
 class TargetFiles:
     """The files of a target, as `lay_out` and `recut` give them.
 
     Parameters
     ----------
-    files : sequence of TargetFile
+    files : collection of TargetFile
         In the target directory; the only one is the target itself where `is_file`.
     outside : sequence of TargetFile
         Small ones of literals only that go into the target's parent, replacing what is there.
@@ -214,7 +125,7 @@ class TargetFiles:
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
     """
 
-    files: Sequence[TargetFile]
+    files: Collection[TargetFile]
     outside: Sequence[TargetFile] = ()
     is_file: bool = False
     notes: Sequence[str] = ()

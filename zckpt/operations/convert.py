@@ -9,7 +9,8 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.format import Format, Job, TargetFiles, choose
+from zckpt.formats.format import Format, Job, TargetFiles
+from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zckpt.formats.format import Format, options_of
+from zckpt.formats.format import Format
+from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 
 

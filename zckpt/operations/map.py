@@ -1,7 +1,7 @@
 """Where every element of a checkpoint lies, as compact plain data that a page or a picture is drawn from.
 
 The map has a row for each rank, and one for the files that no single rank owns; its columns are the parameters, each
-as wide as it has elements. What a row holds of a parameter is a run of elements:
+as wide as it has elements. What a row holds of a parameter is an extent:
 
     columns       | a a a a a | b b b | c c c c c c c c | padding
     model file    | = = = = = | = = = | = = = = = = = = |            weight
@@ -9,7 +9,7 @@ as wide as it has elements. What a row holds of a parameter is a run of elements
     rank 1        |           |   = = | = = = =         |
     rank 2        |           |       |         = = = = | . .
 
-Ranks that hold equal shares one after the other, as in ZeRO-3, are one entry whatever their number, so that the data
+Ranks that hold equal shares one after the other, as in ZeRO-3, are one extent whatever their number, so that the data
 grows with the number of parameters plus the number of ranks and not with their product.
 """
 
@@ -51,10 +51,10 @@ class Map:
         an index into `paths`; -1: holds none of it, -2: several files).
     parameters : list of dict
         `name`, `shape`, `numel`, `kind` (parameter, frozen, buffer, unnamed, tied), `group`, `owner` (of a tied one),
-        `cuts`: [slots, dtypes, numel, runs] where `slots` are cut alike and `runs` is a flat list of row, count, start,
-        share, stop, box: row + i holds elements [start + i * share, start + (i + 1) * share), the last one up to
-        `stop`. Elements count along the flattened tensor; in a box that is not one range of it (`box` is an index into
-        `boxes`, else -1), along the boxes, each flattened in turn.
+        `cuts`: [slots, dtypes, numel, extents] where `slots` are cut in the same way and `extents` is a flat list of
+        row, count, start, share, stop, box: row + i holds elements [start + i * share, start + (i + 1) * share), the
+        last one up to `stop`. Elements count along the flattened tensor; in a box that is not one range of it (`box` is
+        an index into `boxes`, else -1), along the boxes, each flattened in turn.
     boxes : list of [offsets, sizes, start]
     padding : list of [group, row, elements, bytes]
     """
@@ -164,14 +164,14 @@ class _Drawing:
             if slot.name not in self.slots:
                 continue
             number, dtype = self.slots[slot.name], self.dtypes.setdefault(slot.dtype, len(self.dtypes))
-            runs = self._runs(slot, number)
+            extents = self._extents(slot, number)
             for slots, dtypes, numel, same in cuts:
-                if (numel, same) == (slot.numel, runs):
+                if (numel, same) == (slot.numel, extents):
                     slots.append(number)
                     dtypes.append(dtype)
                     break
             else:
-                cuts.append(([number], [dtype], slot.numel, runs))
+                cuts.append(([number], [dtype], slot.numel, extents))
         found: dict[str, object] = {
             "name": parameter.name,
             "shape": list(parameter.shape),
@@ -185,15 +185,15 @@ class _Drawing:
             found["owner"] = parameter.tied_to
         return found
 
-    def _runs(self, slot: Slot, number: int) -> list[int]:
-        runs: list[int] = []
+    def _extents(self, slot: Slot, number: int) -> list[int]:
+        extents: list[int] = []
         for span in [*slot.spans, *(span for spans in slot.replicas for span in spans)]:
             row = self.rows.of(span.path)
             self._count(span, row, number)
             if span.extent.numel:
                 start, box = self._place(span.extent, slot.shape)
-                _add_run(runs, row, start, span.extent.numel, box)
-        return runs
+                _add_extent(extents, row, start, span.extent.numel, box)
+        return extents
 
     def _count(self, span: Span, row: int, slot: int) -> None:
         held = self.held.setdefault(row, [0] * len(self.slots))
@@ -207,7 +207,7 @@ class _Drawing:
         if extent.sizes == shape:
             return extent.start, NONE
         start = box_start(extent.offsets, extent.sizes, shape)
-        if is_one_run(extent.sizes, shape):
+        if is_one_range(extent.sizes, shape):
             return start + extent.start, NONE
         key = (extent.offsets, extent.sizes)
         if key not in self._box_numbers:
@@ -243,7 +243,7 @@ class _Drawing:
 def box_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Return how many elements lie in boxes before this one, if the tensor is cut in a grid of such boxes.
 
-    For a box that is one run of the flattened tensor this is its first element's flat index.
+    For a box that is one range of the flattened tensor this is its first element's flat index.
 
     Parameters
     ----------
@@ -259,42 +259,42 @@ def box_start(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int
     return start
 
 
-def is_one_run(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a box of these sizes is one run of the flattened tensor."""
+def is_one_range(sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a box of these sizes is one range of the flattened tensor."""
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     return not cut or all(size == 1 for size in sizes[: cut[-1]])
 
 
-RUN = 6
-"""Numbers of one entry of `runs`: row, count, start, share, stop, box."""
+EXTENT_NUMBERS = 6
+"""How many numbers each of the `extents` has: row, count, start, share, stop, box."""
 
 
-def _add_run(runs: list[int], row: int, start: int, numel: int, box: int) -> None:
-    """Append a run, or let the entry before it cover one row more."""
-    if runs:
-        first, count, begin, share, stop, last_box = runs[-RUN:]
+def _add_extent(extents: list[int], row: int, start: int, numel: int, box: int) -> None:
+    """Append an extent, or let the one before it cover one row more."""
+    if extents:
+        first, count, begin, share, stop, last_box = extents[-EXTENT_NUMBERS:]
         full = stop - begin == count * share
         if row == first + count and start == stop and box == last_box and full and numel <= share:
-            runs[-RUN + 1] += 1
-            runs[-RUN + 4] += numel
+            extents[-EXTENT_NUMBERS + 1] += 1
+            extents[-EXTENT_NUMBERS + 4] += numel
             return
-    runs += (row, 1, start, numel, start + numel, box)
+    extents += (row, 1, start, numel, start + numel, box)
 
 
 def _renumbered(parameter: dict[str, object], place: dict[int, int]) -> dict[str, object]:
     """Return the parameter with rows by their place in the map instead of the order in which they were met."""
     cuts = cast("list[tuple[list[int], list[int], int, list[int]]]", parameter["cuts"])
-    parameter["cuts"] = [[slots, dtypes, numel, _moved(runs, place)] for slots, dtypes, numel, runs in cuts]
+    parameter["cuts"] = [[slots, dtypes, numel, _moved(extents, place)] for slots, dtypes, numel, extents in cuts]
     return parameter
 
 
-def _moved(runs: list[int], place: dict[int, int]) -> list[int]:
+def _moved(extents: list[int], place: dict[int, int]) -> list[int]:
     moved: list[int] = []
-    for at in range(0, len(runs), RUN):
-        row, count, start, share, stop, box = runs[at : at + RUN]
+    for at in range(0, len(extents), EXTENT_NUMBERS):
+        row, count, start, share, stop, box = extents[at : at + EXTENT_NUMBERS]
         for i in range(count):
             begin = start + i * share
-            _add_run(moved, place[row + i], begin, min(begin + share, stop) - begin, box)
+            _add_extent(moved, place[row + i], begin, min(begin + share, stop) - begin, box)
     return moved
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
-from zckpt.formats.format import Job, choose
+from zckpt.formats.format import Job
+from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened

@@ -11,7 +11,6 @@ in a group (a learning rate) goes along with the next step. State stays where it
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,12 +20,13 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-Group = dict[str, Any]
+from zckpt.optim.memory import copied_like
+from zckpt.optim.param_groups import Group, sync
+from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
+
 State = dict[int, dict[str, Any]]
 Worker = Any
 """A `torch.distributed.rpc.WorkerInfo`, of which torch has no type information."""
-
-_OWN_KEYS = ("params", "param_names")
 
 
 class DistributedOptimizer(Optimizer):
@@ -67,10 +67,10 @@ class DistributedOptimizer(Optimizer):
             for worker in self._workers
         ]
         self.remote_optimizers: list[Any] = _wait(made)
-        told = self.call(_hyperparameters)
-        for defaults, theirs in told[:1]:
+        answers = self.call(_hyperparameters)
+        for defaults, theirs in answers[:1]:
             self.defaults = defaults
-            _sync(theirs, self.param_groups)
+            sync(theirs, self.param_groups)
 
     def _part(self, worker: Worker) -> list[Group]:
         """Return the param groups with the parameters of one worker, and their numbers."""
@@ -78,7 +78,7 @@ class DistributedOptimizer(Optimizer):
         first = 0
         for group in self.param_groups:
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            part = {key: value for key, value in group.items() if key not in _OWN_KEYS}
+            part = hyperparameters_of(group)
             part["params"] = [group["params"][i] for i in mine]
             part["numbers"] = [first + i for i in mine]
             if "param_names" in group:
@@ -124,9 +124,9 @@ class DistributedOptimizer(Optimizer):
             What a worker raised, when all workers have answered.
         """
         dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
-        hyperparameters = [_without(group, _OWN_KEYS) for group in self.param_groups]
+        hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
         for theirs in self.call(_step, context_id, hyperparameters)[:1]:
-            _sync(theirs, self.param_groups)
+            sync(theirs, self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `grad` of all parameters. Gradients of `torch.distributed.autograd` are in its contexts, not there."""
@@ -144,7 +144,7 @@ class DistributedOptimizer(Optimizer):
         groups, first = [], 0
         for group in self.param_groups:
             numbers = list(range(first, first + len(group["params"])))
-            groups.append({**copy.copy(_without(group, ("params",))), "params": numbers})
+            groups.append({**group, "params": numbers})
             first += len(numbers)
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
@@ -160,10 +160,10 @@ class DistributedOptimizer(Optimizer):
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
         parts = [self._numbers(one.owner()) for one in self.remote_optimizers]
         shares = [{n: state[n] for n in mine if n in state} for mine in parts]
-        hyperparameters = [_without(group, _OWN_KEYS) for group in state_dict["param_groups"]]
+        hyperparameters = [hyperparameters_of(group) for group in state_dict["param_groups"]]
         for function in (_check_shapes, _load):
             self.call_each(function, [(share, hyperparameters) for share in shares])
-        _sync(hyperparameters, self.param_groups)
+        sync(hyperparameters, self.param_groups)
 
     def _numbers(self, worker: Worker) -> list[int]:
         return [number for part in self._part(worker) for number in part["numbers"]]
@@ -197,7 +197,7 @@ class LocalOptimizer:
         """Step with the gradients of a context; `grad` of no parameter is changed."""
         gradients = dist_autograd.get_gradients(context_id)  # type: ignore[attr-defined]
         with self.lock:
-            _sync(hyperparameters, self.optimizer.param_groups)
+            sync(hyperparameters, self.optimizer.param_groups)
             parameters = list(self.by_number().values())
             before = [parameter.grad for parameter in parameters]
             try:
@@ -207,12 +207,10 @@ class LocalOptimizer:
             finally:
                 for parameter, gradient in zip(parameters, before, strict=True):
                     parameter.grad = gradient
-            return [_without(group, _OWN_KEYS) for group in self.optimizer.param_groups]
+            return [hyperparameters_of(group) for group in self.optimizer.param_groups]
 
     def load(self, state: State, hyperparameters: list[Group]) -> None:
         """Take over state by number, laid out in memory as its parameter is; what is not there is cleared."""
-        from zckpt.optim.memory import copied_like
-
         with self.lock:
             saved = self.optimizer.state_dict()["param_groups"]
             local = {
@@ -244,7 +242,7 @@ def _step(local: LocalOptimizer, context_id: int, hyperparameters: list[Group]) 
 
 
 def _hyperparameters(local: LocalOptimizer) -> tuple[Group, list[Group]]:
-    return dict(local.optimizer.defaults), [_without(group, _OWN_KEYS) for group in local.optimizer.param_groups]
+    return dict(local.optimizer.defaults), [hyperparameters_of(group) for group in local.optimizer.param_groups]
 
 
 def _zero_grad(local: LocalOptimizer, set_to_none: bool) -> None:
@@ -319,15 +317,6 @@ def _check(state_dict: Mapping[str, Any], groups: list[Group]) -> dict[int, int]
     if strange:
         raise ValueError(f"the state dict has state of parameters that are in none of its groups: {strange[:4]}")
     return numbers
-
-
-def _without(group: Group, keys: Sequence[str]) -> Group:
-    return {key: value for key, value in group.items() if key not in keys}
-
-
-def _sync(source: list[Group], target: list[Group]) -> None:
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update(_without(theirs, _OWN_KEYS))
 
 
 def _wait(futures: Sequence[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from zckpt.optim.model_state import bare
 from zckpt.optim.opening import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring
+from zckpt.optim.states.protocol import Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make it anew"
@@ -66,7 +67,7 @@ def save(
         The target exists or cannot be written.
     """
     [state] = Optimizers(optimizer, {} if model is None else bare(model).names()).states.values()
-    state.write(Path(path), model=model, step=step, beside=dict(beside or {}), overwrite=overwrite)
+    state.write(Target(Path(path), model, step, beside or {}, overwrite))
 
 
 def load(

@@ -2,7 +2,7 @@
 
 Files of `torch.optim` number their parameters, in the order in which the optimizer was given them. The live optimizer's
 order says which number is which, as in torch. The names that shapes and the model's order leave are second: where that
-order contradicts shapes, or masters that can be held against weights have told the names.
+order contradicts shapes, or masters that can be held against weights have given the names.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def open_for(
     tag : str, optional
         As for `open`.
     names : sequence of str, optional
-        Told by the user, in the order of the optimizer that was saved.
+        Given by the user, in the order of the optimizer that was saved.
     strict : bool
-        Raise where numbers cannot be told, and do not leave them without names.
+        Raise where numbers have no certain names, and do not leave them without names.
 
     Raises
     ------
     UsageError
-        Its optimizer's parameters are only numbered, and neither order nor shapes tell all names.
+        Its optimizer's parameters are only numbered, and neither order nor shapes give all names.
     SourceError
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
@@ -103,9 +103,9 @@ def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
 
 def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, tag: str | None) -> OpenedCheckpoint:
     """Return a checkpoint with the optimizer's names for numbers, unless what is known already says otherwise."""
-    told_by_values = any(MASTER in one.slots for one in found.parameters.values())
+    known_by_values = any(MASTER in one.slots for one in found.parameters.values())
     theirs, ours = [len(group.parameters) for group in found.param_groups], [len(group) for group in order]
-    if not found.unnamed and (theirs != ours or told_by_values):
+    if not found.unnamed and (theirs != ours or known_by_values):
         return found
     if theirs != ours:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Param groups: what they are made of, what they say beside their parameters, and what these are called.
+"""Param groups: what they are made of, what they say besides their parameters, and what these are called.
 
 Parameters are given named or not, in groups or not, and are checked as torch checks them.
 """
@@ -25,7 +25,7 @@ OWN_KEYS = ("params", "param_names")
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Group:
-    """Return what a group says beside its parameters."""
+    """Return what a group says besides its parameters."""
     return {key: value for key, value in group.items() if key not in OWN_KEYS}
 
 

@@ -62,17 +62,17 @@ class Ranks:
         """Return what each rank has to say, on the first rank; an empty list on the others."""
         if self.group is None:
             return [mine]
-        told: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(mine, told, dst=self.members[0], group=self.group)
-        return told or []
+        gathered: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(mine, gathered, dst=self.members[0], group=self.group)
+        return gathered or []
 
-    def told(self, of_first: T) -> T:
+    def from_first(self, of_first: T) -> T:
         """Return what the first rank has to say."""
         if self.group is None:
             return of_first
-        told = [of_first]
-        dist.broadcast_object_list(told, src=self.members[0], group=self.group)
-        return told[0]
+        received = [of_first]
+        dist.broadcast_object_list(received, src=self.members[0], group=self.group)
+        return received[0]
 
     def any(self, mine: bool) -> bool:
         """Return whether it is so on any rank."""
@@ -85,9 +85,9 @@ class Ranks:
     def _most(self, mine: int) -> int:
         if self.group is None:
             return mine
-        told = torch.tensor([mine], dtype=torch.int32)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        return int(told.item())
+        most = torch.tensor([mine], dtype=torch.int32)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        return int(most.item())
 
     def do(self, step: Callable[[], T], *, spoiled: str | None = None) -> T:
         """Take a step on all ranks, and return what it makes here; if one fails, all have failed.
@@ -105,8 +105,8 @@ class Ranks:
         """
         try:
             made = step()
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
-            error = _told(failure, spoiled)
+        except Exception as failure:  # noqa: BLE001  # all ranks learn of it
+            error = _with_consequence(failure, spoiled)
             self._exchange(error)
             raise error  # noqa: B904  # which has its cause
         self.agree()
@@ -121,7 +121,7 @@ class Ranks:
             As `agree`.
         """
         made = self.do(lambda: step() if self.rank == 0 else None)
-        return self.told(made)  # type: ignore[return-value]  # the first rank's is no None of ours
+        return self.from_first(made)  # type: ignore[return-value]  # the first rank's is no None of ours
 
     def agree(self, error: BaseException | None = None) -> None:
         """Wait for all ranks, and raise on all of them if one has failed.
@@ -141,23 +141,23 @@ class Ranks:
                 _raise(rank, failure)
 
     def _exchange(self, error: BaseException | None) -> list[Failure | None]:
-        """Tell all ranks of a failure of this one, and return what each has told."""
+        """Tell all ranks of a failure of this one, and return what each had to say."""
         failures: list[Any] = [None] * self.world_size
         if self.group is not None:
             dist.all_gather_object(failures, _packed(error), group=self.group)
         return failures
 
 
-def _told(error: Exception, spoiled: str | None) -> Exception:
+def _with_consequence(error: Exception, spoiled: str | None) -> Exception:
     """Return an error that also says what has become of things."""
     if spoiled is None:
         return error
     if isinstance(error, ZckptError):
         error.advice = spoiled if error.advice is None else f"{error.advice}; {spoiled}"
         return error
-    told = SourceError(f"{type(error).__name__}: {error}", advice=spoiled)
-    told.__cause__ = error
-    return told
+    said = SourceError(f"{type(error).__name__}: {error}", advice=spoiled)
+    said.__cause__ = error
+    return said
 
 
 def _control(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -211,14 +211,14 @@ def written_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned)
         if made is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = str(made.__enter__())
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
+    except Exception as failure:  # noqa: BLE001  # all ranks learn of it
         error = _target_error(failure, path)
     ranks.agree(error)
     try:
-        directory = Path(ranks.told(partial) or "")
+        directory = Path(ranks.from_first(partial) or "")
         try:
             yield directory
-        except Exception as failure:  # noqa: BLE001  # told to all ranks
+        except Exception as failure:  # noqa: BLE001  # all ranks learn of it
             error = _target_error(failure, path)
         ranks.agree(error)
     except BaseException as failure:
@@ -228,7 +228,7 @@ def written_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned)
     try:
         if made is not None:
             made.__exit__(None, None, None)
-    except Exception as failure:  # noqa: BLE001  # told to all ranks
+    except Exception as failure:  # noqa: BLE001  # all ranks learn of it
         error = _target_error(failure, path)
     ranks.agree(error)
 

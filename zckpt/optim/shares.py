@@ -22,7 +22,7 @@ class Share:
     shape : tuple of int
         Of the whole tensor.
     extent : Extent
-        A whole box, or a run of the flattened tensor.
+        A whole box, or a range of the flattened tensor.
     tensor : Tensor
         Those elements, in the extent's order; not a copy.
     ranks : tuple of int or None

@@ -12,7 +12,7 @@ SHOWN_ROWS = 40
 """Rows of a table of the text; `--json` has all."""
 
 NAME_WIDTH = 20
-"""A name is not made shorter than this, however narrow the terminal is."""
+"""A name is not cut to less than this, however narrow the terminal is."""
 
 Paint = Callable[[str, str], str]
 """Return a text in the colour of what it means: `good`, `error`."""

@@ -19,15 +19,13 @@ No byte of tensor data is read, and no class of the file is imported.
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
+from zckpt.storage.memory import collector_paused
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.pickle_state import TruncatedPickleError
@@ -139,18 +137,6 @@ def read_source(source: ByteSource) -> TorchFile:
         if is_legacy(source):
             return read_legacy(source)
     raise what_else(source, head)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Keep Python from looking for garbage: it would go through the tree again and again while that grows."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:

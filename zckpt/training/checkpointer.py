@@ -107,7 +107,7 @@ class Checkpointer:
         self._process_group = process_group
         self._ranks = Ranks(process_group)
         self._ranks.of_first(lambda: run_record.check_directory(self.directory))
-        self._is_told_to_end = False
+        self._is_asked_to_end = False
         self._listens = on_sigterm
         self._before: Any = None
         self._saving: tuple[Saving, Entry] | None = None
@@ -116,7 +116,7 @@ class Checkpointer:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        self._is_told_to_end = True
+        self._is_asked_to_end = True
 
     # --- saving
 
@@ -130,12 +130,12 @@ class Checkpointer:
         grad_scaler: Stateful | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Save if it is time to, or if some rank has been told to end; return whether it was.
+        """Save if it is time to, or if some rank has been asked to end; return whether it was.
 
         Parameters are those of `zckpt.save`, and so are errors.
         """
         self._publish(wait=False)
-        ending = self._listens and self._ranks.any(self._is_told_to_end)
+        ending = self._listens and self._ranks.any(self._is_asked_to_end)
         if not ending and (self.every is None or step % self.every):
             return False
         self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
@@ -297,7 +297,7 @@ class Checkpointer:
         """
         passed: list[str] = []
         for path in self._ranks.of_first(self._candidates):
-            why = self._ranks.told(_unsound(path) if self._ranks.rank == 0 else None)
+            why = self._ranks.from_first(_unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
             if why is not None:
                 passed.append(f"{path.name}: {why}")
@@ -336,8 +336,8 @@ class Checkpointer:
             found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]
-        told = self._ranks.gather(found[0] if found else None)
-        return self._ranks.told(next((one for one in told if one is not None), None))
+        found_by = self._ranks.gather(found[0] if found else None)
+        return self._ranks.from_first(next((one for one in found_by if one is not None), None))
 
 
 def _unsound(path: Path) -> str | None:

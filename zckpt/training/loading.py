@@ -177,7 +177,7 @@ class _Loading:
         self.restoring: list[Restoring] = optimizers.restore(
             self.checkpoint, self.path, tag=tag, listed=names, strict=strict
         )
-        self.report.notes += [note for one in self.restoring for note in one.notes]
+        self.report.notes += [*optimizers.notes, *(note for one in self.restoring for note in one.notes)]
 
     def _match(self) -> dict[str, Parameter]:
         """Return the checkpoint's tensor for each of the model's, and note what has none."""

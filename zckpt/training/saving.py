@@ -25,6 +25,7 @@ from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.shares import share_of, world_rank
 from zckpt.optim.states import state_class
+from zckpt.optim.states.protocol import Target
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.state import WEIGHT
 from zckpt.training import whole
@@ -46,7 +47,7 @@ class Saving:
         self.path = path
         self.ranks = ranks
         self._future = future
-        self._is_told = False
+        self._is_raised = False
 
     def done(self) -> bool:
         """Tell whether the checkpoint is whole, or has failed."""
@@ -69,11 +70,11 @@ class Saving:
         try:
             self._future.result(timeout)
         finally:
-            self._is_told = self._is_told or self._future.done()
+            self._is_raised = self._is_raised or self._future.done()
 
     def unseen_error(self) -> Exception | None:
         """Wait until the checkpoint is whole; return its error, if it has one that `result` has not raised yet."""
-        if self._is_told:
+        if self._is_raised:
             return None
         try:
             self.result()
@@ -277,7 +278,7 @@ def _save_as(
         others[whole.EXTRA] = dict(given["extra"])
     tensors = model_state(model)
     for state in Optimizers(optimizer, tensors.names()).states.values():
-        state.write(path, model=model, step=given["step"], beside=others, overwrite=overwrite)
+        state.write(Target(path, model, given["step"], others, overwrite))
 
 
 def _prepare(

@@ -70,7 +70,7 @@ def write(
         A rank has failed; nothing has been written.
     """
     with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
-        agreed = ranks.told(identity or new_identity())
+        agreed = ranks.from_first(identity or new_identity())
         part, state = ranks.do(lambda: _write_part(ranks, partial, agreed, prepared))
         parts = ranks.gather(part)
         ranks.of_first(lambda: whole.write_document(state, parts, agreed, partial))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import dtype_option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:

@@ -185,7 +185,7 @@ def optimizer_torch(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> 
 
 
 def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object, Any]:
-    """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_archive`.
+    """Return an optimizer's state dict with some slots of all parameters, as a tree for `torch_files.writer`.
 
     Raises
     ------

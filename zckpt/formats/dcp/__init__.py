@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
 from zckpt.formats.dcp.directory import find, is_own, lacks_metadata, rank_of
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option, option
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import dtype_option, option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zckpt.formats.format import option
+from zckpt.formats.options import option
 
 STAGES = (1, 2, 3)
 

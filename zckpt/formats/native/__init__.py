@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
-from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles, option
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.native.names import DOCUMENT_NAME, OWNED, is_native
+from zckpt.formats.options import option
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum

@@ -34,6 +34,7 @@ from zckpt.formats.native.rank_file import (
 from zckpt.formats.native.values import Members, wrong
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.memory import collector_paused
 from zckpt.torchfile import Storage
 
 NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",
@@ -141,8 +142,8 @@ def contradictions(path: Path) -> Iterator[SourceError]:
 
 
 def _read(path: Path, *, headers: bool) -> Checkpoint:
-    found, nbytes = read_document(path)
-    with _located(path):
+    with collector_paused(), _located(path):
+        found, nbytes = read_document(path)
         return Reading(path, Members(found, "document", NAMES), nbytes, headers=headers).checkpoint()
 
 

@@ -10,13 +10,11 @@ DIR/model.safetensors.index.json       {"metadata": {"total_size"}, "weight_map"
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile,
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file, opened, read_at, read_whole
+from zckpt.storage.memory import collector_paused
 
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
@@ -268,7 +267,7 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             )
         text = read_at(descriptor, 8, length, path=str(path))
     try:
-        with _no_collection():
+        with collector_paused():
             header = json.loads(text, object_pairs_hook=_without_duplicates)
         del text
         metadata = header.pop(METADATA_KEY, {})
@@ -277,7 +276,7 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
         extents: dict[tuple[int, ...], Extent] = {}
         at, place = 0, str(path)
-        with _no_collection():
+        with collector_paused():
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
                 slots[name], at = _slot(place, name, header.pop(name), 8 + length, at, extents)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -293,18 +292,6 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             code=TRUNCATED if size < 8 + length + at else None,
         )
     return slots, metadata, size
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for cycles among a million new objects, which have none, again and again."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

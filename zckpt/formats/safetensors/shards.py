@@ -6,7 +6,7 @@ DIR/shard-00002-model-00001-of-00001.safetensors ...    a model may have several
 The header's metadata has under DCP_SHARDING_INFO, as JSON, where in its whole tensor each piece begins:
 {name: {"saved_offsets": [int]}}. No file has the whole shape, nor how many shards there are: a tensor reaches as far as
 its pieces do. Where torch has put them together, they are in `sharded/` below whole files with an index, which
-`safetensors_file` reads.
+`file` reads.
 """
 
 from __future__ import annotations

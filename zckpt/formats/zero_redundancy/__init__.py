@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles, dtype_option, option
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import dtype_option, option
 from zckpt.formats.zero_redundancy.directory import OWNED, find
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from zckpt.optim.states.protocol import (
     NamedShare,
     Restoring,
     Source,
+    Target,
     Values,
     as_stored,
     as_torch,
@@ -98,20 +98,11 @@ class ByParameter:
         """Find out what the optimizer needs of a checkpoint."""
         return ByParameterRestoring(source, self.optimizer, self._called, is_here=self._is_here)
 
-    def write(
-        self,
-        path: Path,
-        *,
-        model: torch.nn.Module | None,
-        step: int | None,
-        beside: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
+    def write(self, target: Target) -> None:
         """Raise UsageError: no other program's format is written of it."""
-        del model, step, beside, overwrite
         raise UsageError(
             f"{type(self.optimizer).__name__} is not written in another program's format",
-            path=path,
+            path=target.path,
             advice="save as zckpt, and use zckpt convert",
         )
 

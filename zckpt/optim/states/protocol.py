@@ -34,7 +34,7 @@ class Values:
     parameters : dict
         By parameter and key; of this rank's parameters.
     metadata : dict
-        What the optimizer keeps beside its state: a loss scaler.
+        What the optimizer keeps besides its state: a loss scaler.
     zero_stage : int or None
     loss_scale : float or None
     """
@@ -43,6 +43,17 @@ class Values:
     metadata: dict[str, Any] = field(default_factory=dict)
     zero_stage: int | None = None
     loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
+
+    path: Path
+    model: torch.nn.Module | None
+    step: int | None
+    beside: Mapping[str, Any]
+    overwrite: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +68,7 @@ class Source:
     param_groups : sequence of ParamGroup
         The checkpoint's groups of this optimizer, in its order.
     metadata : mapping
-        What the checkpoint's optimizer kept beside its state.
+        What the checkpoint's optimizer kept besides its state.
     tag, listed : optional
         What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
     strict : bool
@@ -110,7 +121,7 @@ class OptimizerState(Protocol):
         Raises
         ------
         UnsupportedError
-            State of the optimizer that cannot be told by parameter, or a hyperparameter that no file can hold.
+            State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
         """
         ...
 
@@ -138,16 +149,8 @@ class OptimizerState(Protocol):
         """
         ...
 
-    def write(
-        self,
-        path: Path,
-        *,
-        model: torch.nn.Module | None,
-        step: int | None,
-        beside: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
-        """Write another program's format; parameters and errors are those of `zckpt.optim.files.save`."""
+    def write(self, target: Target) -> None:
+        """Write another program's format; errors are those of `zckpt.optim.files.save`."""
         ...
 
 
@@ -288,7 +291,7 @@ def as_stored(value: object) -> object:
 
 
 def stored_hyperparameters(optimizer: Optimizer) -> list[Group]:
-    """Return what an optimizer's param groups say beside their parameters, as a file can hold it."""
+    """Return what an optimizer's param groups say besides their parameters, as a file can hold it."""
     return [
         {key: as_stored(value) for key, value in param_groups.hyperparameters(group).items()}
         for group in optimizer.param_groups

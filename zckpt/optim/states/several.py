@@ -45,7 +45,7 @@ class Snapshot:
     values : dict
         State that is no tensor of elements, by parameter and key.
     metadata : dict
-        What the optimizers keep beside their state.
+        What the optimizers keep besides their state.
     classes : dict of str to str
         The class of each optimizer.
     zero_stage, loss_scale : optional
@@ -78,6 +78,8 @@ class Optimizers:
 
     def __init__(self, given: Given, known: Mapping[torch.Tensor, str]) -> None:
         self.states = {name: state_of(one, known) for name, one in named(given).items()}
+        self.notes: list[str] = []
+        """What `restore` has not found."""
         _check_disjoint(self.states)
 
     @property
@@ -146,22 +148,28 @@ class Optimizers:
     def _parts(
         self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
-        """Return each optimizer's param groups of a checkpoint, and what it kept beside its state."""
+        """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""
         if not self.states:
             return {}
         theirs: dict[str | None, list[ParamGroup]] = {}
         for group in checkpoint.param_groups:
             theirs.setdefault(group.optimizer, []).append(group)
-        beside = _metadata(checkpoint)
+        metadata = _metadata(checkpoint)
         if len(self.states) == 1 and len(theirs) <= 1:
             [name] = self.states
-            return {name: (checkpoint.param_groups, beside.get(name, checkpoint.optimizer_metadata))}
+            return {name: (checkpoint.param_groups, metadata.get(name, checkpoint.optimizer_metadata))}
         if theirs.keys() <= {None} and not _had_one(checkpoint):
             return {name: (groups, checkpoint.optimizer_metadata) for name, groups in self._in_turn(checkpoint, path)}
         if strict:
             self._check_names([name or ALONE for name in theirs], path)
         found = {name or ALONE: groups for name, groups in theirs.items() if (name or ALONE) in self.states}
-        return {name: (groups, beside.get(name, {})) for name, groups in found.items()}
+        self.notes += [
+            f"no state of {f'the optimizer {name}' if name else 'the optimizer'}: the checkpoint has "
+            f"{_listed([name or ALONE for name in theirs])}"
+            for name in self.states
+            if name not in found
+        ]
+        return {name: (groups, metadata.get(name, {})) for name, groups in found.items()}
 
     def _in_turn(self, checkpoint: OpenedCheckpoint, path: str) -> list[tuple[str, list[ParamGroup]]]:
         """Return the param groups of a checkpoint that does not say of which optimizer each is: they are in order."""
@@ -273,7 +281,7 @@ def _had_one(checkpoint: OpenedCheckpoint) -> bool:
 
 
 def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
-    """Return what each of several optimizers kept beside its state."""
+    """Return what each of several optimizers kept besides its state."""
     found = checkpoint.optimizer_metadata.get(OPTIMIZERS)
     node = found.node if isinstance(found, FromFile) else found
     if not isinstance(node, Mapping):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.opening import open_for
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names
 from zckpt.optim.shares import Share
-from zckpt.optim.states.protocol import NamedShare, Restoring, Source, Values, as_torch, stored_hyperparameters
+from zckpt.optim.states.protocol import NamedShare, Restoring, Source, Target, Values, as_torch, stored_hyperparameters
 from zckpt.optim.zero_redundancy import files
 from zckpt.state import ParamGroup, Slot
 
@@ -58,18 +57,9 @@ class WorkersState:
         """Find out what the optimizer needs of a checkpoint."""
         return WorkersRestoring(source, self.optimizer, {})
 
-    def write(
-        self,
-        path: Path,
-        *,
-        model: torch.nn.Module | None,
-        step: int | None,
-        beside: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
+    def write(self, target: Target) -> None:
         """Write a directory of each worker's part; the caller calls it."""
-        del model  # whose parameters the workers have
-        files.save_workers(self.optimizer, path, step=step, beside=dict(beside), overwrite=overwrite)
+        files.save_workers(self.optimizer, target)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from zckpt.optim.states.protocol import (
     NamedShare,
     Restoring,
     Source,
+    Target,
     Values,
     as_stored,
     as_torch,
@@ -29,7 +29,7 @@ from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
 from zckpt.optim.zero.experts import experts_of, model_rank
 from zckpt.optim.zero.flat_group import FlatGroup
-from zckpt.optim.zero.loss_scale import Scaler, adopt
+from zckpt.optim.zero.loss_scale import Scaler, scaler_like
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import Fragment
@@ -116,7 +116,7 @@ class ZeroState:
         return bool(agreed.item())
 
     def values(self) -> Values:
-        """Return the loss scaler and what else DeepSpeed keeps beside the state."""
+        """Return the loss scaler and what else DeepSpeed keeps besides the state."""
         optimizer = self.optimizer
         metadata = {
             "loss_scaler": scaler_object(optimizer.loss_scaler),
@@ -130,17 +130,9 @@ class ZeroState:
         """Find out what the optimizer needs of a checkpoint."""
         return ZeroRestoring(source, self.optimizer, self._called)
 
-    def write(
-        self,
-        path: Path,
-        *,
-        model: torch.nn.Module | None,
-        step: int | None,
-        beside: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
+    def write(self, target: Target) -> None:
         """Write a tag's directory that DeepSpeed loads; all ranks call it together."""
-        files.save(self.optimizer, self._called, path, model=model, step=step, beside=dict(beside), overwrite=overwrite)
+        files.save(self.optimizer, self._called, target)
 
 
 def _shares(flat: FlatGroup, fragment: Fragment, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
@@ -219,7 +211,7 @@ class ZeroRestoring(Restoring):
         if isinstance(node, Object) and isinstance(node.state, dict):
             values = {"dynamic": node.qualified.endswith(".DynamicLossScaler"), **node.state}
         try:
-            return adopt(self.optimizer.loss_scaler, values)
+            return scaler_like(self.optimizer.loss_scaler, values)
         except ValueError as error:
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 

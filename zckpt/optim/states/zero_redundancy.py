@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from zckpt.optim.shares import Share, world_rank
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
-from zckpt.optim.states.protocol import Restoring, Source
+from zckpt.optim.states.protocol import Restoring, Source, Target
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer, files
 
 
@@ -36,17 +35,9 @@ class ZeroRedundancyState(PerRank):
 
     writes = "zero-redundancy"
 
-    def write(
-        self,
-        path: Path,
-        *,
-        model: torch.nn.Module | None,
-        step: int | None,
-        beside: Mapping[str, Any],
-        overwrite: bool,
-    ) -> None:
+    def write(self, target: Target) -> None:
         """Write a directory of each rank's part; all ranks call it together."""
-        files.save(self.optimizer, self.names(), path, model=model, step=step, beside=beside, overwrite=overwrite)
+        files.save(self.optimizer, self.names(), target)
 
 
 class TorchState(PerRank):

@@ -195,7 +195,7 @@ class BackwardOptimizer(GradientOptimizer):
         self._failed = True
         reduces = self._reduces()
         self._count_pass(reduced=reduces)
-        with contextlib.suppress(Exception):  # the first error is told
+        with contextlib.suppress(Exception):  # the first error is raised
             if reduces:
                 self._reducer.finish()
             if not self.ignore_unused_parameters:
@@ -234,7 +234,7 @@ class BackwardOptimizer(GradientOptimizer):
                 self._step_or_fail()
 
     def _end_failed_window(self) -> None:
-        """Step, which fails, with ranks that have been told that the window ends with the pass that failed here."""
+        """Step, which fails, with ranks that know that the window ends with the pass that failed here."""
         if self._failed and self._boundary:
             if not self._is_reduced:
                 self._begin_pass()
@@ -274,10 +274,10 @@ class BackwardOptimizer(GradientOptimizer):
 
     def _refuse_unused(self, missing: list[torch.Tensor]) -> None:
         """Raise RuntimeError on all ranks if any of them has parameters without gradient."""
-        told: list[Any] = [None] * self.world_size
+        gathered: list[Any] = [None] * self.world_size
         names = [self._name_of(parameter) for parameter in missing]
-        dist.all_gather_object(told, names, group=self.process_group)
-        for rank, unused in enumerate(told):
+        dist.all_gather_object(gathered, names, group=self.process_group)
+        for rank, unused in enumerate(gathered):
             if unused:
                 self._end_window()
                 more = f" and {len(unused) - SHOWN_NAMES} more" if len(unused) > SHOWN_NAMES else ""

@@ -1,8 +1,8 @@
 """Which gradients are reduced together, and where each lies in the buffer that is sent. Pure arithmetic.
 
 A bucket is filled with whole parameters in the order in which their gradients become ready. Of each process group and
-element type that it has parameters of, it has a lane: one contiguous run of elements. Where owners get their parts and
-nobody the rest, a lane has the parts of one owner after those of another.
+element type that it has parameters of, it has a message: a contiguous range of elements. Where owners get their parts
+and nobody the rest, a message has the parts of one owner after those of another.
 
     by parameter   | a0 a0 | b0 b1 | c1 c1 |       for all-reduce     (a0: of parameter a, owned by rank 0)
     by owner       | a0 a0 b0 | b1 c1 c1 |         for a reduction to each owner
@@ -45,8 +45,8 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """A run of one parameter's gradient that one rank owns.
+class OwnedExtent:
+    """A range of one parameter's gradient that one rank owns.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Segment:
     position : int, elements
         Within the owner's partition.
     offset : int, elements
-        Within the lane.
+        Within the message.
     """
 
     member: Member
@@ -70,8 +70,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lane:
-    """What one process group reduces of a bucket, as one run of elements of one type.
+class Message:
+    """What one process group reduces of a bucket, as one range of elements of one type.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ class Lane:
         What is sent.
     device : torch.device
     numel : int, elements
-    segments : list of Segment
+    extents : list of OwnedExtent
         By offset.
-    runs : list of (int, int, int)
+    spans : list of (int, int, int)
         Owner, offset and number of elements of what is reduced to one rank; where all ranks get all, of the whole.
     """
 
@@ -93,8 +93,8 @@ class Lane:
     dtype: torch.dtype
     device: torch.device
     numel: int
-    segments: list[Segment]
-    runs: list[tuple[int, int, int]]
+    extents: list[OwnedExtent]
+    spans: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ class Bucket:
     """Parameters that are reduced together."""
 
     members: list[Member]
-    lanes: list[Lane]
+    messages: list[Message]
 
 
 def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
@@ -137,28 +137,28 @@ def make_bucket(members: Sequence[Member], *, dtype: torch.dtype | None, by_owne
         parameter = member.parameter
         key = (id(member.group.process_group), dtype or parameter.dtype, parameter.device)
         kinds.setdefault(key, []).append(member)
-    lanes = [_lane(its, sent, device, by_owner=by_owner) for (_, sent, device), its in kinds.items()]
-    return Bucket(list(members), lanes)
+    messages = [_message(its, sent, device, by_owner=by_owner) for (_, sent, device), its in kinds.items()]
+    return Bucket(list(members), messages)
 
 
-def _lane(members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> Lane:
+def _message(members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> Message:
     group = members[0].group
     parts = [part for member in members for part in _parts(member)]
     if by_owner:
         parts.sort(key=lambda part: part[1])  # stable
-    segments: list[Segment] = []
-    runs: list[tuple[int, int, int]] = []
+    extents: list[OwnedExtent] = []
+    spans: list[tuple[int, int, int]] = []
     offset = 0
     for member, owner, start, numel, position in parts:
-        segments.append(Segment(member, owner, start, numel, position, offset))
-        if by_owner and runs and runs[-1][0] == owner:
-            runs[-1] = (owner, runs[-1][1], runs[-1][2] + numel)
+        extents.append(OwnedExtent(member, owner, start, numel, position, offset))
+        if by_owner and spans and spans[-1][0] == owner:
+            spans[-1] = (owner, spans[-1][1], spans[-1][2] + numel)
         else:
-            runs.append((owner, offset, numel))
+            spans.append((owner, offset, numel))
         offset += numel
     if not by_owner:
-        runs = [(group.rank, 0, offset)]
-    return Lane(group.process_group, group.rank, dtype, device, offset, segments, runs)
+        spans = [(group.rank, 0, offset)]
+    return Message(group.process_group, group.rank, dtype, device, offset, extents, spans)
 
 
 def _parts(member: Member) -> Iterator[tuple[Member, int, int, int, int]]:

@@ -163,7 +163,7 @@ class DdpOptimizer(BackwardOptimizer):
         if not self.is_attached:
             super()._fail_pass()
             return
-        with contextlib.suppress(Exception):  # the first error is told
+        with contextlib.suppress(Exception):  # the first error is raised
             self._reducer.drain()
         self._by_hook.clear()
         self._ddp_reduced.clear()

@@ -31,7 +31,7 @@ STEP = "base_optimizer_state_step"
 
 
 class DeepSpeedState(dict[str, Any]):
-    """A state dict in DeepSpeed's form; whoever looks for torch's form in it is told. Copies and pickles are plain."""
+    """A state dict in DeepSpeed's form; whoever looks for torch's form gets an error. Copies and pickles are plain."""
 
     def __missing__(self, key: str) -> NoReturn:
         if key in ("state", "param_groups"):

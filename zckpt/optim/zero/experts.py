@@ -1,7 +1,7 @@
 """What of a model this rank has, where not all ranks have all: experts under their global numbers, and slices.
 
 Experts have local numbers in a rank's model, and global ones in files. Which rank of the expert-parallel ones this is,
-follows from the ranks that hold the same experts; DeepSpeed has two ways of dealing experts to dp ranks, ep by ep:
+follows from the ranks that hold the same experts; DeepSpeed has two ways of assigning experts to dp ranks, ep by ep:
 
     0 1 2 3 4 5   ep = 2: expert ranks     0 1 0 1 0 1     or, data before experts,     0 0 0 1 1 1
 
@@ -49,7 +49,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
     Raises
     ------
     UnsupportedError
-        They are dealt in another way than DeepSpeed's two.
+        They are assigned in another way than DeepSpeed's two.
     """
     positions = sorted(every.index(rank) for rank in sharing)
     degree, first = len(every) // len(positions), positions[0]
@@ -120,7 +120,7 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
     Raises
     ------
     UnsupportedError
-        They are not those of DeepSpeed's expert layers, whose names say which expert is meant; or are dealt otherwise.
+        They are not those of DeepSpeed's expert layers, whose names say which is meant; or are assigned otherwise.
     """
     every = dist.get_process_group_ranks(optimizer.process_group)
     places: dict[str, Place] = {}

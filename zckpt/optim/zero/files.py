@@ -24,6 +24,7 @@ from zckpt.formats.torch_files.writer import NewStorage, ValuePart, lay_out, new
 from zckpt.operations.target import write_target
 from zckpt.optim.model_state import bare
 from zckpt.optim.ranks import written_together
+from zckpt.optim.states.protocol import Target
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.experts import Experts, every_rank, experts_of, model_rank
 from zckpt.optim.zero.optimizer import ZeroOptimizer
@@ -37,26 +38,17 @@ OWNED = Owned(lambda name: classify(name, name) is not None)
 _PREFIXES = {torch.bfloat16: "bf16_"}
 
 
-def save(
-    optimizer: ZeroOptimizer,
-    names: Mapping[torch.Tensor, str],
-    path: Path,
-    *,
-    model: torch.nn.Module | None,
-    step: int | None,
-    beside: dict[str, Any],
-    overwrite: bool,
-) -> None:
+def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Target) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
     `names` are those of all parameters. Experts are written once each, and each part of a model-parallel model by its
-    ranks. The other parameters and errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without
-    DeepSpeed's names.
+    ranks. Errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
     """
+    path, model, beside = target.path, target.model, target.beside
     part, parts = model_rank(optimizer.model_parallel)
     ranks = every_rank(optimizer.process_group, parts)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
-    with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
+    with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
         tensors = _tensors(model, names)
         experts = experts_of(optimizer, names, list(tensors))
         config = _config(optimizer, experts)
@@ -66,7 +58,7 @@ def save(
         write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{part:02d}_optim_states.pt")
         if optimizer.rank == 0:
             dense = OrderedDict((name, value) for name, value in tensors.items() if experts.file_of(name) is None)
-            about = {**_model(optimizer, model, names, step, beside, dense), "ds_config": config}
+            about = {**_model(optimizer, model, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 about["num_experts"] = experts.counts
             write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{part:02d}_model_states.pt")

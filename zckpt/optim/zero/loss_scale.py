@@ -108,7 +108,7 @@ def read_scaler(given: float | Scaler) -> Scaler:
     return scaler
 
 
-def adopt(scaler: Scaler, found: object) -> Scaler:
+def scaler_like(scaler: Scaler, found: object) -> Scaler:
     """Return the scaler that a checkpoint's object of any class describes by its attributes, or else the one given.
 
     Raises

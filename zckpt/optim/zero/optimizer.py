@@ -320,5 +320,5 @@ class _StepHook(JoinHook):
     def main_hook(self) -> None:
         """Take part in one window and its step."""
         self.optimizer._window_is_open = True  # the others have said so
-        with contextlib.suppress(WindowFailedError):  # it is told to those that train
+        with contextlib.suppress(WindowFailedError):  # those that train raise it
             self.optimizer._step_along()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.buckets import Bucket, Lane, Member, Segment, fill, make_bucket, members_of
+from zckpt.optim.zero.buckets import Bucket, Member, Message, OwnedExtent, fill, make_bucket, members_of
 from zckpt.optim.zero.flat_group import FlatGroup
 
 
@@ -39,7 +39,7 @@ class _Flight:
     """A bucket on its way."""
 
     bucket: Bucket
-    sent: list[tuple[Lane, torch.Tensor]]
+    sent: list[tuple[Message, torch.Tensor]]
     handles: list[dist.Work]
 
 
@@ -72,7 +72,7 @@ class Reducer:
         self.rules = rules
         self._take = take
         self._while_backward = while_backward
-        self._parts: deque[tuple[Segment, torch.Tensor]] | None = deque() if whole_till_then else None
+        self._parts: deque[tuple[OwnedExtent, torch.Tensor]] | None = deque() if whole_till_then else None
         self._world_size = dist.get_world_size(rules.process_group)
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._deliveries = Deliveries()
@@ -173,10 +173,10 @@ class Reducer:
         order = [*early, *sorted(set(range(len(self.members))) - set(early))]
         if not order:
             return self._lay_out([], [])
-        told = torch.tensor([len(early), *order], device=self.members[0].parameter.device)
+        agreed = torch.tensor([len(early), *order], device=self.members[0].parameter.device)
         root = dist.get_global_rank(self.rules.process_group, 0)
-        dist.broadcast(told, src=root, group=self.rules.process_group)
-        count, *order = told.tolist()
+        dist.broadcast(agreed, src=root, group=self.rules.process_group)
+        count, *order = agreed.tolist()
         members = [self.members[number] for number in order]
         return self._lay_out(members[:count], members[count:])
 
@@ -198,8 +198,10 @@ class Reducer:
             member.parameter: None if gradient is None else gradient.detach().reshape(-1)
             for member, gradient in zip(bucket.members, gradients, strict=True)
         }
-        sent = [(lane, self._pack(lane, values, keep=keep)) for lane in bucket.lanes]
-        handles = [handle for lane, wire in sent for handle in _send(lane, wire, reduce=self.rules.reduce_scatter)]
+        sent = [(message, self._pack(message, values, keep=keep)) for message in bucket.messages]
+        handles = [
+            handle for message, wire in sent for handle in _send(message, wire, reduce=self.rules.reduce_scatter)
+        ]
         self._flights.append(_Flight(bucket, sent, handles))
         if not self.rules.overlap_comm:
             self._land()
@@ -207,10 +209,10 @@ class Reducer:
     def accept(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Keep what this rank owns of gradients that have been averaged already."""
         values = dict(zip(parameters, (gradient.detach().reshape(-1) for gradient in gradients), strict=True))
-        for lane in self.bucket_of(parameters).lanes:
-            for segment in lane.segments:
-                value = values[segment.member.parameter]
-                self._receive(lane, segment, value[segment.start : segment.start + segment.numel])
+        for message in self.bucket_of(parameters).messages:
+            for extent in message.extents:
+                value = values[extent.member.parameter]
+                self._receive(message, extent, value[extent.start : extent.start + extent.numel])
         self._accumulated |= set(parameters)
 
     def drain(self) -> None:
@@ -220,39 +222,39 @@ class Reducer:
         for group in self.groups:
             self._gradient(group)  # padding is stepped too, and ranks that have nothing else
         while self._parts:
-            segment, received = self._parts.popleft()
-            self._deliver(segment, received, add=False)
+            extent, received = self._parts.popleft()
+            self._deliver(extent, received, add=False)
         self._deliveries.finish()
 
-    def _pack(self, lane: Lane, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
+    def _pack(self, message: Message, values: dict[torch.Tensor, torch.Tensor | None], *, keep: bool) -> torch.Tensor:
         """Return what is sent: gradients, divided as far as they are to be before the reduction."""
         factor = self.rules.gradient_predivide_factor
-        first = lane.segments[0].member
-        is_alone = all(segment.member is first for segment in lane.segments)
+        first = message.extents[0].member
+        is_alone = all(extent.member is first for extent in message.extents)
         alone = values[first.parameter] if is_alone and not keep else None
-        if alone is not None and alone.dtype == lane.dtype:
+        if alone is not None and alone.dtype == message.dtype:
             _divide(alone, alone, self._world_size, factor)
             return alone
-        wire = self._buffer(lane)
-        for segment in lane.segments:
-            into = wire[segment.offset : segment.offset + segment.numel]
-            value = values[segment.member.parameter]
+        wire = self._buffer(message)
+        for extent in message.extents:
+            into = wire[extent.offset : extent.offset + extent.numel]
+            value = values[extent.member.parameter]
             if value is None:
                 into.zero_()
             else:
-                _divide(value[segment.start : segment.start + segment.numel], into, self._world_size, factor)
+                _divide(value[extent.start : extent.start + extent.numel], into, self._world_size, factor)
         return wire
 
-    def _buffer(self, lane: Lane) -> torch.Tensor:
-        """Return memory for a lane; of each kind there are two to take turns with, or one."""
-        key = (self._turn, id(lane.process_group), lane.dtype, lane.device)
+    def _buffer(self, message: Message) -> torch.Tensor:
+        """Return memory for a message; of each kind there are two to take turns with, or one."""
+        key = (self._turn, id(message.process_group), message.dtype, message.device)
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.numel() < lane.numel:
-            like = [one.numel for bucket in self._buckets or [] for one in bucket.lanes if _is_like(one, lane)]
-            buffer = torch.empty(max([lane.numel, *like]), dtype=lane.dtype, device=lane.device)
+        if buffer is None or buffer.numel() < message.numel:
+            like = [one.numel for bucket in self._buckets or [] for one in bucket.messages if _is_like(one, message)]
+            buffer = torch.empty(max([message.numel, *like]), dtype=message.dtype, device=message.device)
             self._buffers[key] = buffer
-        self._deliveries.before_reuse(lane.device)
-        return buffer[: lane.numel]
+        self._deliveries.before_reuse(message.device)
+        return buffer[: message.numel]
 
     def _land(self) -> None:
         """Wait for the oldest bucket and keep what this rank owns of it."""
@@ -260,26 +262,26 @@ class Reducer:
         for handle in flight.handles:
             handle.wait()
         factor = self.rules.gradient_predivide_factor
-        for lane, wire in flight.sent:
-            for segment in lane.segments:
-                received = wire[segment.offset : segment.offset + segment.numel]
-                if segment.owner == lane.rank and factor is not None and factor != self._world_size:
+        for message, wire in flight.sent:
+            for extent in message.extents:
+                received = wire[extent.offset : extent.offset + extent.numel]
+                if extent.owner == message.rank and factor is not None and factor != self._world_size:
                     received.mul_(factor / self._world_size)
-                self._receive(lane, segment, received)
+                self._receive(message, extent, received)
         self._accumulated |= {member.parameter for member in flight.bucket.members}
 
-    def _receive(self, lane: Lane, segment: Segment, received: torch.Tensor) -> None:
+    def _receive(self, message: Message, extent: OwnedExtent, received: torch.Tensor) -> None:
         """Keep an average that this rank owns; in memory of its own, where that of the whole comes later."""
-        if segment.owner != lane.rank:
+        if extent.owner != message.rank:
             return
-        if self._parts is None or segment.member.group.gradient is not None:
-            self._deliver(segment, received, add=segment.member.parameter in self._accumulated)
+        if self._parts is None or extent.member.group.gradient is not None:
+            self._deliver(extent, received, add=extent.member.parameter in self._accumulated)
         else:
-            self._parts.append((segment, received.clone()))
+            self._parts.append((extent, received.clone()))
 
-    def _deliver(self, segment: Segment, received: torch.Tensor, *, add: bool) -> None:
+    def _deliver(self, extent: OwnedExtent, received: torch.Tensor, *, add: bool) -> None:
         """Accumulate what this rank owns."""
-        into = self._gradient(segment.member.group)[segment.position : segment.position + segment.numel]
+        into = self._gradient(extent.member.group)[extent.position : extent.position + extent.numel]
         self._deliveries.deliver(received, into, add=add)
 
     def _gradient(self, group: FlatGroup) -> torch.Tensor:
@@ -291,20 +293,20 @@ class Reducer:
         return group.gradient
 
 
-def _is_like(one: Lane, other: Lane) -> bool:
+def _is_like(one: Message, other: Message) -> bool:
     return (one.process_group, one.dtype, one.device) == (other.process_group, other.dtype, other.device)
 
 
-def _send(lane: Lane, wire: torch.Tensor, *, reduce: bool) -> list[dist.Work]:
-    """Begin to sum a lane over its ranks: each run on its owner, or all of it on all ranks."""
-    group = lane.process_group
+def _send(message: Message, wire: torch.Tensor, *, reduce: bool) -> list[dist.Work]:
+    """Begin to sum a message over its ranks: each owner gets its own, or all ranks get all of it."""
+    group = message.process_group
     if dist.get_world_size(group) == 1:
         return []
     if not reduce:
         return [dist.all_reduce(wire, group=group, async_op=True)]
     return [
         dist.reduce(wire[offset : offset + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
-        for owner, offset, numel in lane.runs
+        for owner, offset, numel in message.spans
     ]
 
 

@@ -12,7 +12,7 @@ from zckpt.optim import param_groups
 from zckpt.optim.zero import deepspeed_state
 from zckpt.optim.zero.ddp import DdpOptimizer
 from zckpt.optim.zero.flat_group import FlatGroup, begin_gather, wait_for
-from zckpt.optim.zero.loss_scale import adopt
+from zckpt.optim.zero.loss_scale import scaler_like
 
 if TYPE_CHECKING:
     from zckpt.optim.zero.flat import FlatOptimizer
@@ -148,7 +148,7 @@ class StatefulOptimizer(DdpOptimizer):
         states = deepspeed_state.read_states(state_dict)
         deepspeed_state.check(states, self)
         own = states[0] if len(states) == 1 else states[min(self.rank, len(states) - 1)]
-        scaler = adopt(self.loss_scaler, own.get("loss_scaler"))
+        scaler = scaler_like(self.loss_scaler, own.get("loss_scaler"))
         if load_optimizer_states:
             self.load_local(*deepspeed_state.local_state(states, self))
         self.loss_scaler = scaler

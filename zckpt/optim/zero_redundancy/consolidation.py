@@ -1,6 +1,6 @@
 """State, gradients and objects that ranks send each other, such as the whole state on one rank.
 
-What each rank holds (keys, shapes, element types, numbers) is told to the target first. Then every tensor is sent to
+What each rank holds (keys, shapes, element types, numbers) is sent to the target first. Then every tensor is sent to
 the target and to nobody else, one after the other, as a tensor: a rank that is not the target needs memory for one
 tensor at most, and that only where its bytes are not in one piece on a device that the backend can send from.
 
@@ -59,21 +59,21 @@ def collect(
         Rank in the group.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    told: list[Any] = [(_described(state), about)]
+    gathered: list[Any] = [(_described(state), about)]
     if world_size > 1:
-        mine, told = told[0], [None] * world_size
+        mine, gathered = gathered[0], [None] * world_size
         target = dist.get_global_rank(group, to)
-        dist.gather_object(mine, told if rank == to else None, dst=target, group=group)
+        dist.gather_object(mine, gathered if rank == to else None, dst=target, group=group)
     device = wire_device(group)
     if rank != to:
         for one in state.values():
             _send(one, to, group, device)
         return None
     found: State = {}
-    for source, (described, _) in enumerate(told):
+    for source, (described, _) in enumerate(gathered):
         for number, one in described.items():
             found[number] = _kept(state[number]) if source == rank else _receive(one, source, group, device, "cpu")
-    return {number: found[number] for number in sorted(found)}, [said for _, said in told]
+    return {number: found[number] for number in sorted(found)}, [said for _, said in gathered]
 
 
 def move(
@@ -98,12 +98,12 @@ def move(
         The rank in the group that has each parameter.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    told: list[Any] = [None] * world_size
-    dist.all_gather_object(told, (_described(state), about), group=group)
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, (_described(state), about), group=group)
     device = wire_device(group)
     found: State = {}
     for number, (source, target) in enumerate(zip(before, after, strict=True)):
-        described = told[source][0].get(number)
+        described = gathered[source][0].get(number)
         if described is None:
             continue
         if rank == source == target:
@@ -112,7 +112,7 @@ def move(
             _send(state[number], target, group, device)
         elif rank == target:
             found[number] = _receive(described, source, group, device, parameters[number].device)
-    return found, [said for _, said in told]
+    return found, [said for _, said in gathered]
 
 
 def send_gradients(parameters: Sequence[torch.Tensor], to: int, group: dist.ProcessGroup) -> None:
@@ -141,7 +141,7 @@ def receive_gradients(parameters: Sequence[torch.Tensor], source: int, group: di
 
 
 def _described(state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, object]]:
-    """Return what is told of state: a tensor's form, a single number, or the value itself."""
+    """Return what is said of state: a tensor's form, a single number, or the value itself."""
     return {number: {key: _about(value) for key, value in one.items()} for number, one in state.items()}
 
 
@@ -204,11 +204,11 @@ def _broadcast_object(
     obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> Any:
     """Return the object that one rank of the world has, on all ranks of a group; what is received is on `device`."""
-    told = [obj]
-    dist.broadcast_object_list(told, src=src_rank, group=group, device=torch.device(device))
+    gathered = [obj]
+    dist.broadcast_object_list(gathered, src=src_rank, group=group, device=torch.device(device))
     if dist.get_rank() == src_rank:
         return obj
-    return _recursive_copy_to_device(told[0], non_blocking=False, device=torch.device(device))
+    return _recursive_copy_to_device(gathered[0], non_blocking=False, device=torch.device(device))
 
 
 def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:

@@ -20,29 +20,22 @@ from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.model_state import bare
 from zckpt.optim.param_groups import Names, remote_names
 from zckpt.optim.ranks import Ranks, written_together
+from zckpt.optim.states.protocol import Target
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.storage.durable import written_directory
 from zckpt.version import __version__
 
 
-def save(
-    optimizer: ZeroRedundancyOptimizer,
-    names: Names,
-    path: Path,
-    *,
-    model: torch.nn.Module | None,
-    step: int | None,
-    beside: Mapping[str, Any],
-    overwrite: bool,
-) -> None:
+def save(optimizer: ZeroRedundancyOptimizer, names: Names, target: Target) -> None:
     """Write a directory together with the other ranks; see `zckpt.optim.files.save`."""
+    ranks = Ranks(optimizer.process_group)
     param_groups.sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
-    with written_together(path, Ranks(optimizer.process_group), overwrite=overwrite, owned=OWNED) as partial:
+    with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
         torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
         if optimizer.rank == 0:
-            tensors, about = _model(names, optimizer.param_groups, model)
+            tensors, about = _model(names, optimizer.param_groups, target.model)
             torch.save(tensors, partial / MODEL_NAME)
-            about |= {"step": step, "metadata": dict(beside)}
+            about |= {"step": target.step, "metadata": dict(target.beside)}
             about[KEY] = {"world_size": optimizer.world_size, "names": names, "shapes": {}, "unnamed": []}
             torch.save(about, partial / METADATA_NAME)
 
@@ -92,18 +85,16 @@ def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state_dict["state"], "param_groups": groups}
 
 
-def save_workers(
-    optimizer: DistributedOptimizer, path: Path, *, step: int | None, beside: dict[str, Any], overwrite: bool
-) -> None:
+def save_workers(optimizer: DistributedOptimizer, target: Target) -> None:
     """Let each worker write its part of a directory; see `zckpt.optim.files.save`."""
     names = remote_names(optimizer.param_groups)
-    with written_directory(path, overwrite=overwrite, owned=OWNED) as partial:
+    with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:
         held = optimizer.call_each(
             _save_worker, [(str(partial.resolve()), rank) for rank in range(optimizer.num_workers)]
         )
         first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
         shares = [[[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in held]
-        about = {**_about({}, [], []), "step": step, "metadata": beside}
+        about = {**_about({}, [], []), "step": target.step, "metadata": dict(target.beside)}
         about[KEY] = {"world_size": len(held), "names": names, "shapes": {}, "unnamed": [], "held": shares}
         torch.save(about, partial / METADATA_NAME)
 

@@ -115,7 +115,7 @@ class _Steps:
         self.waiting[index] = (bucket, future)
         if self.ready:
             if [*map(id, bucket.parameters())] != [*map(id, info.params_per_bucket[index])]:
-                raise RuntimeError(f"DDP has changed bucket {index} after its parameters were dealt to the ranks")
+                raise RuntimeError(f"DDP has changed bucket {index} after its parameters were assigned to ranks")
         elif self._is_settled():
             info.params_per_bucket[index:] = [bucket.parameters()]
             if bucket.is_last():

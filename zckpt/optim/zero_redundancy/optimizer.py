@@ -193,11 +193,11 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
         about, holders = self._about_groups()
         self._repartition(info.params_per_rank)
         parameters, after = self._index_to_param, self._param_to_rank
-        moved, told = consolidation.move(
+        moved, gathered = consolidation.move(
             held, about, parameters, [before[p] for p in parameters], [after[p] for p in parameters], self.process_group
         )
         for index, holder in enumerate(holders):
-            self.param_groups[index].update(told[holder][index])
+            self.param_groups[index].update(gathered[holder][index])
         for number, values in moved.items():
             self.optim.state[parameters[number]] = values
         info.status = OverlapStatus.INITIALIZED
@@ -227,12 +227,12 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
     def _give_gradients(self, *, has_inputs: bool) -> None:
         """Let the first rank that has inputs give the others, which have old gradients, those of their shares."""
         device = consolidation.wire_device(self.process_group)
-        told = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(self.world_size)]
+        gathered = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(self.world_size)]
         mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
-        dist.all_gather(told, mine, group=self.process_group)
-        active = [rank for rank, one in enumerate(told) if one.item()]
-        for rank, dealt in enumerate(self._partition_parameters()):
-            share = [p for group in dealt for p in group["params"]]
+        dist.all_gather(gathered, mine, group=self.process_group)
+        active = [rank for rank, one in enumerate(gathered) if one.item()]
+        for rank, part in enumerate(self._partition_parameters()):
+            share = [p for group in part for p in group["params"]]
             if rank in active or not share:
                 continue
             if self.rank == active[0]:

@@ -29,8 +29,8 @@ def packed(groups: Sequence[Group]) -> list[Group]:
     return found
 
 
-def deal(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
-    """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` deals parameters."""
+def groups_of_ranks(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
+    """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` assigns parameters."""
     numels = [[p.numel() for p in group["params"]] for group in groups]
     return [
         [_part(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
@@ -38,7 +38,7 @@ def deal(groups: Sequence[Group], world_size: int) -> list[list[Group]]:
     ]
 
 
-def deal_to(groups: Sequence[Group], shares: Sequence[Sequence[torch.Tensor]]) -> list[list[Group]]:
+def groups_of_shares(groups: Sequence[Group], shares: Sequence[Sequence[torch.Tensor]]) -> list[list[Group]]:
     """Return the groups of each rank where the ranks' shares are given; parameters in none of them are rank 0's."""
     owner = {parameter: rank for rank, share in enumerate(shares) for parameter in share}
     order = {parameter: position for share in shares for position, parameter in enumerate(share)}
@@ -106,7 +106,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _partition_parameters(self) -> list[list[Group]]:
         """Return the param groups of each rank."""
         if self._partition is None:
-            self._partition = deal(self.param_groups, self.world_size)
+            self._partition = groups_of_ranks(self.param_groups, self.world_size)
         return self._partition
 
     @property
@@ -115,8 +115,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if self._ranks is None:
             self._ranks = {
                 parameter: rank
-                for rank, dealt in enumerate(self._partition_parameters())
-                for group in dealt
+                for rank, part in enumerate(self._partition_parameters())
+                for group in part
                 for parameter in group["params"]
             }
         return self._ranks
@@ -137,17 +137,17 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @property
     def shares(self) -> list[int]:
         """Elements that each rank steps; a step takes as long as the largest share."""
-        return [sum(p.numel() for group in dealt for p in group["params"]) for dealt in self._partition_parameters()]
+        return [sum(p.numel() for group in part for p in group["params"]) for part in self._partition_parameters()]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a param group; its parameters are dealt to the ranks, and those of earlier groups stay where they are.
+        """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
 
         All ranks must add the same.
 
         Raises
         ------
         RuntimeError
-            Parameters are not where they were dealt at first: DDP's buckets, or a part that was loaded, decided.
+            Parameters are not where they were assigned at first: DDP's buckets, or a part that was loaded, decided.
         """
         if self.initialized and (self._overlap_info.status != OverlapStatus.UNINITIALIZED or not self._is_greedy):
             raise RuntimeError(
@@ -164,8 +164,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._build_buckets()
 
     def _init_local_optimizer(self) -> None:
-        dealt = [dict(group) for group in self._partition_parameters()[self.rank]]
-        self.optim = self._optim_constructor(dealt, **self._optim_defaults)
+        part = [dict(group) for group in self._partition_parameters()[self.rank]]
+        self.optim = self._optim_constructor(part, **self._optim_defaults)
         if not isinstance(self.optim, Optimizer):
             raise ValueError(  # noqa: TRY004  # as torch
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}; functional "
@@ -190,10 +190,10 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._local_state = value
 
     def _repartition(self, shares: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Deal all parameters anew, and make the local optimizer anew, without state."""
+        """Assign all parameters to ranks again, and make a local optimizer without state."""
         self._forget()
         self._is_greedy = False
-        self._partition = deal_to(self.param_groups, shares)
+        self._partition = groups_of_shares(self.param_groups, shares)
         self._init_local_optimizer()
         self._build_buckets()
 
@@ -202,10 +202,10 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
         Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
         """
-        dealt = self._partition_parameters()
+        part = self._partition_parameters()
         ranks = (preferred, *range(self.world_size))
         holders = [
-            next((rank for rank in ranks if dealt[rank][index]["params"]), preferred)
+            next((rank for rank in ranks if part[rank][index]["params"]), preferred)
             for index in range(len(self.param_groups))
         ]
         every = enumerate(zip(self.param_groups, holders, strict=True))
@@ -227,8 +227,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     def _make_exchange(self) -> exchange.Exchange:
         shares = [
-            [p for group in dealt for p in group["params"] if p in self._trained]
-            for dealt in self._partition_parameters()
+            [p for group in part for p in group["params"] if p in self._trained]
+            for part in self._partition_parameters()
         ]
         if not self.parameters_as_bucket_view:
             return exchange.plain_exchange(shares)

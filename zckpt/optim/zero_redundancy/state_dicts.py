@@ -199,10 +199,10 @@ class StateDictOptimizer(PartitionedOptimizer):
         about, holders = self._about_groups(to)
         collected = consolidation.collect(self._local_part(), about, self.process_group, to)
         if collected is not None:
-            whole, told = collected
+            whole, gathered = collected
             made = packed(self.param_groups)
             for index, holder in enumerate(holders):
-                made[index].update(told[holder][index])
+                made[index].update(gathered[holder][index])
             self._consolidated = {"state": whole, "param_groups": made}
 
     def release_state_dict(self) -> None:
