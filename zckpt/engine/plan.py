@@ -10,15 +10,24 @@ merged wherever both sides allow, so that what is contiguous on both sides is on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.boxes import Box, boxes_of, intersections, overlap, row_major
 from zckpt.engine.span_index import SpanIndex
 from zckpt.errors import LayoutError
-from zckpt.state import Extent, Slot, Span
+from zckpt.state import CutSpans, Extent, Slot, Span, Spans
 from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from zckpt.engine.packs import Pack
+
+FEWEST_INDEXED = 4
+"""Spans of a slot that are as fast looked through as looked up."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ class TargetFile:
     literals: list[Literal] = field(default_factory=list)
     holes: list[Hole] = field(default_factory=list)
     checksums: list[Checksum] = field(default_factory=list)
+    packs: list[Pack] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,52 +163,135 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All copies of an operation, complete and without overlap."""
+class Totals:
+    """What a plan comes to: names of its files, files that are read, bytes that are read, copied and written."""
 
-    files: tuple[FilePlan, ...]
+    names: tuple[str, ...]
+    sources: frozenset[str]
+    read_nbytes: int
+    copy_nbytes: int
+    write_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All copies of an operation, complete and without overlap.
+
+    Parameters
+    ----------
+    files : collection of FilePlan
+        Those of thousands of ranks are not kept: each is planned when it is come to, and again the next time.
+    totals : Totals
+    """
+
+    files: Collection[FilePlan]
+    totals: Totals
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the files."""
+        return self.totals.names
 
     @property
     def read_nbytes(self) -> int:
         """Bytes of tensors that will be read."""
-        return sum(
-            c.numel * itemsize(c.source_dtype) * len(c.sources)
-            for f in self.files
-            for fill in f.fills
-            for c in fill.copies
-        )
+        return self.totals.read_nbytes
 
     @property
     def copy_nbytes(self) -> int:
         """Bytes of tensors that will be written."""
-        return sum(c.nbytes for f in self.files for fill in f.fills for c in fill.copies)
+        return self.totals.copy_nbytes
 
     @property
     def write_nbytes(self) -> int:
         """Bytes of all target files."""
-        return sum(f.file.nbytes for f in self.files)
+        return self.totals.write_nbytes
+
+
+class Lazily(Collection[Item]):
+    """Things that are made one after the other as they are come to, as often as that is.
+
+    Parameters
+    ----------
+    make : callable
+        Returns a new iterator over them.
+    count : int
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Item]], count: int) -> None:
+        self._make = make
+        self._count = count
+
+    def __iter__(self) -> Iterator[Item]:
+        """Make them."""
+        return self._make()
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._count
+
+    def __contains__(self, item: object) -> bool:
+        """Tell whether one of them is this."""
+        return any(item == one for one in self)
 
 
 def plan(files: Iterable[TargetFile]) -> Plan:
     """Meet every hole with the spans that cover it.
+
+    Parameters
+    ----------
+    files : iterable of TargetFile
+        Where they are `Lazily` made, so are their plans.
 
     Raises
     ------
     LayoutError
         Some element of a hole is covered by no span, or by more than one.
     """
-    indexes: dict[int, SpanIndex] = {}
+    if isinstance(files, Lazily):
+        lazy = Lazily(lambda: _planned(files), len(files))
+        return Plan(lazy, _totals(lazy))
+    made = tuple(_planned(files))
+    return Plan(made, _totals(made))
+
+
+def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
+    indexes: dict[int, SpanIndex] = {}  # each has its slot, whose identity is so its own
 
     def reaching(hole: Hole) -> Hole:
+        if not isinstance(hole.slot.spans, Spans) and len(hole.slot.spans) < FEWEST_INDEXED and not hole.slot.replicas:
+            return hole
         index = indexes.get(id(hole.slot))
         if index is None:
             index = indexes[id(hole.slot)] = SpanIndex(hole.slot)
         return replace(hole, slot=index.reaching(hole.extent))
 
-    whole = list(files)  # keeps the slots, which are known by their identity
-    return Plan(
-        tuple(FilePlan(file, tuple(Fill(hole, tuple(fill(reaching(hole)))) for hole in file.holes)) for file in whole)
-    )
+    for file in files:
+        for pack in file.packs:
+            pack.check()
+        yield FilePlan(file, tuple(Fill(hole, tuple(fill(reaching(hole)))) for hole in file.holes))
+
+
+def _totals(files: Iterable[FilePlan]) -> Totals:
+    names, sources, read, copied, written = [], set[str](), 0, 0, 0
+    for one in files:
+        names.append(one.file.name)
+        written += one.file.nbytes
+        for each in one.fills:
+            for copy in each.copies:
+                read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
+                copied += copy.nbytes
+                sources.update(source.path for source in copy.sources)
+        for pack in one.file.packs:
+            read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
+            sources |= pack.paths()
+    return Totals(tuple(names), frozenset(sources), read, copied, written)
+
+
+def check_covered(hole: Hole) -> None:
+    """Raise LayoutError unless each element of a hole is there once; a rule has made sure of its own."""
+    if hole.slot.replicas or not isinstance(hole.slot.spans, CutSpans) or hole.slot.spans.shape != hole.slot.shape:
+        fill(hole)
 
 
 def fill(hole: Hole) -> list[Copy]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Part, WatchedSources, part_of, patch_checksums
 from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import Copy, FilePlan, Literal, Plan
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import TargetError
@@ -41,7 +42,7 @@ class Batch:
     """
 
     path: str
-    pieces: tuple[Piece | Literal, ...]
+    pieces: tuple[Piece | PackPiece | Literal, ...]
     checksummed: bool
     buffer_nbytes: int
     watched: frozenset[str] = frozenset()
@@ -79,31 +80,61 @@ def write(
     """
     progress, checks = reporter or SilentReporter(), checks or Checks()
     progress.begin(plan.copy_nbytes)
-    written: dict[str, list[Part]] = {str(path): [] for path in paths}
     try:
         with Workers(WRITERS) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
-            known: set[tuple[int, int]] = set()
-            for path, one in zip(paths, plan.files, strict=True):
-                written[str(path)] += _write_literals(path, one, large, known)
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
-            batches = (
-                batch
-                for path, one in zip(paths, plan.files, strict=True)
-                for batch in _batches(path, one, most, large, checks)
-            )
+            files = _Files(zip(paths, plan.files, strict=True), large)
+            batches = (batch for path, one in files for batch in _batches(path, one, most, large, checks))
             for batch, (parts, read) in workers.run(write_batch, batches):
                 checks.add(read)
-                if batch.checksummed:
-                    written[batch.path] += parts
-                progress.advance(sum(piece.nbytes for piece in batch.pieces if isinstance(piece, Piece)))
-            checked = checks.finish(workers.map)
-        for path, one in zip(paths, plan.files, strict=True):
-            if one.file.checksums:
-                patch_checksums(path, one, written[str(path)])
-        return checked
+                files.note(batch, parts)
+                progress.advance(sum(_moved(piece) for piece in batch.pieces))
+            files.finish()
+            return checks.finish(workers.map)
     finally:
         progress.end()
+
+
+class _Files:
+    """Makes the files as they are come to, and states their checksums once all of a file is written.
+
+    Batches come back in the order in which they were given out: when one of a file does, those before it are written.
+    """
+
+    def __init__(self, files: Iterable[tuple[Path, FilePlan]], large: int) -> None:
+        self._files = files
+        self._large = large
+        self._known: set[tuple[int, int]] = set()
+        self._open: dict[str, tuple[Path, FilePlan, list[Part]]] = {}
+
+    def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
+        for path, one in self._files:
+            parts = _write_literals(path, one, self._large, self._known)
+            if one.file.checksums:
+                self._open[str(path)] = path, one, parts
+            yield path, one
+
+    def note(self, batch: Batch, parts: Iterable[Part]) -> None:
+        """Note what was written."""
+        while batch.checksummed and (first := next(iter(self._open))) != batch.path:
+            self._patch(first)
+        if batch.checksummed:
+            self._open[batch.path][2].extend(parts)
+
+    def finish(self) -> None:
+        """State the checksums of what is left."""
+        for path in list(self._open):
+            self._patch(path)
+
+    def _patch(self, name: str) -> None:
+        path, one, parts = self._open.pop(name)
+        patch_checksums(path, one, parts)
+
+
+def _moved(piece: Piece | PackPiece | Literal) -> int:
+    """Return the bytes of tensors in a piece."""
+    return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
 
 
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Part]:
@@ -138,6 +169,10 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
     for batch in batched(found, lambda piece: piece.nbytes):
         watched = checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
         yield Batch(str(path), batch, checksummed, buffer, watched)
+    for pack in one.file.packs:
+        for packed in batched(pack.pieces(), lambda piece: piece.nbytes):
+            watched = checks.watched.intersection(pack.paths(packed[0].low, packed[-1].high))
+            yield Batch(str(path), packed, checksummed, buffer, watched)
 
 
 def write_batch(batch: Batch) -> tuple[list[Part], list[Part]]:
@@ -154,10 +189,16 @@ def write_batch(batch: Batch) -> tuple[list[Part], list[Part]]:
         os.close(target)
 
 
-def _write_piece(piece: Piece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray) -> Part:
+def _write_piece(
+    piece: Piece | PackPiece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray
+) -> Part:
     if isinstance(piece, Literal):
         crc = _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
         return Part(batch.path, piece.offset, len(piece.data), crc)
+    if isinstance(piece, PackPiece):
+        packed = piece.read(sources)
+        _write_all(target, packed, piece.offset)
+        return Part(batch.path, piece.offset, piece.nbytes, crc32(packed) if batch.checksummed else None)
     if piece.is_bytewise:
         watched = piece.copies[0].sources[0].path in batch.watched
         crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)

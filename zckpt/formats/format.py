@@ -107,7 +107,7 @@ class TargetFiles:
 
     Parameters
     ----------
-    files : sequence of TargetFile
+    files : collection of TargetFile
         In the target directory; the only one is the target itself where `is_file`.
     outside : sequence of TargetFile
         Small ones of literals only that go into the target's parent, replacing what is there.
@@ -125,7 +125,7 @@ class TargetFiles:
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
     """
 
-    files: Sequence[TargetFile]
+    files: Collection[TargetFile]
     outside: Sequence[TargetFile] = ()
     is_file: bool = False
     notes: Sequence[str] = ()

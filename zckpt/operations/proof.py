@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.compare.digests import FILE_NAME, beside_file, bytes_of
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import Hole, check_covered
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
@@ -176,7 +176,7 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
                     found=copy.shape,
                     advice="please report this",
                 )
-            fill(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
+            check_covered(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
     arrived = {_place(value) for value in written.per_rank}
     for value in checkpoint.per_rank:
         if _place(value) not in arrived:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
-from zckpt.engine.plan import Plan, TargetFile, plan
+from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
 from zckpt.errors import TargetError, UsageError
 from zckpt.formats.format import TargetFiles
@@ -95,7 +95,7 @@ Partial = tuple[list[Path], Path, list[Path]]
 
 @contextmanager
 def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bool) -> Iterator[Partial]:
-    names = _names([one.file for one in plan.files], target, None)
+    names = _names(plan.names, target, None)
     every = [*more, *sorted(names, key=lambda name: name == target)]
     for name in every:
         check_target(name, overwrite=overwrite)
@@ -110,17 +110,17 @@ def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) 
     check_target(target, overwrite=overwrite, owned=owned)
     check_space(target.parent, plan.write_nbytes)
     with written_directory(target, overwrite=overwrite, owned=owned) as partial:
-        names = _names([one.file for one in plan.files], partial, owned)
+        names = _names(plan.names, partial, owned)
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
         yield names, partial, []
 
 
-def _names(files: Sequence[TargetFile], target: Path, owned: Owned | None) -> list[Path]:
+def _names(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
     """Return where files go: into a directory, or the only one to the target and several beside each other."""
     if owned is not None:
-        return [target / one.name for one in files]
-    return [target] if len(files) == 1 else [target.parent / one.name for one in files]
+        return [target / name for name in files]
+    return [target] if len(files) == 1 else [target.parent / name for name in files]
 
 
 @contextmanager
@@ -205,8 +205,7 @@ def write_from(
     TargetError
         The target exists or cannot be written.
     """
-    files = list(laid.files)
-    planned = plan(files)
+    planned = plan(laid.files)
     compared = _compared(checkpoint, laid) if how.weight_check else 0
     checked = Checked()
     if not how.dry_run:
@@ -228,7 +227,7 @@ def write_from(
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(_names(files, target, owned) + [target.parent / one.name for one in laid.outside]),
+        files=tuple(_names(planned.names, target, owned) + [target.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,

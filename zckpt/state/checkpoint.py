@@ -15,11 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from zckpt.errors import SHOWN_PATH, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
 from zckpt.state.rank_values import RankValue
 from zckpt.state.spans import Slot
+
+if TYPE_CHECKING:
+    from zckpt.state.cuts import Ranges
 
 WEIGHT = "weight"
 MASTER = "master"
@@ -110,6 +114,21 @@ class PaddingRun:
     path: str
     offset: int
     nbytes: int
+
+
+@runtime_checkable
+class PaddingRule(Protocol):
+    """Padding of many files that is worked out file by file: there may be millions of places."""
+
+    def __iter__(self) -> Iterator[PaddingRun]:
+        """Yield all of it."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to ask for it file by file."""
+
+    def within(self, path: str) -> Iterator[Ranges]:
+        """Yield where in one file it is, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ are columns of numbers, so that what a file has of them takes a few operations o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from zckpt.state.spans import CutSpans
 
 Column = npt.NDArray[np.int64]
 """A number for each parameter."""
+
+Ranges = npt.NDArray[np.int64]
+"""A row for each range, [low, high)."""
 
 
 class Cuts:
@@ -44,31 +47,30 @@ class Cuts:
 
     __hash__ = None  # type: ignore[assignment]  # compared, never looked up
 
-    def ranges(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-        """Yield each file's index, and which elements of its tensor are some parameter's: sorted, none touching."""
-        for file in range(int(self._end.max(initial=0))):
-            begin, end = 0, len(self.origin)
-            if self._is_sorted:
-                begin = int(np.searchsorted(self._end, file, "right"))
-                end = int(np.searchsorted(self._first, file, "right"))
-            width, line = self.width[begin:end], self.origin[begin:end]
-            start = file * width
-            low = np.maximum(line, start)
-            high = np.minimum(line + self.numel[begin:end], start + width)
-            shift = self.at[begin:end] - start
-            yield file, merged_ranges(low + shift, high + shift)
+    def of(self, file: int) -> Ranges:
+        """Return which elements of a file's tensor are some parameter's: sorted, none touching another."""
+        begin, end = 0, len(self.origin)
+        if self._is_sorted:
+            begin = int(np.searchsorted(self._end, file, "right"))
+            end = int(np.searchsorted(self._first, file, "right"))
+        width, line = self.width[begin:end], self.origin[begin:end]
+        start = file * width
+        low = np.maximum(line, start)
+        high = np.minimum(line + self.numel[begin:end], start + width)
+        shift = self.at[begin:end] - start
+        return merged_ranges(low + shift, high + shift)
 
 
-def merged_ranges(lows: Column, highs: Column) -> list[tuple[int, int]]:
+def merged_ranges(lows: Column, highs: Column) -> Ranges:
     """Return ranges sorted and none touching another, that cover the same numbers; those that end early are empty."""
     some = lows < highs
     lows, highs = lows[some], highs[some]
     if not len(lows):
-        return []
+        return np.empty((0, 2), np.int64)
     if (np.diff(lows) < 0).any():
         order = np.argsort(lows, kind="stable")
         lows, highs = lows[order], highs[order]
     ends = np.maximum.accumulate(highs)
     first = np.concatenate(([True], lows[1:] > ends[:-1]))
     last = np.concatenate((first[1:], [True]))
-    return list(zip(lows[first].tolist(), ends[last].tolist(), strict=True))
+    return np.stack((lows[first], ends[last]), axis=1)

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.formats.account.files import file_items
-from zckpt.formats.account.ranges import Known, Range, covered, shares
+from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
+
+_Account = tuple[list[Item], dict[str, int]]
+"""What a file holds, and how many of its bytes have each fate."""
 
 
 def take_inventory(checkpoint: Checkpoint) -> Inventory:
@@ -28,10 +31,10 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
         What is left out comes last.
     """
     found = Inventory()
-    known, values = covered(checkpoint), taken(checkpoint)
+    known, values = Coverage(checkpoint), taken(checkpoint)
     root = Path(checkpoint.opened or checkpoint.source)
     read = {os.path.realpath(file.path): shown(file.path, root) for file in checkpoint.files}
-    before: dict[object, tuple[list[Item], dict[str, list[Range]]]] = {}
+    before: dict[object, _Account] = {}
     for file in checkpoint.files:
         name = read[os.path.realpath(file.path)]
         if file.path in checkpoint.leftovers:
@@ -42,33 +45,29 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
             found.items.append(Item(name, "", FILE, claim.fate, claim.about, file.nbytes))
             found.nbytes[name] = {claim.fate: file.nbytes}
             continue
-        items, ranges = _account(file, name, known.get(file.path, {}), values, before)
+        items, found.nbytes[name] = _account(file, name, known.of(file.path), values, before)
         found.items += items
-        found.nbytes[name] = shares(file.nbytes, ranges)
     found.items += file_items(checkpoint, read)
     found.items.sort(key=lambda item: item.fate == LEFT_OUT)  # which keeps the order of the others
     return found
 
 
 def _account(
-    file: SourceFile,
-    name: str,
-    known: Mapping[str, Known],
-    values: Taken,
-    before: dict[object, tuple[list[Item], dict[str, list[Range]]]],
-) -> tuple[list[Item], dict[str, list[Range]]]:
+    file: SourceFile, name: str, known: Mapping[str, Known], values: Taken, before: dict[object, _Account]
+) -> _Account:
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
-    if file.path in values.paths:
-        account = FileAccount(file, name, known, values)
-        return account.items(), account.ranges
-    bytes_of = tuple((fate, tuple(one.ranges)) for fate, one in sorted(known.items()))
-    key = id(file.tree), id(file.records), file.role, file.rules, bytes_of
-    if key not in before:
-        account = FileAccount(file, name, known, values)
-        before[key] = account.items(), account.ranges
-        return before[key]
-    items, ranges = before[key]
-    return [replace(item, file=name) for item in items], ranges
+    key = None
+    if file.path not in values.paths and sum(len(one.ranges) + len(one.merged) for one in known.values()) < MANY:
+        bytes_of = tuple((fate, tuple(one.ranges)) for fate, one in sorted(known.items()))
+        key = id(file.tree), id(file.records), file.nbytes, file.role, file.rules, bytes_of
+        if key in before:
+            items, nbytes = before[key]
+            return [replace(item, file=name) for item in items], dict(nbytes)
+    account = FileAccount(file, name, known, values)
+    found = account.items(), shares(file.nbytes, account.ranges)
+    if key is not None:
+        before[key] = found
+    return found
 
 
 def shown(path: str, root: Path) -> str:

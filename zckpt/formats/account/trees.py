@@ -7,10 +7,10 @@ what it is, and a value that is said to be state has to be under a key that some
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zckpt.formats.account.ranges import ORDER, Known, Range, merge, reach, spans_of
+from zckpt.formats.account.ranges import ORDER, Known, Range, Ranges, merge, reach, spans_of, total, without
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
     ANY,
@@ -126,7 +126,7 @@ class FileAccount:
         self.shown = shown
         self.known = known
         self.taken = taken
-        self.ranges: dict[str, list[Range]] = {}
+        self.ranges: dict[str, list[Ranges]] = {}
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._lost: list[Item] = []
 
@@ -180,6 +180,13 @@ class FileAccount:
             self._value(node, steps, rule)
             return []
         depth = len(steps)
+        if all(len(one.pattern) <= depth for one in rules):  # whatever step it is, those lead on that end in any
+            rest = [one for one in rules if _leads(one, depth, "")]
+            return [
+                (child, (*steps, _text(step)), rest)
+                for step, child in children(node)
+                if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
+            ]
         return [
             (child, (*steps, _text(step)), [one for one in rules if _leads(one, depth, _text(step))])
             for step, child in children(node)
@@ -225,7 +232,7 @@ class FileAccount:
             seen.add(id(one))
             if isinstance(one, Tensor):
                 low, high = _range(one)
-                self.ranges.setdefault(fate, []).append((low, high))
+                self.ranges.setdefault(fate, []).append([(low, high)])
                 held += high - low
             waiting.extend(child for _, child in children(one))
         self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, "/".join(steps), held)
@@ -243,18 +250,18 @@ class FileAccount:
             return
         if rule is not None and rule.tensors:
             self._add(TENSOR, rule.fate, rule.about, "/".join(steps), high - low)
-            self.ranges.setdefault(rule.fate, []).append((low, high))
+            self.ranges.setdefault(rule.fate, []).append([(low, high)])
             return
         is_value = rule is not None and tensor.numel == 1 and rule.fate != LEFT_OUT
-        if is_value and self._uncovered([(low, high)]) and self._value(tensor, steps, rule, high - low):
-            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append((low, high))
+        if is_value and len(self._uncovered([(low, high)])) and self._value(tensor, steps, rule, high - low):
+            self.ranges.setdefault(rule.fate if rule else IMPLIED, []).append([(low, high)])
             return
         self._elements([(low, high)], steps, tensor)
 
-    def _uncovered(self, ranges: Sequence[Range]) -> list[Range]:
+    def _uncovered(self, ranges: Ranges) -> Ranges:
         for known in self.known.values():
             ranges = known.rest(ranges)
-        return list(ranges)
+        return ranges
 
     def _elements(self, ranges: Sequence[Range], steps: Steps, tensor: Tensor | None) -> None:
         """Account for elements by where their bytes are."""
@@ -263,17 +270,18 @@ class FileAccount:
         if not nbytes:
             self._add(TENSOR, IMPLIED, "tensors without elements", place)
             return
-        left, found = list(ranges), []
+        left: Ranges = list(ranges)
+        found = []
         for fate in ORDER:
             known = self.known.get(fate)
             rest = left if known is None else known.rest(left)
-            if known is not None and rest != left:
-                self.ranges.setdefault(fate, []).extend(ranges if not rest else _difference(left, rest))
+            if known is not None and total(rest) != total(left):
+                self.ranges.setdefault(fate, []).append(list(ranges) if not len(rest) else without(merge(left), rest))
                 found.append((fate, known))
             left = rest
-        if left:
-            self.ranges.setdefault(LEFT_OUT, []).extend(left)
-            lost = sum(high - low for low, high in left)
+        if len(left):
+            self.ranges.setdefault(LEFT_OUT, []).append(left)
+            lost = total(left)
             reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
             if tensor is not None and tensor.subclass is not None:
                 reason += f"; it is a {tensor.subclass.qualified}"
@@ -318,13 +326,6 @@ def _range(tensor: Tensor) -> Range:
         return tensor.offset, tensor.offset
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
     return tensor.offset, tensor.offset + (1 + last) * tensor.itemsize
-
-
-def _difference(ranges: Sequence[Range], rest: Sequence[Range]) -> Iterator[Range]:
-    """Yield what of ranges is not in `rest`, which lies within them."""
-    known = Known([(low, high, "") for low, high in rest])
-    known.close()
-    yield from known.rest(merge(ranges))
 
 
 def _text(step: object) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
@@ -16,6 +17,9 @@ from zckpt.formats.torch_files.tensors import span_of
 from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
 from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings
 from zckpt.torchfile import Tensor
+
+if TYPE_CHECKING:
+    from zckpt.state.cuts import Ranges
 
 
 def cut_parameters(
@@ -113,6 +117,10 @@ def _paddings(
     ]
 
 
+FEWEST_PLACES = 1 << 13
+"""Shards of which the padding is worked out for all at once; of fewer, one by one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPadding:
     """Where the padding of all ranks' shards is: worked out anew each time, for there may be millions of places.
@@ -126,29 +134,59 @@ class ShardPadding:
     shapes: Shapes
     members: Sequence[OptimizerShard]
     keys: Mapping[int, Set[str]]
+    _ranks: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
+    _places: dict[int, Ranges] = field(default_factory=dict, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[PaddingRun]:
         """Yield what lies end to end in each slot of each sub-group of a rank."""
+        if self.is_large:
+            for rank, member in enumerate(self.members):
+                for key, ranges in self._of(rank):
+                    for low, high in ranges.tolist():
+                        yield PaddingRun(key, member.path, low, high - low)
+            return
+        world = len(self.members)
+        for name, index, at in _walk_all(self.shapes, self.members):
+            numel = math.prod(self.shapes[name])
+            for rank, member in enumerate(self.members):
+                _, count = shard_fragment(numel, world, rank)
+                left = shard_numel(numel, world) - count
+                for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
+                    if left and (key == MASTER or key in self.keys[index]):
+                        offset = tensor.offset + (at + count) * tensor.itemsize
+                        yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is to be asked for file by file, which takes loading numpy."""
+        return len(self.shapes) * len(self.members) >= FEWEST_PLACES
+
+    def within(self, path: str) -> Iterator[Ranges]:
+        """Yield where in a file it is, in bytes."""
+        if not self._ranks:
+            self._ranks.update({member.path: rank for rank, member in enumerate(self.members)})
+        if path in self._ranks:
+            yield from (ranges for _, ranges in self._of(self._ranks[path]))
+
+    def _of(self, rank: int) -> Iterator[tuple[str, Ranges]]:
+        """Yield the slots of a rank's sub-groups, and where padding is in the file, in bytes."""
         import numpy as np
 
         from zckpt.state.cuts import merged_ranges
 
-        world = len(self.members)
-        places: dict[int, list[tuple[int, int]]] = {}
-        for name, index, at in _walk_all(self.shapes, self.members):
-            places.setdefault(index, []).append((at, math.prod(self.shapes[name])))
-        for index, found in places.items():
-            starts, numels = np.array(found, np.int64).T
+        if not self._places:
+            found: dict[int, list[tuple[int, int]]] = {}
+            for name, index, at in _walk_all(self.shapes, self.members):
+                found.setdefault(index, []).append((at, math.prod(self.shapes[name])))
+            self._places.update({index: np.array(places, np.int64).T for index, places in found.items()})
+        member, world = self.members[rank], len(self.members)
+        for index, (starts, numels) in self._places.items():
             widths = -(-numels // world)
-            for rank, member in enumerate(self.members):
-                held = np.clip(numels - rank * widths, 0, widths)
-                ranges = merged_ranges(starts + held, starts + widths)
-                tensors = {MASTER: member.masters[index], **member.tensors[index]}
-                for key, tensor in tensors.items():
-                    if key == MASTER or key in self.keys[index]:
-                        for low, high in ranges:
-                            offset = tensor.offset + low * tensor.itemsize
-                            yield PaddingRun(key, member.path, offset, (high - low) * tensor.itemsize)
+            held = np.clip(numels - rank * widths, 0, widths)
+            ranges = merged_ranges(starts + held, starts + widths)
+            for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
+                if key == MASTER or key in self.keys[index]:
+                    yield key, tensor.offset + ranges * tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,8 @@ class Target:
     ----------
     world_size : int
         Data-parallel ranks.
+    shards : dict of int to object
+        What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
         `universal_checkpoint_info` to be written; None: as the source's files have it.
     """
@@ -127,6 +129,8 @@ class Target:
     bf16_optimizer: bool
     rules: Mapping[str, object] | None = None
     ranks: list[TargetRank] = field(default_factory=list)
+    shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
+    _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def sub_group_size(self) -> int:
@@ -137,5 +141,8 @@ class Target:
 
     def sub_groups(self, group: TargetGroup) -> list[list[Parameter]]:
         """Return the sub-groups of a group under ZeRO-3."""
-        cut = sub_groups(group.numels, self.world_size, self.sub_group_size)
-        return [[group.experts[0][i] for i in one] for one in cut]
+        found = self._sub_groups.get(id(group))  # the target has its groups as long as it is there
+        if found is None:
+            cut = sub_groups(group.numels, self.world_size, self.sub_group_size)
+            found = self._sub_groups[id(group)] = [[group.experts[0][i] for i in one] for one in cut]
+        return found

@@ -46,6 +46,19 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     return content
 
 
+def alike(target: Target, mp: TargetRank, rank: int) -> object:
+    """Return what the model files of two ranks have in common if they hold the same; None if each has its own.
+
+    Under ZeRO-3 a rank's file has all names and shapes, and no elements but its own of frozen parameters and buffers.
+    """
+    if target.stage != 3 or mp.buffers or any(p.frozen for p in mp.parameters.values()):
+        return None
+    source = carried_from(mp, rank)
+    if any(one.numel for one in source.module.values()) or source.frozen_fragments:
+        return None
+    return id(source.file.root), mp.mp_rank == 0 and rank == 0, source is mp.model
+
+
 def carried_from(mp: TargetRank, rank: int) -> ModelShard:
     """Return the source's model file that a rank carries everything from that is not made anew."""
     return mp.models[rank] if rank < len(mp.models) else mp.models[0]

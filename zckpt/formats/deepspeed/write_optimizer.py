@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.parts import slot_parts
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import FromFile, SlotPart, ValueTensor, new_storage, view
-from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar
+from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
+from zckpt.state import MASTER, WEIGHT, CutSpans, Parameter, ParamGroup, Scalar
 from zckpt.state.partition import (
     Fragment,
     flat_fragments,
@@ -19,6 +21,9 @@ from zckpt.state.partition import (
     shard_numel,
 )
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
+
+if TYPE_CHECKING:
+    from zckpt.engine.packs import PackRow
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -238,7 +243,9 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
             number = len(masters)
             numbers.append(number)
             like = known[min(number, len(known) - 1)] if known else None
-            master, tensors = _shards(target, parameters, rank, like)
+            shards = _shards(target, parameters)
+            master = shards.tensor(MASTER, rank, like)
+            tensors: dict[object, object] = {key: shards.tensor(key, rank) for key in shards.keys}
             state = _ordered(source, group.values, tensors, _own_values(target, mp, rank, number))
             if state:
                 states[number] = state
@@ -252,22 +259,52 @@ def _parameterwise(target: Target, mp: TargetRank, rank: int) -> dict[str, objec
     }
 
 
-def _shards(
-    target: Target, parameters: list[Parameter], rank: int, like: Tensor | None
-) -> tuple[Tensor, dict[object, object]]:
-    """Return one rank's master and slots of a sub-group: its shards of the parameters, end to end."""
-    numel = sum(shard_numel(p.numel, target.world_size) for p in parameters)
+class _Shards:
+    """A sub-group's parameters as all ranks of the target have them: shards, end to end."""
 
-    def tensor(key: str, like: Tensor | None = None) -> Tensor:
-        storage = new_storage(_dtype(parameters, key), numel, list(_shard_parts(target, parameters, key, rank)))
+    def __init__(self, parameters: Sequence[Parameter], world_size: int) -> None:
+        self.parameters = list(parameters)
+        self.world_size = world_size
+        self.keys = _slot_keys(self.parameters)
+        self.held = [shard_numel(p.numel, world_size) for p in parameters]
+        self.starts = [0, *accumulate(self.held)]
+        self._rows = {key: self._row(key) for key in (MASTER, *self.keys)}
+
+    def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
+        """Return one rank's shards of one slot."""
+        row, numel = self._rows[key], self.starts[-1]
+        parts: list[Part] = list(self._parts(key, rank)) if row is None else [PackPart(0, row.share(rank))]
+        storage = new_storage(_dtype(self.parameters, key), numel, parts)
         return view(storage, (numel,), like=like)
 
-    return tensor(MASTER, like), {key: tensor(key) for key in _slot_keys(parameters)}
+    def _row(self, key: str) -> PackRow | None:
+        """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
+        slots = [p.slots.get(key) for p in self.parameters if p.numel]
+        rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
+        cuts = [rule for rule in rules if isinstance(rule, CutSpans) and rule.files.byteorder == "little"]
+        if not cuts or len(cuts) < len(slots) or any(one.files is not cuts[0].files for one in cuts):
+            return None
+        numels = [p.numel for p in self.parameters if p.numel]
+        if cuts[0].files.dtype != _dtype(self.parameters, key) or any(
+            one.numel != numel for one, numel in zip(cuts, numels, strict=True)
+        ):
+            return None  # a vocabulary's slot may have fewer rows than its parameter
+        from zckpt.engine.packs import PackRow
+        from zckpt.state.cuts import Cuts
+
+        shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
+        label = f"{key} of {len(cuts)} parameters"
+        return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
+
+    def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
+        for p, at in zip(self.parameters, self.starts, strict=False):
+            start, count = shard_fragment(p.numel, self.world_size, rank)
+            yield from _parts(p, key, start, at, count)
 
 
-def _shard_parts(target: Target, parameters: list[Parameter], key: str, rank: int) -> Iterator[SlotPart]:
-    at = 0
-    for p in parameters:
-        start, count = shard_fragment(p.numel, target.world_size, rank)
-        yield from _parts(p, key, start, at, count)
-        at += shard_numel(p.numel, target.world_size)
+def _shards(target: Target, parameters: list[Parameter]) -> _Shards:
+    """Return a sub-group's shards, which are worked out once."""
+    found = target.shards.get(id(parameters))  # the target has its sub-groups as long as it is there
+    if not isinstance(found, _Shards):
+        found = target.shards[id(parameters)] = _Shards(parameters, target.world_size)
+    return found

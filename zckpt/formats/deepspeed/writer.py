@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zckpt.engine.plan import Literal, TargetFile
+from zckpt.engine.plan import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import carried, foreign, loss_scaling
@@ -15,7 +15,7 @@ from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
 from zckpt.formats.deepspeed.target import Target, TargetRank
-from zckpt.formats.deepspeed.write_model import model_tree
+from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
@@ -39,7 +39,7 @@ def lay_out(job: Job) -> TargetFiles:
         written.restated.add("clip_grad")
         written.notes.append("clip_grad is not kept by ZeRO-3, which clips as the training's configuration says")
     return TargetFiles(
-        [*target_files(written.target, run_directory=written.run_directory), *written.copies],
+        target_files(written.target, written.copies, run_directory=written.run_directory),
         notes=written.notes,
         restated=written.restated,
         copied={one.name for one in written.copies},
@@ -119,7 +119,7 @@ def recut(job: Job) -> TargetFiles:
         return check_slices(target)
 
     return TargetFiles(
-        [*target_files(target, run_directory=run_directory), *copies],
+        target_files(target, copies, run_directory=run_directory),
         notes=[*carried.notes(target), *notes],
         restated=None,
         copied={one.name for one in copies},
@@ -128,37 +128,59 @@ def recut(job: Job) -> TargetFiles:
     )
 
 
-def target_files(target: Target, *, run_directory: bool) -> list[TargetFile]:
-    """Return the files of a target, as `decide` has decided on it.
+def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_directory: bool) -> Lazily[TargetFile]:
+    """Return the files of a target, as `decide` has decided on it: rank by rank, as they are come to.
 
     Parameters
     ----------
     target : Target
+    copies : sequence of TargetFile
+        Further files, which come last.
     run_directory : bool
         Whether they are a run directory, with `latest` and the tag's directory in it, or the latter alone.
     """
     tag = target.origin.directory.tag
-    folder = f"{tag}/" if run_directory else ""
-    files = []
-    for mp in target.ranks:
-        for rank, name in _models(target, mp):
-            files.append(torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank)))
-    for shard, file in target.origin.experts:
-        # Named and numbered over all ranks, they are the same at any number of ranks.
-        files.append(torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file, file.root)))
-    of_experts = target.origin.expert_optimizers
+    count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
+    count += len(target.origin.experts) + _expert_files(target) + run_directory + len(copies)
+
+    def made() -> Iterator[TargetFile]:
+        yield from _files(target, f"{tag}/" if run_directory else "")
+        if run_directory:
+            yield TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())])
+        yield from copies
+
+    return Lazily(made, count)
+
+
+def _expert_files(target: Target) -> int:
+    """Return the number of files of experts' optimizers."""
     degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
-    for rank in range(degree) if of_experts else ():
-        shard, file = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
+    return degree if target.origin.expert_optimizers else 0
+
+
+def _files(target: Target, folder: str) -> Iterator[TargetFile]:
+    for mp in target.ranks:
+        known: dict[tuple[object, int], torch_writer.Stencil] = {}
+        for rank, name in _models(target, mp):
+            kind = alike(target, mp, rank), len(name)
+            file = known[kind].named(f"{folder}{name}") if kind in known else None
+            if file is None:
+                file = torch_writer.lay_out(f"{folder}{name}", model_tree(target, mp, rank))
+                if kind[0] is not None and torch_writer.Stencil.fits(file):
+                    known[kind] = torch_writer.Stencil(file)
+            yield file
+    for shard, file_of in target.origin.experts:
+        # Named and numbered over all ranks, they are the same at any number of ranks.
+        yield torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file_of, file_of.root))
+    of_experts = target.origin.expert_optimizers
+    for rank in range(_expert_files(target)):
+        shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
         name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
-        files.append(torch_writer.lay_out(f"{folder}{name}", FromFile.of(file, file.root)))
+        yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
     for mp in target.ranks:
         for rank in range(target.world_size):
             name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
-            files.append(torch_writer.lay_out(name, optimizer_tree(target, mp, rank)))
-    if run_directory:
-        files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
-    return files
+            yield torch_writer.lay_out(name, optimizer_tree(target, mp, rank))
 
 
 def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:

@@ -18,16 +18,32 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
 from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import DTYPES, itemsize
-from zckpt.torchfile import ALIGNMENT, FromFile, Mentioned, NewRecord, Placed, Storage, Tensor, dump, lay_out_archive
+from zckpt.torchfile import (
+    ALIGNMENT,
+    CENTRAL,
+    LOCAL,
+    FromFile,
+    Mentioned,
+    NewRecord,
+    Placed,
+    Storage,
+    Tensor,
+    dump,
+    lay_out_archive,
+)
 
-__all__ = ["FromFile", "NewStorage", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out", "new_storage",
-           "view"]  # fmt: skip
+if TYPE_CHECKING:
+    from zckpt.engine.packs import Pack
+
+__all__ = ["FromFile", "NewStorage", "PackPart", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out",
+           "new_storage", "view"]  # fmt: skip
 
 ZEROS = bytes(1 << 20)
 """Written where no part of a storage is: its checksum then follows from those of the parts, without reading it back."""
@@ -56,7 +72,15 @@ class ValuePart:
     data: bytes | memoryview
 
 
-Part = SlotPart | ValuePart
+@dataclass(frozen=True, slots=True)
+class PackPart:
+    """Shares of many parameters from element `start` of a new storage of their type: see `engine.packs`."""
+
+    start: int
+    pack: Pack
+
+
+Part = SlotPart | ValuePart | PackPart
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +116,7 @@ def new_storage(dtype: str, numel: int, parts: Sequence[Part] = (), *, location:
     dtype : str
         Slots of another type are cast.
     numel : int, elements
-    parts : sequence of SlotPart or ValuePart
+    parts : sequence of SlotPart, ValuePart or PackPart
         In any order; elements that none of them holds are zero.
     location : str
         Device tag.
@@ -168,7 +192,7 @@ def lay_out(name: str, root: object) -> TargetFile:
         The tree holds something that cannot be written.
     """
     pickled = dump(root, _StandIns())
-    stem = name.rsplit("/", 1)[-1].rsplit(".", 1)[0] or "archive"
+    stem = _stem(name)
     identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
     before = [
         _record(f"{stem}/data.pkl", pickled.data),
@@ -184,6 +208,52 @@ def lay_out(name: str, root: object) -> TargetFile:
         if placed.record.data is None:
             _fill(file, mentioned, placed)
     return file
+
+
+class Stencil:
+    """A file all bytes of which are known, to be had under other names of the same length; each record begins with it.
+
+    Parameters
+    ----------
+    file : TargetFile
+        From `lay_out`, and `fits`.
+    """
+
+    def __init__(self, file: TargetFile) -> None:
+        import numpy as np
+
+        stem = _stem(file.name).encode()
+        self._data = np.zeros(file.nbytes, np.uint8)
+        places = []
+        for literal in file.literals:
+            data = bytes(literal.data)
+            self._data[literal.offset : literal.offset + len(data)] = np.frombuffer(data, np.uint8)
+            for magic, at in ((b"PK\3\4", LOCAL.size), (b"PK\1\2", CENTRAL.size)):
+                if data.startswith(magic) and data.startswith(stem + b"/", at):
+                    places.append(literal.offset + at)
+        self._size = len(stem)
+        self._places = np.array(places)[:, None] + np.arange(len(stem))
+
+    @staticmethod
+    def fits(file: TargetFile) -> bool:
+        """Tell whether all bytes of a file are known."""
+        return not (file.holes or file.packs or file.checksums)
+
+    def named(self, name: str) -> TargetFile | None:
+        """Return the file under another name; None for one of another length."""
+        import numpy as np
+
+        stem = _stem(name).encode()
+        if len(stem) != self._size:
+            return None
+        data = self._data.copy()
+        data[self._places] = np.frombuffer(stem, np.uint8)
+        return TargetFile(name, len(data), [Literal(0, data.data)])
+
+
+def _stem(name: str) -> str:
+    """Return what the names of an archive's records begin with, given its file's."""
+    return name.rsplit("/", 1)[-1].rsplit(".", 1)[0] or "archive"
 
 
 def _record(name: str, data: bytes) -> NewRecord:
@@ -210,6 +280,8 @@ def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
         file.literals.extend(_zeros(end, at))
         if isinstance(part, SlotPart):
             file.holes.append(Hole(at, part.label, part.slot, part.covered, mentioned.dtype))
+        elif isinstance(part, PackPart):
+            file.packs.append(replace(part.pack, offset=at))
         else:
             file.literals.append(Literal(at, part.data))
         end = at + _numel(part, size) * size
@@ -237,6 +309,8 @@ def _zeros(start: int, end: int) -> Iterator[Literal]:
 
 
 def _numel(part: Part, size: int) -> int:
+    if isinstance(part, PackPart):
+        return part.pack.numel
     return part.covered.numel if isinstance(part, SlotPart) else -(-len(part.data) // size)
 
 

@@ -1,0 +1,128 @@
+"""A pack moves, in one go, what one copy for each share of each parameter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zckpt.engine import packs
+from zckpt.engine.packs import Pack, PackRow
+from zckpt.engine.plan import Hole, Lazily, TargetFile, fill, plan
+from zckpt.engine.write import write
+from zckpt.errors import LayoutError
+from zckpt.state import CutFiles, CutSpans, Extent, Slot
+from zckpt.state.cuts import Cuts
+from zckpt.state.partition import (
+    flat_partition_numel,
+    flat_starts,
+    shard_fragment,
+    shard_numel,
+)
+
+NUMELS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
+WORLDS = st.integers(1, 9)
+HEAD = 12
+
+
+def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> list[CutSpans]:
+    """Write parameters as ZeRO-1/2 or 3 cuts them, each element another number; return where they lie."""
+    starts = flat_starts(numels)
+    partition = flat_partition_numel(starts[-1], world)
+    held = [shard_numel(n, world) for n in numels]
+    ats = flat_starts(held)
+    paths = tuple(str(directory / f"{rank}") for rank in range(world))
+    for rank, path in enumerate(paths):
+        data = np.full(partition if flat else ats[-1], 2**32 - 1, np.uint32)
+        for i, n in enumerate(numels):
+            whole = np.arange(n, dtype=np.uint32) + 1000 * (i + 1)
+            if flat:
+                low, high = max(starts[i], rank * partition), min(starts[i] + n, (rank + 1) * partition)
+                if low < high:
+                    data[low - rank * partition : high - rank * partition] = whole[low - starts[i] : high - starts[i]]
+            else:
+                start, count = shard_fragment(n, world, rank)
+                data[ats[i] : ats[i] + count] = whole[start : start + count]
+        Path(path).write_bytes(bytes(HEAD) + data.tobytes())
+    files = CutFiles(paths, (HEAD,) * world, "float32")
+    if flat:
+        return [CutSpans(files, (n,), starts[i], partition) for i, n in enumerate(numels)]
+    return [CutSpans(files, (n,), 0, held[i], ats[i]) for i, n in enumerate(numels)]
+
+
+def row(spans: list[CutSpans], world: int) -> PackRow:
+    held = [shard_numel(one.numel, world) for one in spans]
+    return PackRow("exp_avg", spans[0].files, Cuts(spans), flat_starts(held)[:-1], held)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@given(numels=NUMELS, old=WORLDS, new=WORLDS, piece=st.sampled_from([1, 3, 1 << 17]), gap=st.sampled_from([0, 8, 999]))
+def test_a_target_has_what_its_ranks_shares_are(
+    tmp_path_factory: pytest.TempPathFactory, flat: bool, numels: list[int], old: int, new: int, piece: int, gap: int
+) -> None:
+    directory = tmp_path_factory.mktemp("packs")
+    spans = source(directory, numels, old, flat=flat)
+    made = row(spans, new)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packs, "PIECE_NUMEL", piece)
+        patch.setattr(packs, "GAP_NBYTES", gap)
+        patch.setattr(packs, "LONG_NUMEL", piece)
+
+        def files(rank: int) -> TargetFile:
+            one = made.share(rank)
+            return TargetFile(f"t{rank}", one.nbytes, packs=[one])
+
+        planned = plan(Lazily(lambda: map(files, range(new)), new))
+        paths = [directory / name for name in planned.names]
+        write(planned, paths)
+    assert planned.copy_nbytes == planned.read_nbytes == 4 * sum(numels)
+    for rank, path in enumerate(paths):
+        expected: list[int] = []
+        for i, n in enumerate(numels):
+            start, count = shard_fragment(n, new, rank)
+            expected += [1000 * (i + 1) + e for e in range(start, start + count)]
+            expected += [0] * (shard_numel(n, new) - count)
+        assert np.frombuffer(path.read_bytes(), np.uint32).tolist() == expected
+
+
+@given(numels=NUMELS, old=WORLDS, new=WORLDS)
+def test_a_pack_names_the_files_that_copies_would_read(numels: list[int], old: int, new: int) -> None:
+    held = [shard_numel(n, old) for n in numels]
+    files = CutFiles(tuple(map(str, range(old))), (0,) * old, "float32")
+    spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(numels, held, flat_starts(held), strict=False)]
+    for rank in range(new):
+        copies = [
+            copy
+            for one in spans
+            for start, count in [shard_fragment(one.numel, new, rank)]
+            for copy in fill(
+                Hole(0, "x", Slot("x", "float32", one.shape, one), Extent.flat(one.shape, start, count), "float32")
+            )
+        ]
+        pack = row(spans, new).share(rank)
+        pack.check()
+        assert pack.paths() >= {copy.sources[0].path for copy in copies}
+        assert pack.moved_nbytes == sum(copy.nbytes for copy in copies)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"start": [1, 0], "count": [6, 4]},  # beyond the end of a parameter
+        {"start": [-1, 0]},
+        {"position": [0, 5]},  # over another
+        {"position": [0, 9]},  # beyond the place
+        {"position": [-1, 6]},
+    ],
+)
+def test_shares_that_do_not_fit_are_refused(changed: dict[str, list[int]]) -> None:
+    files = CutFiles(("a",), (0,), "float32")
+    cuts = Cuts([CutSpans(files, (6,), 0, 6), CutSpans(files, (4,), 0, 4, 6)])
+    columns = {"start": [0, 0], "count": [6, 4], "position": [0, 6], **changed}
+    start, count, position = (np.array(columns[key], np.int64) for key in ("start", "count", "position"))
+    pack = Pack(0, "x", files, cuts, start, count, position, 10)
+    with pytest.raises(LayoutError):
+        plan([TargetFile("t", pack.nbytes, packs=[pack])])

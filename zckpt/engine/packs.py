@@ -1,0 +1,215 @@
+"""Shares of thousands of parameters that lie end to end, in the source's files and in the target's, moved as one.
+
+ZeRO-3 cuts every parameter by itself, so that another number of ranks needs parameters x ranks copies, of a few
+elements each where ranks are many. A pack has the numbers of all of them as columns. It is checked, counted and filled
+by operations on arrays: what is needed of a source file is read at once, and elements are put in place in memory.
+
+    source file   | a a | b b b | c c |     columns: where each begins on its line, how wide that is cut, where it is
+    target        | a | b b . | c |         and: from which element, how many, and where here; all others are zero
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from zckpt.errors import LayoutError
+from zckpt.state import CutFiles
+from zckpt.state.cuts import Column, Cuts
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
+
+PIECE_NUMEL = 1 << 17
+"""Elements of a target that are filled at once: the columns of their places take some times as much as they."""
+
+GAP_NBYTES = 1 << 14
+"""Bytes between two places in a file below which one read is cheaper than two."""
+
+LONG_NUMEL = 1 << 9
+"""Elements from which on they are moved one share after the other: there are few enough."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """A place in a target for shares of many parameters, all of the source's type; elements of none of them are zero.
+
+    Parameters
+    ----------
+    offset : int, bytes
+        In the target.
+    label : str
+    files : CutFiles
+        Where the parameters lie.
+    cuts : Cuts
+        By which rules: columns.
+    start, count, position : column, elements
+        Of each parameter, the first element and how many, and where they are in this place.
+    numel : int, elements
+        Of this place.
+    """
+
+    offset: int
+    label: str
+    files: CutFiles
+    cuts: Cuts
+    start: Column
+    count: Column
+    position: Column
+    numel: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return itemsize(self.files.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the place."""
+        return self.numel * self.itemsize
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of the elements, which are read and written as they are."""
+        return int(self.count.sum()) * self.itemsize
+
+    def check(self) -> None:
+        """Raise LayoutError unless every share is within its parameter, and none is over another in the target.
+
+        That a parameter's elements are in one file each, the rule itself makes sure.
+        """
+        begin, end = self.position, self.position + self.count
+        inside = (self.start >= 0) & (self.count >= 0) & (self.start + self.count <= self.cuts.numel)
+        if not inside.all():
+            raise LayoutError(f"{self.label}: not every element is there")
+        some = self.count > 0
+        begin, end = begin[some], end[some]
+        if len(begin) and (begin[0] < 0 or end[-1] > self.numel or (begin[1:] < end[:-1]).any()):
+            raise LayoutError(f"{self.label}: shares lie over each other, or outside of their place")
+
+    def paths(self, low: int = 0, high: int | None = None) -> set[str]:
+        """Return the files that elements [low, high) of the place come from, and perhaps some between them."""
+        high = self.numel if high is None else high
+        some = (self.position < high) & (self.position + self.count > low) & (self.count > 0)
+        if not some.any():
+            return set()
+        line, width = (self.cuts.origin + self.start)[some], self.cuts.width[some]
+        first, last = (line // width).min(), ((line + self.count[some] - 1) // width).max()
+        return set(self.files.paths[int(first) : int(last) + 1])
+
+    def pieces(self) -> Iterator[PackPiece]:
+        """Yield the place in pieces of bounded size."""
+        for low in range(0, self.numel, PIECE_NUMEL):
+            yield PackPiece(self, low, min(low + PIECE_NUMEL, self.numel))
+
+    def _runs(self, low: int, high: int) -> _Runs:
+        """Return what elements [low, high) of the place are, in runs that each lie in one file."""
+        some = np.flatnonzero((self.position < high) & (self.position + self.count > low) & (self.count > 0))
+        skipped = np.maximum(low - self.position[some], 0)
+        count = np.minimum(self.position[some] + self.count[some], high) - self.position[some] - skipped
+        target = self.position[some] + skipped - low
+        line = self.cuts.origin[some] + self.start[some] + skipped
+        width = self.cuts.width[some]
+        first = line // width
+        parts = (line + count - 1) // width - first + 1
+        of = np.repeat(np.arange(len(some)), parts)
+        file = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        begin = file * width[of]
+        from_, to = np.maximum(line[of], begin), np.minimum((line + count)[of], begin + width[of])
+        return _Runs(file, self.cuts.at[some][of] + from_ - begin, target[of] + from_ - line[of], to - from_)
+
+
+class PackRow:
+    """One slot of parameters that are cut in shares of the same sizes for all ranks of a target.
+
+    Parameters
+    ----------
+    label : str
+    files : CutFiles
+    cuts : Cuts
+    position, share : sequence of int, elements
+        For each parameter, where its share is in a rank's place, and how large it is.
+    """
+
+    def __init__(self, label: str, files: CutFiles, cuts: Cuts, position: Sequence[int], share: Sequence[int]) -> None:
+        self._label, self._files, self._cuts = label, files, cuts
+        self._position, self._share = np.array(position, np.int64), np.array(share, np.int64)
+
+    def share(self, rank: int) -> Pack:
+        """Return what one rank has: the elements from its number times their share on."""
+        start = np.minimum(rank * self._share, self._cuts.numel)
+        count = np.minimum(self._share, self._cuts.numel - start)
+        numel = int((self._position + self._share).max(initial=0))
+        return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Columns: which file, the first element in its tensor, the first in the target, and how many."""
+
+    file: Column
+    source: Column
+    target: Column
+    numel: Column
+
+
+@dataclass(frozen=True, slots=True)
+class PackPiece:
+    """Elements [low, high) of a pack's place."""
+
+    pack: Pack
+    low: int
+    high: int
+
+    @property
+    def offset(self) -> int:
+        """Where it is in the target, in bytes."""
+        return self.pack.offset + self.low * self.pack.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return (self.high - self.low) * self.pack.itemsize
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of its elements: those of the place that are some parameter's."""
+        pack = self.pack
+        low, high = np.maximum(pack.position, self.low), np.minimum(pack.position + pack.count, self.high)
+        return int(np.maximum(high - low, 0).sum()) * pack.itemsize
+
+    def read(self, sources: Sources) -> memoryview:
+        """Return its bytes; errors are those of `read_into`."""
+        pack, runs = self.pack, self.pack._runs(self.low, self.high)
+        kind = np.dtype(f"V{pack.itemsize}") if pack.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{pack.itemsize}")
+        found = np.zeros(self.high - self.low, kind)
+        for file in np.unique(runs.file).tolist():
+            mine = np.flatnonzero(runs.file == file)
+            mine = mine[np.argsort(runs.source[mine], kind="stable")]
+            source, target, numel = runs.source[mine], runs.target[mine], runs.numel[mine]
+            gaps = source[1:] - (source + numel)[:-1]
+            ends = [*(np.flatnonzero(gaps * pack.itemsize > GAP_NBYTES) + 1).tolist(), len(mine)]
+            begin = 0
+            for end in ends:
+                low, high = int(source[begin]), int((source + numel)[end - 1])
+                window = np.empty(high - low, kind)
+                offset = pack.files.offsets[file] + low * pack.itemsize
+                sources.read(pack.files.paths[file], offset, window.view(np.uint8).data)
+                _scatter(window, source[begin:end] - low, found, target[begin:end], numel[begin:end])
+                begin = end
+        return found.view(np.uint8).data
+
+
+def _scatter(
+    window: npt.NDArray[np.generic], source: Column, found: npt.NDArray[np.generic], target: Column, numel: Column
+) -> None:
+    """Put runs of elements in their places."""
+    total = int(numel.sum())
+    if total >= len(numel) * LONG_NUMEL:
+        for a, b, n in zip(source.tolist(), target.tolist(), numel.tolist(), strict=True):
+            found[b : b + n] = window[a : a + n]
+        return
+    step = np.arange(total) - np.repeat(np.cumsum(numel) - numel, numel)
+    found[np.repeat(target, numel) + step] = window[np.repeat(source, numel) + step]
