@@ -30,6 +30,9 @@ CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066,
 
 _REPLACED = {code: "\ufffd" for code in CONTROLS if chr(code) not in "\n\t"}
 
+SHOWN_NAMES = 4
+"""More names than this are counted in a message."""
+
 SHOWN_CHARACTERS = 600
 """Of each part of a message: a name in a file may have any length."""
 
@@ -203,3 +206,9 @@ class TargetError(ZckptError, OSError):
 
 class TargetExistsError(TargetError, FileExistsError):
     """The target is there already."""
+
+
+def listed(names: Sequence[object], *, most: int = SHOWN_NAMES) -> str:
+    """Return names as text, those beyond the first `most` counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -23,9 +23,7 @@ from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import lay_out as lay_out_rank
-from zckpt.formats.native.rank_file import listed
+from zckpt.formats.native.names import OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.target import write_target
@@ -35,6 +33,7 @@ from zckpt.storage.ownership import partial_name
 from zckpt.training.parts import key_of
 from zckpt.training.values import Values
 from zckpt.training.whole import check_pieces, entries_of
+from zckpt.training.writing import write_rank
 from zckpt.version import __version__
 
 IDENTITY_NAME = "identity"
@@ -153,11 +152,9 @@ class Writer(StorageWriter):
         place: _Place = plan.storage_data
         directory = partial_name(self._target())
         part, entries = part_of(plan, planner, str(self.path))
-        file = lay_out_rank(rank_name(place.file, place.count), entries, (directory / IDENTITY_NAME).read_text())
-        write_target(plan_files([file]), directory / file.name)
-        part.file = listed(file)
+        part.file = write_rank(directory, place.file, place.count, entries, (directory / IDENTITY_NAME).read_text())
         done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(MetadataIndex(file.name), file.nbytes, part)])
+        done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, part)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -205,10 +202,8 @@ class Writer(StorageWriter):
         checkpoint.world_size = len(parts)
         checkpoint.topology = Topology(dp=len(parts))
         about = describe(checkpoint)
-        name = rank_name(0, len(parts) + 1)
-        first = lay_out_rank(name, entries_of(about.storages, values), identity.read_text())
-        write_target(plan_files([first]), directory / first.name)
-        files = [listed(first), *(part.file for part in parts)]
+        stored = entries_of(about.storages, values)
+        files = [write_rank(directory, 0, len(parts) + 1, stored, identity.read_text()), *(part.file for part in parts)]
         members = members_of(checkpoint, about, _placed(found, parts))
         document = lay_out_document(members, identity.read_text(), files)
         write_target(plan_files([document]), directory / document.name)

@@ -18,6 +18,7 @@ from zckpt.formats.consolidated.model import (
     optimizer_slots,
 )
 from zckpt.formats.format import TargetFiles
+from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.operations.left_out import check_nothing_lost
@@ -28,7 +29,6 @@ from zckpt.operations.target import How, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
-DTYPES = ("float32", "bfloat16", "float16", "keep")
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
 """The directories of models that are replaced."""

@@ -7,7 +7,7 @@ there, and their state.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from zckpt.compare.digests import FILE_NAME, Entries, write_digests
 from zckpt.engine.plan import plan
 from zckpt.formats.native.names import OWNED, rank_name
-from zckpt.formats.native.rank_file import Entry, listed
+from zckpt.formats.native.rank_file import Entry, Listed, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES
@@ -89,10 +89,15 @@ def _write_part(
     """Write this rank's file; raise what has kept it from being prepared."""
     if isinstance(prepared, Exception):
         raise prepared
-    file = lay_out_rank(rank_name(ranks.rank, ranks.world_size), prepared.entries, identity)
-    write_target(plan([file]), directory / file.name)
-    prepared.part.file = listed(file)
+    prepared.part.file = write_rank(directory, ranks.rank, ranks.world_size, prepared.entries, identity)
     return prepared.part, prepared.state
+
+
+def write_rank(directory: Path, rank: int, count: int, entries: Sequence[Entry], identity: str) -> Listed:
+    """Write a file of `count` into a directory that is being written; return what the document says of it."""
+    file = lay_out_rank(rank_name(rank, count), entries, identity)
+    write_target(plan([file]), directory / file.name)
+    return listed(file)
 
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
@@ -160,9 +165,8 @@ def _save_worker(local: LocalOptimizer, directory: str, rank: int, count: int, i
                 shares.append((name, WEIGHT, share))
         held = divide([*shares, *state.shares], 0, [0])
         first = [_storage_entry(key, data) for key, data in stored]
-        file = lay_out_rank(rank_name(rank, count), [*first, *entries(held, None)], identity)
-        write_target(plan([file]), Path(directory) / file.name)
-        return Part([piece for piece, _ in held], state.values, {}, listed(file))
+        written = write_rank(Path(directory), rank, count, [*first, *entries(held, None)], identity)
+        return Part([piece for piece, _ in held], state.values, {}, written)
 
 
 def _storage_entry(key: str, data: bytes) -> Entry:

@@ -18,7 +18,7 @@ UNIVERSAL = [f"universal/{p.name}" for p in sorted((FIXTURES / "universal").iter
 OTHERS = [
     p.relative_to(FIXTURES).as_posix()
     for folder in sorted((FIXTURES / "other").iterdir())
-    for p in sorted(folder.iterdir())
+    for p in ([folder] if (folder / "checkpoint.json").exists() else sorted(folder.iterdir()))
     if not p.name.startswith("truth")
 ]
 NOT_READ = "pp2_s0_fp32_dp2"

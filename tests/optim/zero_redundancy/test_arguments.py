@@ -15,15 +15,15 @@ import torch.distributed as dist
 from zckpt.optim import ZeroRedundancyOptimizer
 
 
-def test_no_process_group() -> None:  # the first test: the others make one
+def test_no_process_group() -> None:
     with pytest.raises(ValueError, match="init_process_group first"):
         ZeroRedundancyOptimizer(tensors(1), torch.optim.SGD, lr=1.0)
 
 
-@pytest.fixture(scope="module")
-def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture
+def _alone(tmp_path: Path) -> Iterator[None]:
     """Make this process the only rank of a world."""
-    path: Path = tmp_path_factory.mktemp("world") / "rendezvous"
+    path = tmp_path / "rendezvous"
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import TagDirectory
 from zckpt.formats.deepspeed.loss_scaling import scaling
 from zckpt.formats.deepspeed.names import MODEL, OPTIMIZER, Shard
@@ -23,8 +23,6 @@ from zckpt.torchfile import FromFile, OrderedMapping, TorchFile
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form is written where the source says none."""
-
-SHOWN_NAMES = 4
 
 _FLAT_KEYS = (
     "base_optimizer_state", "single_partition_of_fp32_groups", "zero_stage", "group_paddings",
@@ -79,12 +77,12 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
         rest = [p.name for p in members if p.name not in stepped]
         if stepped and rest:
             found.append(
-                f"{_listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
+                f"{listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
                 f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
             )
         made += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
     if made:
-        found.append(f"masters of {_listed(made)} are made of the weights: the source has none")
+        found.append(f"masters of {listed(made)} are made of the weights: the source has none")
     return tuple(found)
 
 
@@ -103,7 +101,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
     unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
     if unnamed:
         raise UnsupportedError(
-            f"the optimizer's parameters {_listed(unnamed)} have no names",
+            f"the optimizer's parameters {listed(unnamed)} have no names",
             path=path,
             advice="give --names FILE, one name a line in the optimizer's order",
         )
@@ -116,13 +114,8 @@ def _refuse(checkpoint: Checkpoint) -> None:
     experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
     if experts or checkpoint.topology.pp > 1:
         raise UnsupportedError("experts and pipeline stages are not written anew from another format", path=path,
-                               found=_listed(experts) or f"pp={checkpoint.topology.pp}",
+                               found=listed(experts) or f"pp={checkpoint.topology.pp}",
                                advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more
 
 
 def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, object]:
@@ -135,7 +128,7 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
         lost = sorted(single - set(values))
         if lost:
             raise UnsupportedError(
-                f"{_listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
+                f"{listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
                 f"and not one value for each element",
                 path=checkpoint.source,
             )

@@ -12,13 +12,16 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.codes import LATEST
-from zckpt.engine.plan import Literal, TargetFile
 from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.names import MODEL, classify
 from zckpt.formats.latest import LATEST_NBYTES, is_name
 from zckpt.storage.files import is_file, read_head
+
+if TYPE_CHECKING:
+    from zckpt.engine.plan import TargetFile
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -51,6 +54,8 @@ def is_own(name: str) -> bool:
 def latest_universal(target_name: str) -> TargetFile:
     """Return the file that goes next to a universal checkpoint's directory and names it."""
     data = target_name.encode()
+    from zckpt.engine.plan import Literal, TargetFile
+
     return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
 
 

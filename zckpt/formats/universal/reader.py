@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.claims import MODEL_RULES
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.per_parameter import FragmentPadding
@@ -44,8 +44,6 @@ OPTIMIZER_RULES = (
     *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
 )  # fmt: skip
 """Of the values in `optimizer_state.pt`."""
-
-SHOWN_NAMES = 4
 
 
 def read(directory: Path) -> Checkpoint:
@@ -108,7 +106,7 @@ def _place_untrained(checkpoint: Checkpoint, models: ModelFiles, trained: Shapes
         else:
             lost.append(name)
     if lost:
-        checkpoint.warnings.append(f"no file holds the whole values of {_listed(lost)}; left out")
+        checkpoint.warnings.append(f"no file holds the whole values of {listed(lost)}; left out")
 
 
 def _place_trained(
@@ -281,13 +279,8 @@ def _warn(checkpoint: Checkpoint, models: ModelFiles, folder: Path, *, written_b
         if entry.is_dir() and entry.name not in checkpoint.parameters and entry.name not in models.names()
     )
     if unknown:
-        checkpoint.warnings.append(f"folders that no model file names are left out: {_listed(unknown)}")
+        checkpoint.warnings.append(f"folders that no model file names are left out: {listed(unknown)}")
     if zero_option(models.first, "round_robin_gradients") and not written_by_zckpt:
         checkpoint.warnings.append(
             "the run had round_robin_gradients, with which DeepSpeed's converter takes parameters for one another"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from zckpt.compare.logical import single
 from zckpt.compare.slots import Pair, differences
+from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.operations.diff.match import Matches
 from zckpt.operations.diff.trees import Leaf, leaves
@@ -89,12 +90,8 @@ def _shown_members(a: list[str], b: list[str]) -> tuple[str, str]:
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         return f"{a[at]} at {at}", f"{b[at]} at {at}"
     ours, theirs = set(a), set(b)
-    return _listed([name for name in a if name not in theirs]), _listed([name for name in b if name not in ours])
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return (", ".join(names[:SHOWN_NAMES]) or "none") + more
+    gone, come = [name for name in a if name not in theirs], [name for name in b if name not in ours]
+    return listed(gone, most=SHOWN_NAMES) or "none", listed(come, most=SHOWN_NAMES) or "none"
 
 
 def _leaves(key: str, a: Mapping[str, Leaf], b: Mapping[str, Leaf]) -> list[Setting]:

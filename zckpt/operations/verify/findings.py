@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from zckpt.codes import (
@@ -29,9 +29,6 @@ from zckpt.errors import (
     WeightMismatchError,
 )
 from zckpt.state import Checkpoint
-
-SHOWN_NAMES = 4
-"""More names than this are counted in a message; a finding's `parameters` are all of them."""
 
 _BY_CLASS: tuple[tuple[type[SourceError], str], ...] = (
     (PickleError, BAD_PICKLE),
@@ -192,9 +189,3 @@ def finding_of(error: SourceError) -> Finding:
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings with errors first, each severity by code."""
     return sorted(findings, key=lambda one: (SEVERITIES.index(one.severity), one.code))
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as text, those beyond `SHOWN_NAMES` counted."""
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return ", ".join(names[:SHOWN_NAMES]) + more

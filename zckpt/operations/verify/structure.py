@@ -19,10 +19,10 @@ from zckpt.codes import (
     STEPS_DIFFER,
 )
 from zckpt.engine.plan import Hole, fill
-from zckpt.errors import LayoutError
+from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.native.document import FORMAT
-from zckpt.operations.verify.findings import Finding, finding_of, listed
+from zckpt.operations.verify.findings import Finding, finding_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
 

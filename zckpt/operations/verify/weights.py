@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zckpt.codes import OTHER_RUN, WEIGHT_MISMATCH
-from zckpt.operations.verify.findings import Finding, listed
+from zckpt.errors import listed
+from zckpt.operations.verify.findings import Finding
 
 MOST = 0.75
 """Share of a file's parameters that differ in a file of another step or run: all but those that were not trained."""
