@@ -122,6 +122,7 @@ class FileAccount:
         self.known = known
         self.taken = taken
         self.ranges: dict[str, list[Ranges]] = {}
+        self._is_named = file.path in taken.paths
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._lost: list[Item] = []
 
@@ -209,7 +210,8 @@ class FileAccount:
     def _fate(self, node: object) -> tuple[str, str]:
         """Return the fate of a node that the checkpoint has taken, and under which key; empty where it has not."""
         nodes = self.taken.nodes
-        return nodes.get((self.file.path, id(node))) or nodes.get(("", id(node)), ("", ""))
+        own = nodes.get((self.file.path, id(node))) if self._is_named else None
+        return own or nodes.get(("", id(node)), ("", ""))
 
     def _take(self, node: object, steps: Steps, fate: str, about: str) -> None:
         """Account for a node that was taken over, with the tensors below it."""
