@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zckpt.engine.plan import TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
-from zckpt.formats.deepspeed.names import classify
+from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.target import Target
 from zckpt.state import Checkpoint
 

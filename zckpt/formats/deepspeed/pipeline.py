@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.state import Duplicate, Parameter, ParamGroup

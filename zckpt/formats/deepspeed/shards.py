@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile

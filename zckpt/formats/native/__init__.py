@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.native.names import DOCUMENT_NAME, OWNED, is_native
 from zckpt.formats.options import option
+from zckpt.formats.stripping import is_name, latest_name
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum

@@ -12,7 +12,7 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.claims import MODEL_RULES
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.per_parameter import FragmentPadding
-from zckpt.formats.deepspeed.same_on_ranks import keep_others
+from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules

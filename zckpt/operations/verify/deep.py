@@ -16,9 +16,8 @@ from zckpt.engine.read import read_extent
 from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
+from zckpt.operations.verify.elements import Stretch, Tally, Unequal, not_equal, not_rounded, tally, typed
 from zckpt.operations.verify.inventory import Apart, Inventory, Partner, Run
-from zckpt.operations.verify.stretches import Stretch
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import combine, crc32

@@ -200,10 +200,10 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Sum
     from zckpt.formats.checksums import checksums
-    from zckpt.operations.verify.damage import Damage, damage_findings
     from zckpt.operations.verify.deep import Work, nbytes_of, run, stretch_nbytes
+    from zckpt.operations.verify.elements import stretches
     from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
-    from zckpt.operations.verify.stretches import stretches
+    from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []
     errors: list[SourceError] = []
