@@ -18,12 +18,12 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import Hole, check_covered
 from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.native.document import FORMAT
 from zckpt.operations.verify.findings import Finding, finding_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
 
 Ranks = Mapping[str, tuple[int, ...]]
@@ -83,7 +83,7 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
-    """Plan a read of every slot, as for a copy of it: each element must be there once, in the slot's own type."""
+    """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
     holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
         for key, slot in parameter.slots.items():
@@ -92,7 +92,7 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
                 if odd := _other_dtype(one):
                     holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))
                 try:
-                    fill(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
+                    check_covered(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
                 except LayoutError as error:
                     lacking = _without(parameter, one)
                     code = SLOT_MISSING if lacking else COVERAGE
@@ -109,6 +109,8 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 
 def _other_dtype(slot: Slot) -> tuple[str, str] | None:
     """Return the file in which a slot has another type than in most, and what types there are."""
+    if isinstance(slot.spans, CutSpans):
+        return None
     counts = Counter(span.dtype for span in slot.spans)
     if len(counts) < 2:
         return None
