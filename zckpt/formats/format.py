@@ -272,6 +272,10 @@ class Format(Protocol):
 
         return archive_sums(file)
 
+    def contradictions(self, checkpoint: Checkpoint) -> Iterable[SourceError]:  # noqa: ARG002
+        """Return where files say otherwise than what says what lies in them, so that opening need not read them."""
+        return ()
+
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every file by itself, where the whole cannot be opened; by default all torch and safetensors files.
 
