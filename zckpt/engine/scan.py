@@ -285,7 +285,7 @@ def flat_spans(slot: Slot, dtype: str) -> FlatSpans | None:
     for span in slot.spans:
         if (
             span.dtype != dtype
-            or not span.is_run
+            or not span.is_contiguous
             or span.extent.sizes != slot.shape
             or (span.byteorder != "little" and itemsize(dtype) > 1)
         ):

@@ -185,15 +185,15 @@ class FileAccount:
             return [
                 (child, (*steps, _text(step)), rest)
                 for step, child in children(node)
-                if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
+                if not self._is_carried(node, step, child, steps) and not self._is_described(node, child, steps)
             ]
         return [
             (child, (*steps, _text(step)), [one for one in rules if _leads(one, depth, _text(step))])
             for step, child in children(node)
-            if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
+            if not self._is_carried(node, step, child, steps) and not self._is_described(node, child, steps)
         ]
 
-    def _is_told(self, node: object, child: object, steps: Steps) -> bool:
+    def _is_described(self, node: object, child: object, steps: Steps) -> bool:
         """Tell whether a part is what `state_dict` sets on its result: the version of each module's layout.
 
         Nor are the flags of a lazy view anything by themselves: the tensor's elements are read with them, or refused.

@@ -42,7 +42,7 @@ IN_DIRECTORY = "optimizer.safetensors"
 """The name of the optimizer's file in a model's directory."""
 
 
-def beside_model(model: Path) -> Path:
+def optimizer_path(model: Path) -> Path:
     """Return where the optimizer's file of a model goes that is one file."""
     return model.with_name(f"{model.stem}.optimizer{model.suffix}")
 
