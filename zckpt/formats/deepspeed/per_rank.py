@@ -99,6 +99,8 @@ def rank_values(
                     yield RankValue(key, group, part, member.rank, mp_rank, FromFile.of(member.file, tensor))
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 COMPARED_NBYTES = 1 << 20
 """Bytes of tensors of one key that are compared: random states are a few kilobytes."""
 
@@ -140,6 +142,8 @@ def is_same(one: FromFile, other: FromFile) -> bool:
     """Tell whether two parts of files would be written alike, as far as `COMPARED_NBYTES`."""
     if one.node is other.node and not any(True for _ in walk_tensors(one.node)):
         return True  # files that are alike share a tree
+    if type(one.node) in _PLAIN and type(other.node) in _PLAIN and one.node == one.node:  # no NaN
+        return type(one.node) is type(other.node) and repr(one.node) == repr(other.node)
     a, b = dump(one), dump(other)
     if a.data != b.data or [s.storage.nbytes for s in a.storages] != [s.storage.nbytes for s in b.storages]:
         return False
