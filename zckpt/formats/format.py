@@ -16,7 +16,7 @@ from zckpt.errors import ShardError, SourceError, UnknownFormatError, Unsupporte
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
-    from zckpt.engine.plan import TargetFile
+    from zckpt.engine.targets import TargetFile
     from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint, SourceFile

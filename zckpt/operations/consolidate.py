@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,

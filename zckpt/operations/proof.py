@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.compare.digests import FILE_NAME, bytes_of, digests_path_of_file
-from zckpt.engine.plan import Hole, check_covered
+from zckpt.engine.plan import check_covered
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory

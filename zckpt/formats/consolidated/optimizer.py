@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.compare.optimizer_values import parameter_values
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.target import Target

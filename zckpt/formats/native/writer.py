@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from zckpt.engine.plan import Literal, TargetFile
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name

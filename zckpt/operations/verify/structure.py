@@ -18,7 +18,8 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
