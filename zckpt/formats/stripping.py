@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of
 from zckpt.formats.shrinking import Kept, Range, gaps, kept_ranges, replace_tensors, shares

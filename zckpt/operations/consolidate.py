@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
@@ -172,7 +172,12 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
-    from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, beside_model, optimizer_safetensors, optimizer_torch
+    from zckpt.formats.consolidated.optimizer import (
+        IN_DIRECTORY,
+        optimizer_path,
+        optimizer_safetensors,
+        optimizer_torch,
+    )
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:
@@ -185,7 +190,7 @@ def _optimizer_file(
             expected=", ".join(available) or "a checkpoint that has an optimizer",
         )
     kind = kind_of_model(path)
-    name = IN_DIRECTORY if kind == DIRECTORY else beside_model(path).name
+    name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
     return lay_out(checkpoint, name, wanted)
 

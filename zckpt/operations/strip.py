@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles

@@ -146,7 +146,7 @@ class Coverage:
             for span in spans_of(duplicate.slot):
                 self._add(span.path, COPY, *reach(span), duplicate.slot.name)
         self._padding: list[PaddingRule] = []
-        for runs in checkpoint.padding_runs:
+        for runs in checkpoint.padding_spans:
             if isinstance(runs, PaddingRule) and runs.is_large:
                 self._padding.append(runs)
                 continue

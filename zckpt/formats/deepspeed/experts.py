@@ -24,7 +24,7 @@ from zckpt.codes import MISSING_FILE, STEPS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.deepspeed.stage0 import keep_beside, mark_frozen, of_content, rounds_to_weight
+from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
 from zckpt.formats.torch_files.optimizer import OptimizerState, attach
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import TorchFile
@@ -216,7 +216,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     for one in found[1:]:
         checkpoint.duplicates += one.copies()
     checkpoint.topology = replace(checkpoint.topology, ep=len(files))
-    keep_beside(checkpoint, first.content, first.file)
+    keep_other_state(checkpoint, first.content, first.file)
     mark_frozen(checkpoint)
 
 

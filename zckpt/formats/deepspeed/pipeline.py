@@ -140,7 +140,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
             raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
         joined.buffers.update(stage.buffers)
         joined.padding += stage.padding
-        joined.padding_runs += stage.padding_runs
+        joined.padding_spans += stage.padding_spans
         joined.duplicates += stage.duplicates
         joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:

@@ -113,7 +113,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         state.buffers,
         state.groups,
     )
-    checkpoint.padding, checkpoint.padding_runs = state.padding, state.padding_runs
+    checkpoint.padding, checkpoint.padding_spans = state.padding, state.padding_spans
     checkpoint.duplicates = state.duplicates
     checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]

@@ -24,31 +24,12 @@ from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchf
 
 Shapes = dict[str, tuple[int, ...]]
 
-MODEL_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-    }
-)
+MODEL_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+})  # fmt: skip
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
 BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}

@@ -17,7 +17,7 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
-from zckpt.state import WEIGHT, Duplicate, Extent, PaddingRun, Parameter, ParamGroup, Slot, Span
+from zckpt.state import WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
 from zckpt.state.dtypes import itemsize
 
 SHOWN_NAMES = 8
@@ -60,7 +60,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     for name in names:
         merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
     if not padded:
-        merged.padding_runs.append(VocabularyPadding(states, rules))
+        merged.padding_spans.append(VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     merged.duplicates = [one for state in states for one in state.duplicates]
@@ -69,7 +69,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         merged.duplicates += _kept_by(state, first, merged)
     for state in states:
         merged.padding += state.padding
-        merged.padding_runs += state.padding_runs
+        merged.padding_spans += state.padding_spans
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
 
@@ -88,7 +88,7 @@ class VocabularyPadding:
     states: Sequence[RankState]
     rules: Rules
 
-    def __iter__(self) -> Iterator[PaddingRun]:
+    def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield a run for the rows that no segment of the rule has, for each slot of each rank."""
         for name, first in self.states[0].parameters.items():
             if first.tied_to is not None or not self.rules.is_vocabulary(name):
@@ -100,7 +100,7 @@ class VocabularyPadding:
                 for key, slot in parameter.slots.items():
                     for span in moved(slot.spans, rule.dim, rows):
                         low, high = reach(span)
-                        yield PaddingRun(key, span.path, low, high - low)
+                        yield PaddingSpan(key, span.path, low, high - low)
 
 
 def _outside(segments: Sequence[Segment], size: int) -> list[Run]:

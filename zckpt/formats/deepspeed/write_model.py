@@ -15,7 +15,7 @@ from zckpt.formats.deepspeed.write_optimizer import config_tree
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.state.partition import shard_fragment, shard_numel
+from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor
 
 
@@ -169,7 +169,7 @@ def _fragments(target: Target, frozen: Sequence[Parameter], rank: int | None) ->
             parts = slot_parts(slot, parameter.name, 0, 0, numel)
             fragments[parameter.name] = view(new_storage(slot.dtype, numel, list(parts)), parameter.shape)
             continue
-        start, count = shard_fragment(numel, target.world_size, rank)
+        start, count = shard_share(numel, target.world_size, rank)
         held = shard_numel(numel, target.world_size)
         parts = slot_parts(slot, parameter.name, start, 0, count)
         fragments[parameter.name] = view(new_storage(slot.dtype, held, list(parts)), (held,))

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zckpt.engine.plan import Lazily, Literal, TargetFile
+from zckpt.engine.plan import Lazily
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
+from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.per_rank import is_same
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
@@ -68,7 +69,7 @@ def _again(job: Job) -> Written:
     world_size = checkpoint.topology.dp if job.options.world_size is None else job.options.world_size
     target = decide(checkpoint, _recut(job.options, world_size, job.options.stage))
     run_directory = job.source.resolve() != Path(checkpoint.source).resolve()
-    copies, notes = files_beside(checkpoint, job.source, target) if run_directory else ([], [])
+    copies, notes = companion_files(checkpoint, job.source, target) if run_directory else ([], [])
     stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
     restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
     return Written(target, [*rank_notes(target), *notes], restated, copies, run_directory)
@@ -116,7 +117,7 @@ def recut(job: Job) -> TargetFiles:
     checkpoint = job.checkpoint
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
     target = decide(checkpoint, job.options)
-    found = files_beside(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
+    found = companion_files(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
     copies, notes = found
 
     def check() -> int:

@@ -89,6 +89,12 @@ class Zckpt(Format):
         every = recorded(file.path)
         return [Sum(slot.name, file.path, span.offset, slot.nbytes, crc) for slot, crc in every for span in slot.spans]
 
+    def contradictions(self, checkpoint: Checkpoint) -> Iterable[SourceError]:
+        """Return the files whose header is not what the document says."""
+        from zckpt.formats.native.reader import contradictions
+
+        return contradictions(Path(checkpoint.source))
+
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read the document, then each file that it lists."""
         from zckpt.formats.native.document import read_document

@@ -1,10 +1,10 @@
 """NaN, Inf, sign and equality of elements in memory; every byte of the files, once, in batches of bounded size.
 
     file      | record .............................. | record ...
-    stretch   [ run | run | padding | run ][ run ...  ]           one read, one CRC-32, each run looked at
+    block   [ piece | piece | padding | piece ][ piece ...  ]           one read, one CRC-32, each piece looked at
                             `-- partner: the weight of a master, in another file, which is read with it
 
-The bytes of a partner count for the checksum of its own record, and are left out of the stretches of its own file.
+The bytes of a partner count for the checksum of its own record, and are left out of the blocks of its own file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from zckpt.compare import rounding
 from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
-from zckpt.operations.verify.inventory import BUFFER, NO_SUM, PADDING, Inventory, Run, Subject, SumIndex
+from zckpt.operations.verify.inventory import BUFFER, NO_SUM, PADDING, Inventory, Piece, Subject, SumIndex
 from zckpt.state.dtypes import is_floating, itemsize
 
 NOT_NEGATIVE = frozenset({"square_avg", "acc_delta", "sum", "exp_inf", "row_var", "col_var", "variance"})
@@ -156,23 +156,23 @@ def not_equal(one: Array, other: Array, first: int) -> Unequal:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Bytes that are read at once, and the runs in them."""
+class Block:
+    """Bytes that are read at once, and the pieces in them."""
 
     path: str
     offset: int
     nbytes: int
     checksum: int
-    runs: tuple[Run, ...] = ()
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def read_nbytes(self) -> int:
         """Bytes read, those of partners too."""
-        return self.nbytes + sum(r.numel * itemsize(r.partner.dtype) for r in self.runs if r.partner is not None)
+        return self.nbytes + sum(r.numel * itemsize(r.partner.dtype) for r in self.pieces if r.partner is not None)
 
 
-def stretches(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Stretch]:
-    """Yield the stretches of all files: every byte that has a checksum or an element, once.
+def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Block]:
+    """Yield the blocks of all files: every byte that has a checksum or an element, once.
 
     Parameters
     ----------
@@ -181,25 +181,25 @@ def stretches(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: 
     paths : sequence of str
         All files.
     most : int, bytes
-        Of a stretch.
+        Of a block.
     """
     for path in paths:
-        runs, overlapping = _apart(sorted(inventory.runs.get(path, ()), key=lambda run: run.offset))
+        pieces, overlapping = _apart(sorted(inventory.pieces.get(path, ()), key=lambda piece: piece.offset))
         intervals = list(_without(sums.of(path), inventory.claimed.get(path, [])))
-        intervals += _beside(runs, intervals)
-        yield from _cut(path, sorted(intervals), runs, most)
-        for run in overlapping:
-            yield from _cut(path, [(run.offset, run.end, NO_SUM)], [run], most)
+        intervals += _beside(pieces, intervals)
+        yield from _cut(path, sorted(intervals), pieces, most)
+        for piece in overlapping:
+            yield from _cut(path, [(piece.offset, piece.end, NO_SUM)], [piece], most)
 
 
-def _apart(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Return runs of which no two share a byte, and the others."""
-    alone: list[Run] = []
-    others: list[Run] = []
+def _apart(pieces: Sequence[Piece]) -> tuple[list[Piece], list[Piece]]:
+    """Return pieces of which no two share a byte, and the others."""
+    alone: list[Piece] = []
+    others: list[Piece] = []
     end = 0
-    for run in runs:
-        (others if run.offset < end else alone).append(run)
-        end = max(end, run.end)
+    for piece in pieces:
+        (others if piece.offset < end else alone).append(piece)
+        end = max(end, piece.end)
     return alone, others
 
 
@@ -224,37 +224,37 @@ def _without(places: Sequence[Interval], claimed: Sequence[tuple[int, int]]) -> 
             yield begin, high, number
 
 
-def _beside(runs: Sequence[Run], intervals: Sequence[Interval]) -> list[Interval]:
-    """Return intervals for the runs that none has, neighbours as one."""
+def _beside(pieces: Sequence[Piece], intervals: Sequence[Interval]) -> list[Interval]:
+    """Return intervals for the pieces that none has, neighbours as one."""
     found: list[Interval] = []
     begins = [low for low, _, _ in intervals]
-    for run in runs:
-        at = bisect_right(begins, run.offset) - 1
-        if at >= 0 and run.offset < intervals[at][1]:
+    for piece in pieces:
+        at = bisect_right(begins, piece.offset) - 1
+        if at >= 0 and piece.offset < intervals[at][1]:
             continue
-        if found and found[-1][1] == run.offset:
-            found[-1] = (found[-1][0], run.end, NO_SUM)
+        if found and found[-1][1] == piece.offset:
+            found[-1] = (found[-1][0], piece.end, NO_SUM)
         else:
-            found.append((run.offset, run.end, NO_SUM))
+            found.append((piece.offset, piece.end, NO_SUM))
     return found
 
 
-def _cut(path: str, intervals: Sequence[Interval], runs: Sequence[Run], most: int) -> Iterator[Stretch]:
+def _cut(path: str, intervals: Sequence[Interval], pieces: Sequence[Piece], most: int) -> Iterator[Block]:
     at = 0
     for low, high, number in intervals:
         begin = low
         while begin < high:
             end = min(begin + most, high)
-            while at < len(runs) and runs[at].end <= begin:
+            while at < len(pieces) and pieces[at].end <= begin:
                 at += 1
             inside, here = [], at
-            while here < len(runs) and runs[here].offset < end:
-                run = runs[here]
-                if run.end > end:  # begin and end with an element
-                    size = itemsize(run.dtype)
-                    end = run.offset + (end - run.offset) // size * size
-                if run.offset < end:
-                    inside.append(run.part(begin, end))
+            while here < len(pieces) and pieces[here].offset < end:
+                piece = pieces[here]
+                if piece.end > end:  # begin and end with an element
+                    size = itemsize(piece.dtype)
+                    end = piece.offset + (end - piece.offset) // size * size
+                if piece.offset < end:
+                    inside.append(piece.part(begin, end))
                 here += 1
-            yield Stretch(path, begin, end - begin, number, tuple(inside))
+            yield Block(path, begin, end - begin, number, tuple(inside))
             begin = end

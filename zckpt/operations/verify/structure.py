@@ -18,10 +18,11 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
-from zckpt.engine.plan import Hole, check_covered
+from zckpt.engine.plan import check_covered
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, listed
 from zckpt.formats.account import take_inventory
-from zckpt.formats.native.document import FORMAT
+from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
@@ -57,10 +58,9 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
 
 def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
-    if checkpoint.format == FORMAT:
-        from zckpt.formats.native.reader import contradictions
-
-        yield from map(finding_of, contradictions(Path(checkpoint.source)))
+    adapter = find_format(checkpoint.format)
+    if adapter is not None:
+        yield from map(finding_of, adapter.contradictions(checkpoint))
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:

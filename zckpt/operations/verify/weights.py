@@ -251,7 +251,7 @@ Group = tuple[str, str, str | None]
 def _elements(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
     groups: dict[Group, list[tuple[Subject, Tally]]] = {}
-    places = {(one.path, one.subject) for runs_of in inventory.runs.values() for one in runs_of}
+    places = {(one.path, one.subject) for runs_of in inventory.pieces.values() for one in runs_of}
     files: dict[int, list[str]] = {}
     for where, number in sorted(places):
         files.setdefault(number, []).append(where)
