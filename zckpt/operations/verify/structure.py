@@ -19,7 +19,7 @@ from zckpt.codes import (
     STEPS_DIFFER,
 )
 from zckpt.engine.plan import Hole, fill
-from zckpt.errors import LayoutError, listed
+from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.native.document import FORMAT
 from zckpt.operations.verify.findings import Finding, finding_of
@@ -60,7 +60,10 @@ def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
     if checkpoint.format == FORMAT:
         from zckpt.formats.native.reader import contradictions
 
-        yield from map(finding_of, contradictions(Path(checkpoint.source)))
+        try:
+            yield from map(finding_of, contradictions(Path(checkpoint.source)))
+        except SourceError as error:  # of headers that opening, where there are many, has not read to the end
+            yield finding_of(error)
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
