@@ -4,10 +4,12 @@
 
 Every checkpoint has the same small parameters (10,000 of about 3,000 elements), cut for so many ranks. The files are
 genuine: a fixture that DeepSpeed wrote, its tensors, shapes and mappings replaced, saved by torch; ranks whose files
-say the same are copies of one of them, under their own names. Each verb is a child process; its CPU time is that of all
-its threads, and its memory the most it had resident. `floor` reads the structure of each file and keeps none, and
-`start` starts the program and does nothing. The exponent is that of CPU time, less `start`, in the number of ranks,
-between one row and the one above. `--keep` leaves the checkpoints in bench/cache for the next time.
+say the same are copies of one of them, under their own names. Our own format and DCP are converted from ZeRO-2, and
+`reshard` converts them to themselves. Each verb is a child process; its CPU time is that of all its threads, and its
+memory the most it had resident. `floor` reads the structure of each file and keeps none, of DCP and our own that of the
+one file which lists all, and `start` starts the program and does nothing. The exponent is that of CPU time, less
+`start`, in the number of ranks, between one row and the one above. `--keep` leaves the checkpoints in bench/cache for
+the next time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 TAG = "global_step5"
-KINDS = ("zero1", "zero2", "zero3")
+KINDS = ("zero1", "zero2", "zero3", "own", "dcp")
+CONVERTED = {"own": "zckpt", "dcp": "dcp"}
+CONVERTED_FROM = 8
 VERBS = ("start", "floor", "open", "inspect", "reshard", "verify")
 WEIGHT_DECAY = 0.1
 
@@ -39,6 +43,12 @@ from zckpt.torchfile import read_torchfile
 root = pathlib.Path(sys.argv[1])
 for path in sorted(root.rglob("*.pt")):
     read_torchfile(path)
+for path in root.glob(".metadata"):
+    from zckpt.torchfile import read_pickle
+    read_pickle(path)
+for path in root.glob("checkpoint.json"):
+    import json
+    json.loads(path.read_bytes())
 """
 OPEN = "import sys, zckpt.cli, zckpt; zckpt.open(sys.argv[1])"
 COMMAND = "import sys; from zckpt.cli import main; sys.exit(main())"
@@ -50,7 +60,14 @@ def shapes(count: int) -> dict[str, tuple[int, int]]:
 
 
 def make(kind: str, ranks: int, count: int, target: Path) -> None:
-    """Write a run directory."""
+    """Write a run directory, or a checkpoint of another format."""
+    if kind in CONVERTED:
+        source = target.with_name(f"{target.name}.source")
+        make("zero2", CONVERTED_FROM, count, source)
+        arguments = ["convert", source, target, "--to", CONVERTED[kind], "--world-size", str(ranks), "--quiet"]
+        subprocess.run([sys.executable, "-m", "zckpt", *arguments, "--no-fingerprint"], check=True)
+        shutil.rmtree(source)
+        return
     folder = target / TAG
     folder.mkdir(parents=True)
     if kind == "zero3":
@@ -185,11 +202,12 @@ def measured(code: str, *arguments: str) -> tuple[float, float, int]:
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6, os.waitstatus_to_exitcode(status)
 
 
-def runs(source: Path, ranks: int) -> dict[str, Callable[[], tuple[float, float, int]]]:
+def runs(kind: str, source: Path, ranks: int) -> dict[str, Callable[[], tuple[float, float, int]]]:
     """Return how each verb is run."""
     path = str(source)
     world = str(max(ranks * 3 // 4, 1))
-    dry = ("reshard", path, f"{path}-to-{world}", "--world-size", world, "--dry-run", "--quiet", "--json")
+    verb = ("convert", "--to", CONVERTED[kind]) if kind in CONVERTED else ("reshard",)
+    dry = (*verb, path, f"{path}-to-{world}", "--world-size", world, "--dry-run", "--quiet", "--json")
     return {
         "start": lambda: measured(START),
         "floor": lambda: measured(FLOOR, path),
@@ -208,12 +226,19 @@ def rows(options: argparse.Namespace) -> Iterator[str]:
         before: dict[str, tuple[int, float]] = {}
         for ranks in map(int, options.ranks.split(",")):
             source = options.work / f"scale-{kind}-{ranks}-{options.parameters}"
-            if not (source / "latest").exists():
-                shutil.rmtree(source, ignore_errors=True)
-                arguments = ["--make", str(source), "--kinds", kind, "--ranks", str(ranks)]
+            if not source.exists():
+                part = source.with_name(f"{source.name}.part")
+                shutil.rmtree(part, ignore_errors=True)
+                arguments = ["--make", str(part), "--kinds", kind, "--ranks", str(ranks)]
                 arguments += ["--parameters", str(options.parameters)]  # in a child: the peak of ours would be theirs
-                subprocess.run([sys.executable, __file__, *arguments], check=True, stderr=subprocess.DEVNULL)
-            verbs = runs(source, ranks)
+                subprocess.run(
+                    [sys.executable, __file__, *arguments],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+                part.rename(source)
+            verbs = runs(kind, source, ranks)
             floor = 0.0
             for verb in options.verbs.split(","):
                 cpu, peak, code = verbs[verb]()

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from zckpt.operations.map import Map, map  # noqa: A004
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.reshard import reshard
-    from zckpt.operations.result import Written
     from zckpt.operations.series import Series, series
     from zckpt.operations.strip import Stripped, strip
+    from zckpt.operations.target import Written
     from zckpt.operations.verify import Finding, Verification, verify
     from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span, Topology
     from zckpt.training import Checkpointer, Restored, Saving, load, save
@@ -76,7 +76,7 @@ _HOMES = {
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
     "zckpt.operations.reshard": ("reshard",),
-    "zckpt.operations.result": ("Written",),
+    "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
     "zckpt.operations.strip": ("Stripped", "strip"),
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),

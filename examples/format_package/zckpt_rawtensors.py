@@ -12,7 +12,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from zckpt.engine.plan import Hole, Literal, TargetFile
+from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option

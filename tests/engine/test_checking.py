@@ -18,8 +18,9 @@ import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
 from zckpt.codes import CHECKSUM
 from zckpt.engine.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
-from zckpt.engine.plan import Hole, TargetFile, plan
+from zckpt.engine.plan import plan
 from zckpt.engine.read import Read, read_all
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.formats import open_checkpoint

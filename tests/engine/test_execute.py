@@ -28,7 +28,8 @@ from tests.plans import write_directory
 from tests.strategies import extents, shapes, storages, tilings
 from zckpt.engine.cast import numpy_dtype
 from zckpt.engine.copy import elements, pieces
-from zckpt.engine.plan import Checksum, Fill, Hole, Literal, Plan, TargetFile, fill, plan
+from zckpt.engine.plan import Fill, Plan, fill, plan
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.engine.workers import BATCH_NBYTES, LEAST_BUFFER_NBYTES, running_on
 from zckpt.engine.write import BUFFER_NBYTES
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError

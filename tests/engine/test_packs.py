@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from zckpt.engine import packs
 from zckpt.engine.packs import Pack, PackRow
-from zckpt.engine.plan import Hole, Lazily, TargetFile, fill, plan
+from zckpt.engine.plan import Lazily, fill, plan
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot
@@ -19,8 +20,8 @@ from zckpt.state.cuts import Cuts
 from zckpt.state.partition import (
     flat_partition_numel,
     flat_starts,
-    shard_fragment,
     shard_numel,
+    shard_share,
 )
 
 NUMELS = st.lists(st.integers(1, 30), min_size=1, max_size=9)
@@ -44,7 +45,7 @@ def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> lis
                 if low < high:
                     data[low - rank * partition : high - rank * partition] = whole[low - starts[i] : high - starts[i]]
             else:
-                start, count = shard_fragment(n, world, rank)
+                start, count = shard_share(n, world, rank)
                 data[ats[i] : ats[i] + count] = whole[start : start + count]
         Path(path).write_bytes(bytes(HEAD) + data.tobytes())
     files = CutFiles(paths, (HEAD,) * world, "float32")
@@ -82,7 +83,7 @@ def test_a_target_has_what_its_ranks_shares_are(
     for rank, path in enumerate(paths):
         expected: list[int] = []
         for i, n in enumerate(numels):
-            start, count = shard_fragment(n, new, rank)
+            start, count = shard_share(n, new, rank)
             expected += [1000 * (i + 1) + e for e in range(start, start + count)]
             expected += [0] * (shard_numel(n, new) - count)
         assert np.frombuffer(path.read_bytes(), np.uint32).tolist() == expected
@@ -97,7 +98,7 @@ def test_a_pack_names_the_files_that_copies_would_read(numels: list[int], old: i
         copies = [
             copy
             for one in spans
-            for start, count in [shard_fragment(one.numel, new, rank)]
+            for start, count in [shard_share(one.numel, new, rank)]
             for copy in fill(
                 Hole(0, "x", Slot("x", "float32", one.shape, one), Extent.flat(one.shape, start, count), "float32")
             )

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 
 from tests.truth import Truth, assert_same, bits
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import (
     DamagedFileError,
     LayoutError,

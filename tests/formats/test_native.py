@@ -49,7 +49,7 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.operations.target import write_target
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Scalar, Slot, Span
 from zckpt.state.dtypes import DTYPES, itemsize
-from zckpt.state.partition import even_runs
+from zckpt.state.partition import even_extents
 from zckpt.torchfile import (
     DefaultMapping,
     Device,
@@ -145,7 +145,7 @@ def assert_same_checkpoint(found: Checkpoint, expected: Checkpoint, directory: P
         "warnings",
         "opened",
         "claims",
-        "padding_runs",
+        "padding_spans",
         "wrapped",
         "is_numbered",
         "per_rank",
@@ -394,7 +394,7 @@ def test_files_are_of_one_size_and_hold_every_element_once(
 ) -> None:
     loads = [before] + [0] * (world_size - 1)
     count = last = 0
-    for (numel, size), runs in zip(tensors, even_runs(tensors, world_size, before=before), strict=True):
+    for (numel, size), runs in zip(tensors, even_extents(tensors, world_size, before=before), strict=True):
         assert [run.start for run in runs] == [sum(r.numel for r in runs[:i]) for i in range(len(runs))]
         assert sum(run.numel for run in runs) == numel
         assert all(run.numel for run in runs) or [run.numel for run in runs] == [0]

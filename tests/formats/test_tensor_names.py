@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 import zckpt
 from tests.cli.console import run
-from zckpt.engine.plan import Literal, TargetFile, plan
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import TargetError, UnsupportedError
 from zckpt.formats import open_checkpoint

@@ -155,7 +155,7 @@ def test_metadata_of_other_devices_is_refused(tmp_path: Path) -> None:
     file = read_torchfile(tmp_path / "x.pt")
     assert isinstance(file.root, dict)
     plain = replace(file.root["w"], metadata={"conj": False, "neg": False})
-    assert slot_of(WEIGHT, plain, file.path).spans[0].is_run
+    assert slot_of(WEIGHT, plain, file.path).spans[0].is_contiguous
     with pytest.raises(UnsupportedError, match="'npu_format' in its metadata"):
         slot_of(WEIGHT, replace(plain, metadata={"npu_format": 29}), file.path)
 

@@ -64,7 +64,7 @@ def test_every_byte_of_every_tensor_is_state_carried_a_copy_or_padding(name: str
     inventory = take_inventory(checkpoint)
     root = source if source.is_dir() else source.parent
     padding: dict[str, int] = {}
-    for run in (run for runs in checkpoint.padding_runs for run in runs):
+    for run in (run for runs in checkpoint.padding_spans for run in runs):
         padding[run.path] = padding.get(run.path, 0) + run.nbytes
     for file, shares in inventory.nbytes.items():
         path = root / file
@@ -154,7 +154,7 @@ def forget_padding(checkpoint: Checkpoint, chance: random.Random) -> str:
     stripped = checkpoint.details.get("optimizer_form") == "elastic"  # then no tensor reaches over it
     if stripped or not sum(padding.nbytes for padding in checkpoint.padding):
         return ""
-    checkpoint.padding_runs = []
+    checkpoint.padding_spans = []
     return "padding"
 
 

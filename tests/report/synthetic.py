@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 
 from zckpt.state import Checkpoint, Extent, Padding, Parameter, ParamGroup, Slot, SourceFile, Span, Topology
-from zckpt.state.partition import flat_fragments, flat_padding, flat_partition_numel, flat_starts, shard_fragment
+from zckpt.state.partition import flat_padding, flat_partition_numel, flat_shares, flat_starts, shard_share
 
 HOSTILE = [
     '</script><script>alert("name")</script>.weight',
@@ -54,7 +54,7 @@ def flat(shapes: dict[str, tuple[int, ...]], ranks: int, *, frozen: tuple[str, .
     for rank, path in enumerate(shards):
         low = max(0, bisect_right(starts, rank * partition) - 1)
         high = bisect_left(starts, (rank + 1) * partition)
-        for part in flat_fragments(numels[low:high], starts[low:high], partition, rank):
+        for part in flat_shares(numels[low:high], starts[low:high], partition, rank):
             name = names[low + part.index]
             extent = Extent.flat(shapes[name], part.start, part.numel)
             for number, slot in enumerate(SLOTS):
@@ -84,7 +84,7 @@ def per_parameter(shapes: dict[str, tuple[int, ...]], ranks: int) -> Checkpoint:
     for name, shape in shapes.items():
         spans = []
         for rank, path in enumerate(paths):
-            start, numel = shard_fragment(Extent.whole(shape).numel, ranks, rank)
+            start, numel = shard_share(Extent.whole(shape).numel, ranks, rank)
             spans.append(Span(Extent.flat(shape, start, numel), path, 0, "float32"))
         checkpoint.parameters[name] = Parameter(
             name, shape, "float32", {"master": Slot("master", "float32", shape, tuple(spans))}, group=0

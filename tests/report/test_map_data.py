@@ -13,7 +13,7 @@ from tests.report.documents import layout_map
 from tests.report.synthetic import flat, large, per_parameter
 from zckpt.formats import open_checkpoint
 from zckpt.state import Checkpoint
-from zckpt.state.partition import shard_fragment
+from zckpt.state.partition import shard_share
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 READ = [
@@ -160,7 +160,7 @@ def test_equal_shares_of_many_ranks_are_one_entry() -> None:
     data: Any = layout_map(per_parameter(shapes, 64))
     for one in data["parameters"]:
         [[_, _, numel, runs]] = one["cuts"]
-        held = [shard_fragment(numel, 64, rank)[1] for rank in range(64)]
+        held = [shard_share(numel, 64, rank)[1] for rank in range(64)]
         assert runs == [0, sum(n > 0 for n in held), 0, held[0], numel, -1]
 
 

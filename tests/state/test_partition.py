@@ -12,17 +12,17 @@ from tests.strategies import alignments, groups, orders, shapes, world_sizes
 from zckpt.errors import LayoutError, UsageError
 from zckpt.state.partition import (
     FLAT_ALIGNMENT,
-    Fragment,
+    FlatShare,
     alignment_padding,
-    flat_fragments,
     flat_padding,
     flat_partition_numel,
+    flat_shares,
     flat_starts,
     greedy_order,
     greedy_partition,
     round_robin_order,
-    shard_fragment,
     shard_numel,
+    shard_share,
     sub_groups,
 )
 
@@ -53,7 +53,7 @@ def reassembled(
     """Put together what the fragments of all ranks say; every element maps to all that was found for it."""
     found: dict[tuple[int, int], list[object]] = {}
     for rank, content in enumerate(held):
-        for fragment in flat_fragments(numels, starts, partition, rank):
+        for fragment in flat_shares(numels, starts, partition, rank):
             for i in range(fragment.numel):
                 element = (fragment.index, fragment.start + i)
                 found.setdefault(element, []).append(content[fragment.position + i])
@@ -92,7 +92,7 @@ def test_fragments_and_padding_of_a_rank_fill_its_partition(group, world_size):
     numels = [math.prod(shape) for shape in group]
     starts, partition, _ = partitions(numels, None, world_size)
     for rank in range(world_size):
-        held = sum(fragment.numel for fragment in flat_fragments(numels, starts, partition, rank))
+        held = sum(fragment.numel for fragment in flat_shares(numels, starts, partition, rank))
         assert held + flat_padding(starts[-1], partition, rank) == partition
 
 
@@ -130,7 +130,7 @@ def test_fragments_come_in_the_order_of_the_partition_and_are_never_empty(group,
     starts, partition, _ = partitions(numels, None, world_size)
     for rank in range(world_size):
         at = 0
-        for fragment in flat_fragments(numels, starts, partition, rank):
+        for fragment in flat_shares(numels, starts, partition, rank):
             assert fragment.position == at
             assert fragment.numel > 0
             at += fragment.numel
@@ -139,7 +139,7 @@ def test_fragments_come_in_the_order_of_the_partition_and_are_never_empty(group,
 @given(shapes(), world_sizes)
 def test_shards_of_a_parameter_hold_every_element_once_in_rank_order(shape, world_size):
     numel = math.prod(shape)
-    shards = [shard_fragment(numel, world_size, rank) for rank in range(world_size)]
+    shards = [shard_share(numel, world_size, rank) for rank in range(world_size)]
     assert [i for start, size in shards for i in range(start, start + size)] == list(range(numel))
 
 
@@ -147,7 +147,7 @@ def test_shards_of_a_parameter_hold_every_element_once_in_rank_order(shape, worl
 def test_every_shard_fits_and_only_padding_is_missing(shape, world_size):
     numel = math.prod(shape)
     per_rank = shard_numel(numel, world_size)
-    sizes = [shard_fragment(numel, world_size, rank)[1] for rank in range(world_size)]
+    sizes = [shard_share(numel, world_size, rank)[1] for rank in range(world_size)]
     assert all(0 <= size <= per_rank for size in sizes)
     assert sum(per_rank - size for size in sizes) == per_rank * world_size - numel < max(world_size, 1)
 
@@ -156,18 +156,18 @@ def test_more_ranks_than_elements_leaves_trailing_ranks_all_padding():
     partition = flat_partition_numel(3, 8)
     assert partition == 2
     assert [flat_padding(3, partition, rank) for rank in range(8)] == [0, 1, 2, 2, 2, 2, 2, 2]
-    assert list(flat_fragments([3], [0, 3], partition, 1)) == [Fragment(0, 2, 0, 1)]
-    assert list(flat_fragments([3], [0, 3], partition, 5)) == []
+    assert list(flat_shares([3], [0, 3], partition, 1)) == [FlatShare(0, 2, 0, 1)]
+    assert list(flat_shares([3], [0, 3], partition, 5)) == []
 
 
 def test_shards_of_a_parameter_smaller_than_the_world():
-    assert [shard_fragment(2, 4, rank) for rank in range(4)] == [(0, 1), (1, 1), (2, 0), (2, 0)]
+    assert [shard_share(2, 4, rank) for rank in range(4)] == [(0, 1), (1, 1), (2, 0), (2, 0)]
 
 
 def test_empty_group_has_empty_partitions():
     assert flat_partition_numel(0, 4) == 0
     assert flat_padding(0, 0, 3) == 0
-    assert list(flat_fragments([], [0], 0, 0)) == []
+    assert list(flat_shares([], [0], 0, 0)) == []
 
 
 def test_round_robin_deals_parameters_to_ranks_like_cards():
@@ -192,7 +192,7 @@ def test_world_without_ranks_is_refused(cut, world_size):
 @pytest.mark.parametrize("world_size", [0, -1])
 def test_shard_of_a_world_without_ranks_is_refused(world_size):
     with pytest.raises(UsageError):
-        shard_fragment(10, world_size, 0)
+        shard_share(10, world_size, 0)
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.integers(1, 17), st.integers(1, 300))

@@ -15,14 +15,14 @@ from zckpt.state import CutFiles, CutSpans, Extent, Slot, Span
 from zckpt.state.cuts import Cuts, merged_ranges
 from zckpt.state.partition import (
     alignment_padding,
-    flat_fragments,
     flat_padding,
     flat_partition_numel,
+    flat_shares,
     flat_starts,
     round_robin_order,
-    shard_fragment,
     shard_numel,
     shard_paddings,
+    shard_share,
 )
 
 LARGE = st.integers(2**53, 2**70)
@@ -49,7 +49,7 @@ def flat_cut(shapes: list[tuple[int, ...]], world: int, align: int | None) -> li
     partition, made = flat_partition_numel(starts[-1], world), files(world)
     spelled: list[list[Span]] = [[] for _ in shapes]
     for rank in range(world):
-        for one in flat_fragments(numels, starts, partition, rank):
+        for one in flat_shares(numels, starts, partition, rank):
             spelled[one.index].append(span(made, shapes[one.index], rank, one.start, one.numel, one.position))
     return [(CutSpans(made, shape, starts[i], partition), spelled[i]) for i, shape in enumerate(shapes)]
 
@@ -60,7 +60,7 @@ def shard_cut(shapes: list[tuple[int, ...]], world: int, _: int | None) -> list[
     for shape in shapes:
         numel, spelled = math.prod(shape), []
         for rank in range(world):
-            start, count = shard_fragment(numel, world, rank)
+            start, count = shard_share(numel, world, rank)
             spelled += [span(made, shape, rank, start, count, at)] if count else []
         found.append((CutSpans(made, shape, 0, shard_numel(numel, world), at), spelled))
         at += shard_numel(numel, world)
@@ -130,12 +130,12 @@ def test_partitions_are_exact_where_floating_point_is_not(total: int, world: int
 def test_shards_are_exact_where_floating_point_is_not(numel: int, world: int) -> None:
     held = shard_numel(numel, world)
     assert held * world >= numel > (held - 1) * world
-    assert sum(shard_fragment(numel, world, rank)[1] for rank in range(world)) == numel
+    assert sum(shard_share(numel, world, rank)[1] for rank in range(world)) == numel
 
 
 @given(numels=st.lists(st.integers(0, 40), max_size=12), world=WORLDS)
 def test_padding_of_shards_is_what_they_do_not_hold(numels: list[int], world: int) -> None:
-    expected = [sum(shard_numel(n, world) - shard_fragment(n, world, rank)[1] for n in numels) for rank in range(world)]
+    expected = [sum(shard_numel(n, world) - shard_share(n, world, rank)[1] for n in numels) for rank in range(world)]
     assert shard_paddings(numels, world) == expected
 
 
@@ -147,7 +147,7 @@ def test_fragments_are_those_that_a_search_of_all_parameters_finds(numels: list[
         low, high = rank * partition, (rank + 1) * partition
         places = [(max(s, low), min(s + n, high), i, s) for i, (n, s) in enumerate(zip(numels, starts, strict=False))]
         expected = [(i, begin - s, begin - low, end - begin) for begin, end, i, s in places if begin < end]
-        found = flat_fragments(numels, starts, partition, rank)
+        found = flat_shares(numels, starts, partition, rank)
         assert [(f.index, f.start, f.position, f.numel) for f in found] == expected
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.plans import write_directory
-from zckpt.engine.plan import Hole, Literal, Plan, TargetFile, plan
+from zckpt.engine.plan import Plan, plan
+from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.workers import BATCH_NBYTES
 from zckpt.errors import TargetError, TargetExistsError, ZckptError
 from zckpt.operations.target import write_target

@@ -6,6 +6,7 @@ damaged or unsafe, 4 the target cannot be written, 5 the source is intact but no
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -27,6 +28,9 @@ from zckpt.cli.verify_command import verify_command
 from zckpt.errors import SourceError, TargetError, ZckptError
 
 INTERRUPTED = 130
+
+COLLECTED_AFTER = (50_000, 20, 100)
+"""New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,6 +58,7 @@ cli.add_command(formats_command)
 def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
+    gc.set_threshold(*COLLECTED_AFTER)
     standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments

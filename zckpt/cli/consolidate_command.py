@@ -57,7 +57,7 @@ def consolidate_command(
     safetensors shards with an index, as Hugging Face lays it out. Names that end as other programs' files do
     (.gguf, .onnx, .ckpt, ...) are refused.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
     from zckpt.operations.consolidate import consolidate
 
     done = consolidate(

@@ -22,7 +22,7 @@ class ConvertCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """Return the parameters, those of formats included."""
         if not any(one.name == "to" for one in self.params):
-            from zckpt.cli.format_options import complete
+            from zckpt.cli.options import complete
 
             complete(self)
         return super().get_params(ctx)
@@ -48,8 +48,8 @@ def convert_command(
     **options: object,
 ) -> None:
     """Write a checkpoint in another format, with all of its state."""
-    from zckpt.cli.format_options import typed
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.options import typed
+    from zckpt.cli.streams import reporter
     from zckpt.operations.convert import convert
 
     done = convert(

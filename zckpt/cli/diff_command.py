@@ -10,7 +10,7 @@ import click
 
 from zckpt.cli.options import ByteSize, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
-from zckpt.cli.terminal import json_text, paint, width
+from zckpt.cli.streams import json_text, paint, width
 from zckpt.errors import UsageError
 
 
@@ -56,7 +56,7 @@ def diff_command(
 
     Exit status 0: equal; 1: different.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
 
     check_page(html, overwrite=overwrite)
     chosen = [name for one in slots for name in one.split(",") if name]

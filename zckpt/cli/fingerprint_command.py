@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from zckpt.cli.options import ByteSize, source_options
-from zckpt.cli.terminal import json_text
+from zckpt.cli.streams import json_text
 
 
 @click.command("fingerprint")
@@ -35,7 +35,7 @@ def fingerprint_command(
     Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
     as it was.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
     from zckpt.compare.digests import digests_path, write_digests
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.open import opened

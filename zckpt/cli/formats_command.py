@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from zckpt.cli.terminal import json_text
+from zckpt.cli.streams import json_text
 from zckpt.errors import without_controls
 
 

@@ -9,7 +9,7 @@ import click
 
 from zckpt.cli.options import source_options
 from zckpt.cli.pages import check_page, write_page
-from zckpt.cli.terminal import json_text
+from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError
 
 SUFFIXES = (".svg", ".png")

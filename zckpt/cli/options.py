@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from zckpt.cli.terminal import json_text
+from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
+from zckpt.formats.format import Format
+from zckpt.formats.options import Option, options_of
+from zckpt.formats.registry import formats, names
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
-    from zckpt.operations.result import Written
+    from zckpt.operations.target import Written
 
     _IntegerType = click.ParamType[int]
 else:
@@ -178,3 +181,52 @@ def read_names(path: Path | None) -> list[str] | None:
         return [line.strip() for line in text.decode("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError("cannot be read", path=path, found=str(error)) from error
+
+
+def complete(command: click.Command) -> None:
+    """Give a command `--to`, an option for each that a format has, and a list of formats in its help."""
+    written = [one for one in formats() if one.writes]
+    width = max(len(one.name) for one in written)
+    listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)
+    command.help = f"{command.help}\n\n\b\n{listed}\n"  # the paragraph after this character is not wrapped
+    known = {one.name for one in command.params}
+    command.params[2:2] = [_to(written), *(one for one in _options(written) if one.name not in known)]
+
+
+def typed(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of formats' options as their formats want them, from what click has made of them."""
+    kinds = {option.name: option.kind for one in formats() for option in options_of(one.options)}
+    return {name: None if value is None else kinds[name](value) for name, value in given.items()}
+
+
+def _to(written: Iterable[Format]) -> click.Option:
+    unwritten = {one.name for one in formats()} - {one.name for one in written}
+    choices = [name for name in names() if name not in unwritten]  # with those that cannot be loaded, to say so
+    return click.Option(["--to"], type=click.Choice(choices), required=True, help="Format of TARGET.")
+
+
+def _options(written: Iterable[Format]) -> list[click.Option]:
+    """Return one option for each name; what it means for which formats is in its help."""
+    every: dict[str, list[tuple[str, Option]]] = {}
+    for one in written:
+        for option in options_of(one.options):
+            every.setdefault(option.name, []).append((one.name, option))
+    return [_option([option for _, option in same], _help(same)) for same in every.values()]
+
+
+def _option(same: list[Option], text: str) -> click.Option:
+    first = same[0]
+    if first.kind is bool:
+        opposite = first.opposite or f"no-{first.flag}"
+        return click.Option([f"--{first.flag}/--{opposite}"], default=None, help=text)
+    choices = list(dict.fromkeys(str(choice) for option in same for choice in option.choices))
+    kind = click.Choice(choices) if choices else first.kind
+    return click.Option([f"--{first.flag}"], type=kind, metavar=first.metavar, help=text)
+
+
+def _help(same: list[tuple[str, Option]]) -> str:
+    texts: dict[str, list[str]] = {}
+    for name, option in same:
+        default = "" if option.default is None else f" Default: {option.default}."
+        texts.setdefault(option.help + default, []).append(name)
+    return " ".join(f"{text} ({', '.join(names)})" for text, names in texts.items())

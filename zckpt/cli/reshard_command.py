@@ -63,7 +63,7 @@ def reshard_command(
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
     and the Trainer resumes from TARGET.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
     from zckpt.operations.reshard import reshard
 
     done = reshard(

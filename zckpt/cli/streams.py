@@ -6,10 +6,16 @@ What a verb finds out is its exit status, whoever listens: `zckpt verify x | hea
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
+
+import click
+
+from zckpt.engine import Reporter, SilentReporter
+from zckpt.errors import CONTROLS
 
 
 class CannotPrintError(Exception):
@@ -88,3 +94,68 @@ def standard_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # names and paths may hold what no encoding has
     if not isinstance(sys.stdout, Output):
         sys.stdout = cast("TextIO", Output(sys.stdout))
+
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan", "good": "green"}
+
+PRINTED_WIDTH = 160
+"""Columns where standard output is no terminal and `COLUMNS` does not say."""
+
+
+SURROGATES = range(0xD800, 0xE000)
+"""Halves of characters, which a name in a file may hold and no encoding has."""
+
+_ESCAPED = {code: f"\\u{code:04x}" for code in (*CONTROLS, *SURROGATES) if code >= 0x7F}
+"""JSON may say any character by its number, within strings, where alone these can be."""
+
+
+def json_text(document: object) -> str:
+    """Return a document as JSON that drives no terminal, and that every encoding of Unicode has."""
+    return json.dumps(document, indent=1, ensure_ascii=False).translate(_ESCAPED)
+
+
+def width() -> int:
+    """Return the columns of a line."""
+    import shutil
+
+    return shutil.get_terminal_size((PRINTED_WIDTH, 0)).columns
+
+
+def paint() -> Callable[[str, str], str] | None:
+    """Return what colours a text by what it means, a key of `COLOURS`; None where there are no colours.
+
+    Notes
+    -----
+    Source: no-color.org. `NO_COLOR`, if it is set and not empty, turns colours off.
+    """
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return None
+    return lambda text, meaning: click.style(text, fg=COLOURS[meaning], bold=meaning == "error")
+
+
+class BarReporter:
+    """A reporter that draws a tqdm bar."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._bar: Any = None
+
+    def begin(self, nbytes: int) -> None:
+        """Show an empty bar."""
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=nbytes, desc=self._what, unit="B", unit_scale=True, file=sys.stderr)
+
+    def advance(self, nbytes: int) -> None:
+        """Move the bar."""
+        self._bar.update(nbytes)
+
+    def end(self) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def reporter(what: str, *, quiet: bool) -> Reporter:
+    """Return a bar if standard error is a terminal and `quiet` is false, else a silent reporter."""
+    return SilentReporter() if quiet or not sys.stderr.isatty() else BarReporter(what)

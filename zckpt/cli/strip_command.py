@@ -45,7 +45,7 @@ def strip_command(
     TARGET has SOURCE's format and form: a file, a run directory or a tag directory. Without any of the first four
     options, what each would save is said and nothing is written.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
     from zckpt.operations.strip import strip
 
     done = strip(

@@ -9,7 +9,7 @@ import click
 
 from zckpt.cli.options import ByteSize, source_options
 from zckpt.cli.pages import check_page, page_options, write_page
-from zckpt.cli.terminal import json_text, paint, width
+from zckpt.cli.streams import json_text, paint, width
 
 UNSOUND = 1
 
@@ -44,7 +44,7 @@ def verify_command(
     Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
     arguments, 3 there is nothing to verify.
     """
-    from zckpt.cli.progress import reporter
+    from zckpt.cli.streams import reporter
     from zckpt.operations.verify import verify
 
     check_page(html, overwrite=overwrite)

@@ -69,10 +69,10 @@ def root(entries: Entries) -> str:
 def digests_path(checkpoint: Checkpoint) -> Path:
     """Return where the digests of a checkpoint are stored: in its directory, or beside its file."""
     source = Path(checkpoint.source)
-    return source / FILE_NAME if source.is_dir() else beside_file(source)
+    return source / FILE_NAME if source.is_dir() else digests_path_of_file(source)
 
 
-def beside_file(file: Path) -> Path:
+def digests_path_of_file(file: Path) -> Path:
     """Return where the digests of a checkpoint are stored that is one file."""
     return file.with_name(f"{file.name}.{FILE_NAME}")
 

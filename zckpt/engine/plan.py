@@ -11,79 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.boxes import Box, boxes_of, intersections, overlap, row_major
 from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import CutSpans, Extent, Slot, Span, Spans
+from zckpt.state import CutSpans, Extent, Span, Spans
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import Pack
+    pass
 
 FEWEST_INDEXED = 4
 """Spans of a slot that are as fast looked through as looked up."""
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True)
-class Literal:
-    """Bytes known before any tensor is read, at byte `offset` of a target file."""
-
-    offset: int
-    data: bytes | memoryview
-
-
-@dataclass(frozen=True, slots=True)
-class Hole:
-    """A place in a target file for an extent of a slot.
-
-    Parameters
-    ----------
-    offset : int, bytes
-    label : str
-        What is to be written here, `exp_avg/wte.weight`, for messages.
-    slot : Slot
-    extent : Extent
-    dtype : str
-        Element type wanted.
-    """
-
-    offset: int
-    label: str
-    slot: Slot
-    extent: Extent
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the hole in bytes."""
-        return self.extent.numel * itemsize(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Checksum:
-    """A CRC-32 of bytes [start, end) that is to be written, little-endian, at each of `offsets` once they are there."""
-
-    start: int
-    end: int
-    offsets: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class TargetFile:
-    """A file that is to be written: its name within the target, its size, and what fills it."""
-
-    name: str
-    nbytes: int
-    literals: list[Literal] = field(default_factory=list)
-    holes: list[Hole] = field(default_factory=list)
-    checksums: list[Checksum] = field(default_factory=list)
-    packs: list[Pack] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

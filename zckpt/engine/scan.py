@@ -23,9 +23,10 @@ import numpy as np
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import pieces
-from zckpt.engine.plan import Fill, Hole, fill
+from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.targets import Hole
 from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
@@ -285,7 +286,7 @@ def flat_spans(slot: Slot, dtype: str) -> FlatSpans | None:
     for span in slot.spans:
         if (
             span.dtype != dtype
-            or not span.is_run
+            or not span.is_contiguous
             or span.extent.sizes != slot.shape
             or (span.byteorder != "little" and itemsize(dtype) > 1)
         ):

@@ -17,7 +17,8 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Part, WatchedSources, part_of, patch_checksums
 from zckpt.engine.copy import Piece, elements, pieces
 from zckpt.engine.packs import PackPiece
-from zckpt.engine.plan import Copy, FilePlan, Literal, Plan
+from zckpt.engine.plan import Copy, FilePlan, Plan
+from zckpt.engine.targets import Literal
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import TargetError
 from zckpt.storage.crc32 import crc32

@@ -16,7 +16,7 @@ from zckpt.errors import ShardError, SourceError, UnknownFormatError, Unsupporte
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
-    from zckpt.engine.plan import TargetFile
+    from zckpt.engine.targets import TargetFile
     from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint, SourceFile
@@ -271,6 +271,10 @@ class Format(Protocol):
         from zckpt.formats.checksums import archive_sums
 
         return archive_sums(file)
+
+    def contradictions(self, checkpoint: Checkpoint) -> Iterable[SourceError]:  # noqa: ARG002
+        """Return where files say otherwise than what says what lies in them, so that opening need not read them."""
+        return ()
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every file by itself, where the whole cannot be opened; by default all torch and safetensors files.

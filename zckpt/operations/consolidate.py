@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
@@ -21,11 +21,9 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
-from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
-from zckpt.operations.result import Written
-from zckpt.operations.target import How, write_from
+from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -174,7 +172,12 @@ def _optimizer_file(
     wanted = [slots] if isinstance(slots, str) else list(slots)
     if not wanted:
         return None
-    from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, beside_model, optimizer_safetensors, optimizer_torch
+    from zckpt.formats.consolidated.optimizer import (
+        IN_DIRECTORY,
+        optimizer_path,
+        optimizer_safetensors,
+        optimizer_torch,
+    )
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
     if wanted == ["all"]:
@@ -187,7 +190,7 @@ def _optimizer_file(
             expected=", ".join(available) or "a checkpoint that has an optimizer",
         )
     kind = kind_of_model(path)
-    name = IN_DIRECTORY if kind == DIRECTORY else beside_model(path).name
+    name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
     return lay_out(checkpoint, name, wanted)
 

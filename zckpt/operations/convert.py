@@ -12,11 +12,9 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
-from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
-from zckpt.operations.result import Written
-from zckpt.operations.target import How, write_from
+from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.state.rank_values import listed

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.compare.digests import FILE_NAME, beside_file, bytes_of
-from zckpt.engine.plan import Hole, check_covered
+from zckpt.compare.digests import FILE_NAME, bytes_of, digests_path_of_file
+from zckpt.engine.plan import check_covered
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
-from zckpt.formats.consolidated.optimizer import beside_model
+from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -80,7 +81,7 @@ def check_companions(target: Path, written: Sequence[Path]) -> None:
         check_replaceable(one)
     if not target.is_file():
         return
-    for one in (beside_file(target), beside_model(target)):
+    for one in (digests_path_of_file(target), optimizer_path(target)):
         if one not in written and os.path.lexists(one):
             raise TargetExistsError(
                 "belongs to the file that is to be replaced, and would be taken for the new one's",
@@ -127,7 +128,7 @@ class Proof:
     @property
     def beside(self) -> list[Path]:
         """What is written beside a target that is one file: its fingerprint, if it is recorded."""
-        return [beside_file(self.target)] if self.fingerprint else []
+        return [digests_path_of_file(self.target)] if self.fingerprint else []
 
     def of(self, written: Path, more: Sequence[Path]) -> None:
         """Open what was written under a temporary name; raise LayoutError unless all is there.

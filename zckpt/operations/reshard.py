@@ -12,11 +12,9 @@ from zckpt.errors import UsageError
 from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
-from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart
-from zckpt.operations.result import Written
-from zckpt.operations.target import How, write_from
+from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state.names import as_filed
 
 

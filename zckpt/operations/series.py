@@ -13,7 +13,7 @@ from zckpt.engine.scan import SlotSet
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
-from zckpt.operations.result import about, number
+from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.names import canonical_names
 

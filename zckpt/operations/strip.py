@@ -8,17 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
-from zckpt.operations.left_out import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
-from zckpt.operations.result import Written
-from zckpt.operations.target import How, write_from
+from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.storage.ownership import Owned
 

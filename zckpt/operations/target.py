@@ -5,24 +5,31 @@ plan        the files' holes have been met with spans, every element once, by wh
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
+
+Nothing is lost without a word: a source with something that no one has read is refused, unless it is named.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from glob import escape
+from os.path import commonprefix
 from pathlib import Path
+from typing import Any
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import TargetError, UsageError
+from zckpt.errors import LeftOutError, TargetError, UsageError
+from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
-from zckpt.operations.result import Written
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.inventory import FILE, Item
 from zckpt.storage.durable import check_space, written_directory, written_files
 from zckpt.storage.ownership import Owned, check_target
 
@@ -247,3 +254,125 @@ def _compared(checkpoint: Checkpoint, laid: TargetFiles) -> int:
 
         compared += check_weights(checkpoint)
     return compared
+
+
+SHOWN = 3
+"""More things than this are counted in a message."""
+
+
+def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = ()) -> tuple[str, ...]:
+    """Raise unless everything in a source arrives, or is to be dropped; return what is dropped, and why it is not read.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    drop : sequence of str
+        Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
+    copied : collection of str
+        Files that arrive as they are, whatever is in them, by their names within the source.
+
+    Raises
+    ------
+    LeftOutError
+        Something is left out, and no pattern names it.
+    UsageError
+        A pattern names nothing that is left out.
+    """
+    dropped, lost, idle = take_inventory(checkpoint).without(drop)
+    others = [item for item in lost if item.kind != FILE or item.file not in copied]
+    if others:
+        raise LeftOutError(
+            f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
+            path=checkpoint.opened or checkpoint.source,
+            advice=f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
+            names=[item.name for item in others],
+        )
+    if idle:
+        raise UsageError(
+            f"--drop {idle[0]!r} names nothing that would be lost",
+            path=checkpoint.opened or checkpoint.source,
+            expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
+        )
+    return tuple(f"{item.name} ({item.about})" for item in dropped)
+
+
+def _listed(items: Sequence[Item]) -> str:
+    shown = [f"{item.name} ({item.about})" for item in items[:SHOWN]]
+    return ", ".join(shown) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
+
+
+def _pattern(items: Sequence[Item]) -> str:
+    """Return one pattern that names all of them."""
+    if len(items) == 1:
+        return escape(items[0].name)
+    return escape(commonprefix([item.name for item in items])) + "*"  # noqa: RUF071  # characters are what is wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A target that was written, or under `dry_run` would be.
+
+    Parameters
+    ----------
+    dry_run : bool
+        Whether nothing was written.
+    files : tuple of Path
+    read_nbytes, write_nbytes : int, bytes
+    memory : int, bytes
+        Upper bound of the copy buffers.
+    compared : int
+        Elements of masters that were held against their weights, and of slices against those of other ranks.
+    checksummed : int, bytes
+        Of the source that were held against the checksums in it as they were copied.
+    verified : int, bytes
+        Of the target that were compared with the source after writing.
+    notes : tuple of str
+        What to know about the target.
+    dropped : tuple of str
+        What the source holds and nothing has read, which `drop` named.
+    warnings : tuple of str
+        What to know about the source.
+    """
+
+    dry_run: bool
+    files: tuple[Path, ...]
+    read_nbytes: int
+    write_nbytes: int
+    memory: int
+    compared: int = 0
+    checksummed: int = 0
+    verified: int = 0
+    notes: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """Return all parameters, for a result that has more."""
+        return {one.name: getattr(self, one.name) for one in fields(Written)}
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            "dry_run": self.dry_run,
+            "files": [str(path) for path in self.files],
+            "read_nbytes": self.read_nbytes,
+            "write_nbytes": self.write_nbytes,
+            "memory_nbytes": self.memory,
+            "checked_elements": self.compared,
+            "checksummed_nbytes": self.checksummed,
+            "verified_nbytes": self.verified,
+            "notes": list(self.notes),
+            "dropped": list(self.dropped),
+            "warnings": list(self.warnings),
+        }
+
+
+def about(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return what a document says of one of several checkpoints."""
+    keys = ("source", "format", "step", "world_size", "zero_stage")
+    return {key: getattr(checkpoint, key) for key in keys}
+
+
+def number(value: float | None) -> float | str | None:
+    """Return a float as JSON can say it."""
+    return str(value) if value is not None and not math.isfinite(value) else value

@@ -107,7 +107,7 @@ class Topology:
 
 
 @dataclass(frozen=True, slots=True)
-class PaddingRun:
+class PaddingSpan:
     """Contiguous bytes of a file that are padding of one slot."""
 
     slot: str
@@ -120,7 +120,7 @@ class PaddingRun:
 class PaddingRule(Protocol):
     """Padding of many files that is worked out file by file: there may be millions of places."""
 
-    def __iter__(self) -> Iterator[PaddingRun]:
+    def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield all of it."""
 
     @property
@@ -140,7 +140,7 @@ class Padding:
     rank, group : int
     numel : int, elements
     nbytes : int, bytes
-    zeros : tuple of PaddingRun
+    zeros : tuple of PaddingSpan
         Where it is, as far as the program that writes it makes it zero and keeps it so.
     """
 
@@ -148,7 +148,7 @@ class Padding:
     group: int
     numel: int
     nbytes: int
-    zeros: tuple[PaddingRun, ...] = ()
+    zeros: tuple[PaddingSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class Checkpoint:
     origin : object
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
-    padding_runs : list of iterable of PaddingRun
+    padding_spans : list of iterable of PaddingSpan
         Where all padding lies, zero or not, that of frozen parameters too.
     files : list of SourceFile
     claims : dict of str to Claim
@@ -294,7 +294,7 @@ class Checkpoint:
     optimizer_metadata: dict[str, object] = field(default_factory=dict)
     origin: object = None
     padding: list[Padding] = field(default_factory=list)
-    padding_runs: list[Iterable[PaddingRun]] = field(default_factory=list)
+    padding_spans: list[Iterable[PaddingSpan]] = field(default_factory=list)
     files: list[SourceFile] = field(default_factory=list)
     claims: dict[str, Claim] = field(default_factory=dict)
     duplicates: list[Duplicate] = field(default_factory=list)

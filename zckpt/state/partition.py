@@ -39,7 +39,7 @@ PARAMETER_ALIGNMENT_NBYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
+class FlatShare:
     """A run of one parameter's elements inside one rank's partition.
 
     Parameters
@@ -119,7 +119,7 @@ def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> lis
     return starts
 
 
-def flat_fragments(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[Fragment]:
+def flat_shares(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[FlatShare]:
     """Yield the non-empty runs of parameters in one rank's partition, in order.
 
     Parameters
@@ -138,7 +138,7 @@ def flat_fragments(numels: Sequence[int], starts: Sequence[int], partition: int,
     while index < len(numels) and starts[index] < high:
         begin, end = max(starts[index], low), min(starts[index] + numels[index], high)
         if begin < end:
-            yield Fragment(index, begin - starts[index], begin - low, end - begin)
+            yield FlatShare(index, begin - starts[index], begin - low, end - begin)
         index += 1
 
 
@@ -197,7 +197,7 @@ def sub_groups(numels: Sequence[int], world_size: int, most: int) -> list[list[i
     return found
 
 
-def shard_fragment(numel: int, world_size: int, rank: int) -> tuple[int, int]:
+def shard_share(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return (start, numel) of the elements of one parameter that one rank holds, without padding."""
     per_rank = shard_numel(numel, world_size)
     start = min(rank * per_rank, numel)
@@ -301,7 +301,7 @@ class Run:
     numel: int
 
 
-def even_runs(tensors: Sequence[tuple[int, int]], world_size: int, *, before: int = 0) -> Iterator[list[Run]]:
+def even_extents(tensors: Sequence[tuple[int, int]], world_size: int, *, before: int = 0) -> Iterator[list[Run]]:
     """Yield the runs of each tensor when all, end to end, are cut in equal parts; an empty tensor has an empty run.
 
     Parts are of one size to within an element, whatever the tensors are, and there are never many more runs than

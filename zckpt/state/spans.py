@@ -81,7 +81,7 @@ class Span:
     unresolved: tuple[str, ...] = ()
 
     @property
-    def is_run(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether the elements lie end to end and as they are, but for the order of their bytes."""
         return self.strides is None and not self.unresolved
 

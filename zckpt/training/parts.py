@@ -13,7 +13,7 @@ from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.optim.shares import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
-from zckpt.state.partition import even_runs
+from zckpt.state.partition import even_extents
 
 ALIGNMENT = 64
 """Bytes at multiples of which tensors start in staging memory."""
@@ -99,7 +99,7 @@ def divide(shares: Iterable[tuple[str, str, Share]], rank: int, members: Sequenc
         if rank not in having:
             continue
         sizes = [(share.extent.numel, share.tensor.element_size()) for _, _, share in equal]
-        divided = even_runs(sizes, len(having))
+        divided = even_extents(sizes, len(having))
         for (name, slot, share), ranges in zip(equal, divided, strict=True):
             held += [_cut(name, slot, share, r.start, r.numel) for r in ranges if having[r.file] == rank]
     return held

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.engine.plan import Hole, fill, plan
+from zckpt.engine.plan import fill, plan
+from zckpt.engine.targets import Hole
 from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target

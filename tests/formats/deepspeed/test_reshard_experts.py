@@ -15,7 +15,7 @@ from tests.formats.deepspeed.contents import content_of, cut, form, run_of, stat
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.deepspeed import regroup
+from zckpt.formats.deepspeed import target_groups
 from zckpt.formats.deepspeed.experts import spread_experts
 
 NAMES = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
@@ -187,18 +187,18 @@ def test_groups_are_split_as_deepspeed_splits_them(numels: list[int]) -> None:
             group, size = [index], numel
     expected.append(group)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(regroup, "EXPERT_GROUP_NUMEL", 40)
-        assert regroup.expert_groups(numels) == expected
+        patch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 40)
+        assert target_groups.expert_groups(numels) == expected
 
 
 def test_more_groups_where_a_rank_has_more_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One expert has 195 elements: at four expert ranks one group is enough, at one rank there are four, and back."""
-    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 200)
+    monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)
     source, truth = run_of("moe_ep2_s2_fp32_dp4"), Truth(FIXTURES / "moe_ep2_s2_fp32_dp4")
     zckpt.reshard(source, tmp_path / "four", world_size=4, expert_parallel_size=4)
-    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 390)
+    monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 390)
     zckpt.reshard(tmp_path / "four", tmp_path / "two", world_size=4, expert_parallel_size=2)
-    monkeypatch.setattr(regroup, "EXPERT_GROUP_NUMEL", 200)
+    monkeypatch.setattr(target_groups, "EXPERT_GROUP_NUMEL", 200)
     zckpt.reshard(tmp_path / "four", tmp_path / "one", world_size=2, expert_parallel_size=1)
     zckpt.reshard(tmp_path / "one", tmp_path / "back", world_size=8, expert_parallel_size=4)
     zckpt.reshard(tmp_path / "one", tmp_path / "halves", world_size=4, expert_parallel_size=2)

@@ -12,11 +12,13 @@ from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
+from zckpt.storage.memory import collector_paused
 
 _Account = tuple[list[Item], dict[str, int]]
 """What a file holds, and how many of its bytes have each fate."""
 
 
+@collector_paused()
 def take_inventory(checkpoint: Checkpoint) -> Inventory:
     """Return what became of everything that a checkpoint's files hold. Reads no tensor.
 
@@ -32,11 +34,12 @@ def take_inventory(checkpoint: Checkpoint) -> Inventory:
     """
     found = Inventory()
     known, values = Coverage(checkpoint), taken(checkpoint)
-    root = Path(checkpoint.opened or checkpoint.source)
-    read = {os.path.realpath(file.path): shown(file.path, root) for file in checkpoint.files}
+    root = os.path.realpath(checkpoint.opened or checkpoint.source)
+    places = [os.path.realpath(file.path) for file in checkpoint.files]
+    read = {real: shown(file.path, real, root) for file, real in zip(checkpoint.files, places, strict=True)}
     before: dict[object, _Account] = {}
-    for file in checkpoint.files:
-        name = read[os.path.realpath(file.path)]
+    for file, real in zip(checkpoint.files, places, strict=True):
+        name = read[real]
         if file.path in checkpoint.leftovers:
             found.items.append(Item(name, "", FILE, FOREIGN, checkpoint.leftovers[file.path], file.nbytes))
             continue
@@ -70,8 +73,7 @@ def _account(
     return found
 
 
-def shown(path: str, root: Path) -> str:
-    """Return a file's name within the directory that was opened; of others the path."""
-    real, base = os.path.realpath(path), os.path.realpath(root)
-    inside = os.path.relpath(real, base)
+def shown(path: str, real: str, root: str) -> str:
+    """Return a file's name within the directory that was opened; of others the path. `real` and `root` are resolved."""
+    inside = os.path.relpath(real, root)
     return Path(path).name if inside == "." else path if inside.startswith("..") else Path(inside).as_posix()

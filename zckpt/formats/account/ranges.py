@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Union
 
 from zckpt.state import Checkpoint, CutFiles, CutSpans, PaddingRule, Slot, Span
@@ -145,7 +146,7 @@ class Coverage:
             for span in spans_of(duplicate.slot):
                 self._add(span.path, COPY, *reach(span), duplicate.slot.name)
         self._padding: list[PaddingRule] = []
-        for runs in checkpoint.padding_runs:
+        for runs in checkpoint.padding_spans:
             if isinstance(runs, PaddingRule) and runs.is_large:
                 self._padding.append(runs)
                 continue
@@ -156,7 +157,8 @@ class Coverage:
 
     def _follow(self, rules: Mapping[tuple[int, str], Sequence[CutSpans]]) -> None:
         """Add what rules say: at once where there are few spans, else as columns that are asked for each file."""
-        if sum(len(one) for found in rules.values() for one in found) < FEWEST_COLUMNS:
+        counts = accumulate(len(one) for found in rules.values() for one in found)
+        if all(count < FEWEST_COLUMNS for count in counts):
             for (_, name), found in rules.items():
                 for span in (span for one in found for span in one):
                     self._add(span.path, STATE, *reach(span), name)

@@ -7,9 +7,10 @@ what it is, and a value that is said to be state has to be under a key that some
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
 from zckpt.formats.account.ranges import ORDER, Known, Range, Ranges, merge, reach, spans_of, total, without
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot, SourceFile
 from zckpt.state.inventory import (
@@ -18,7 +19,6 @@ from zckpt.state.inventory import (
     IMPLIED,
     LEFT_OUT,
     RECORD,
-    REST,
     STATE,
     TENSOR,
     VALUE,
@@ -27,13 +27,8 @@ from zckpt.state.inventory import (
 )
 from zckpt.torchfile import LEAVES, FromFile, OrderedMapping, Storage, Tensor, children
 
-Steps = tuple[str, ...]
-
 TRAINED_ROLES = frozenset({"model", "optimizer", "expert", "pipeline layer", "shard", "rank"})
 """Roles of files whose tensors are state of a model or an optimizer, whatever else they may be."""
-
-SHOWN_STEP = 200
-"""Characters of a key that a place shows: a name in a file may have any length."""
 
 
 @dataclass(slots=True)
@@ -127,6 +122,7 @@ class FileAccount:
         self.known = known
         self.taken = taken
         self.ranges: dict[str, list[Ranges]] = {}
+        self._is_named = file.path in taken.paths
         self._sums: dict[tuple[str, str, str], _Sum] = {}
         self._lost: list[Item] = []
 
@@ -145,84 +141,79 @@ class FileAccount:
         for name, nbytes in self.file.records.items():
             inside = name.partition("/")[2]
             if inside in _RECORDS or inside.startswith(_DATA):
-                self._add(RECORD, IMPLIED, "records of the archive", inside, nbytes)
+                self._add(RECORD, IMPLIED, "records of the archive", (inside,), nbytes)
             else:
-                self._lose(RECORD, "no file of torch.save has such a record", inside, nbytes, trained=False)
+                self._lose(RECORD, "no file of torch.save has such a record", (inside,), nbytes, trained=False)
 
     def _walk(self) -> None:
-        """Go through the tree, each object once; nothing recurses."""
+        """Go through the tree in its order, each object once; nothing recurses."""
         seen: set[int] = set()
-        waiting: list[tuple[object, Steps, Sequence[Rule]]] = [(self.file.tree, (), self.file.rules)]
-        while waiting:
-            node, steps, rules = waiting.pop()
-            below = self._visit(node, steps, rules, seen)
-            waiting.extend(reversed(below))
+        steps: list[object] = []
+        fits = [fit_of(self.file.rules)]
+        levels: list[Iterator[tuple[object, object]]] = [self._below(self.file.tree, steps, fits[0], seen)]
+        while levels:
+            fit = fits[-1]
+            for step, child in levels[-1]:
+                inner = fit.after(step)
+                steps.append(step)
+                if type(child) in LEAVES:
+                    self._value(child, steps, inner.rule)
+                elif id(child) not in seen:
+                    fits.append(inner)
+                    levels.append(self._below(child, steps, inner, seen))
+                    break
+                steps.pop()
+            else:
+                levels.pop()
+                fits.pop()
+                if steps:
+                    steps.pop()
 
-    def _visit(
-        self, node: object, steps: Steps, rules: Sequence[Rule], seen: set[int]
-    ) -> list[tuple[object, Steps, Sequence[Rule]]]:
-        """Account for a node; return what is below it and has to be looked at."""
-        leaf = type(node) in LEAVES
-        if not leaf:
-            if id(node) in seen:
-                return []
-            seen.add(id(node))
-        fate, about = self._fate(node) if not leaf else ("", "")
+    def _below(self, node: object, steps: Steps, fit: Fit, seen: set[int]) -> Iterator[tuple[object, object]]:
+        """Account for a node by itself; return what is below it and has to be looked at."""
+        if type(node) in LEAVES:
+            self._value(node, steps, fit.rule)
+            return _NOTHING
+        seen.add(id(node))
+        fate, about = self._fate(node)
         if fate:
-            return self._take(node, steps, fate, about)
+            self._take(node, steps, fate, about)
+            return _NOTHING
         if isinstance(node, Slot):
-            self._slot(node, steps)
-            return []
-        rule = next((rule for rule in rules if _ends(rule, steps)), None)
+            self._elements([reach(span) for span in spans_of(node)], steps, None)
+            return _NOTHING
         if isinstance(node, Tensor):
-            self._tensor(node, steps, rule)
-        elif leaf:
-            self._value(node, steps, rule)
-            return []
-        depth = len(steps)
-        if all(len(one.pattern) <= depth for one in rules):  # whatever step it is, those lead on that end in any
-            rest = [one for one in rules if _leads(one, depth, "")]
-            return [
-                (child, (*steps, _text(step)), rest)
-                for step, child in children(node)
-                if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
-            ]
-        return [
-            (child, (*steps, _text(step)), [one for one in rules if _leads(one, depth, _text(step))])
-            for step, child in children(node)
-            if not self._is_carried(node, step, child, steps) and not self._is_told(node, child, steps)
-        ]
+            self._tensor(node, steps, fit.rule)
+            return ((step, child) for step, child in children(node) if child is not node.metadata)
+        if isinstance(node, dict):
+            return self._entries(node, steps)
+        return children(node) if node else _NOTHING
 
-    def _is_told(self, node: object, child: object, steps: Steps) -> bool:
-        """Tell whether a part is what `state_dict` sets on its result: the version of each module's layout.
+    def _entries(self, node: dict[object, object], steps: Steps) -> Iterator[tuple[object, object]]:
+        """Yield what is in a mapping, but plain values that the metadata have under their keys.
 
-        Nor are the flags of a lazy view anything by themselves: the tensor's elements are read with them, or refused.
+        Nor does it yield what `state_dict` sets on its result: the version of each module's layout.
         """
-        if isinstance(node, Tensor) and child is node.metadata:
-            return True
-        if not isinstance(node, OrderedMapping) or child is not node.state or not isinstance(child, dict):
-            return False
-        if list(child) != [_VERSIONS]:
-            return False
-        self._add(VALUE, IMPLIED, "versions of modules", "/".join((*steps, _VERSIONS)))
-        return True
-
-    def _is_carried(self, node: object, step: object, child: object, steps: Steps) -> bool:
-        """Tell whether a plain value is what the metadata have under its key."""
-        if type(child) not in LEAVES or child is None or not isinstance(node, dict):
-            return False
-        key = self.taken.values.get((step, id(child))) if isinstance(step, str) else None
-        if key is None:
-            return False
-        self._add(VALUE, CARRIED, key, "/".join((*steps, _text(step))))
-        return True
+        values = self.taken.values
+        state = node.state if isinstance(node, OrderedMapping) else None
+        for step, child in children(node):
+            if type(child) in LEAVES:
+                key = values.get((step, id(child))) if child is not None and isinstance(step, str) else None
+                if key is not None:
+                    self._add(VALUE, CARRIED, key, (*steps, step))
+                    continue
+            elif child is state and isinstance(child, dict) and list(child) == [_VERSIONS]:
+                self._add(VALUE, IMPLIED, "versions of modules", (*steps, _VERSIONS))
+                continue
+            yield step, child
 
     def _fate(self, node: object) -> tuple[str, str]:
         """Return the fate of a node that the checkpoint has taken, and under which key; empty where it has not."""
         nodes = self.taken.nodes
-        return nodes.get((self.file.path, id(node))) or nodes.get(("", id(node)), ("", ""))
+        own = nodes.get((self.file.path, id(node))) if self._is_named else None
+        return own or nodes.get(("", id(node)), ("", ""))
 
-    def _take(self, node: object, steps: Steps, fate: str, about: str) -> list[tuple[object, Steps, Sequence[Rule]]]:
+    def _take(self, node: object, steps: Steps, fate: str, about: str) -> None:
         """Account for a node that was taken over, with the tensors below it."""
         waiting, seen, held = [node], set(), 0
         while waiting:
@@ -235,21 +226,15 @@ class FileAccount:
                 self.ranges.setdefault(fate, []).append([(low, high)])
                 held += high - low
             waiting.extend(child for _, child in children(one))
-        self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, "/".join(steps), held)
-        return []
-
-    def _slot(self, slot: Slot, steps: Steps) -> None:
-        """Account for a tensor of a file that is no torch file."""
-        ranges = [reach(span) for span in spans_of(slot)]
-        self._elements(ranges, steps, None)
+        self._add(TENSOR if isinstance(node, Tensor) else VALUE, fate, about, steps, held)
 
     def _tensor(self, tensor: Tensor, steps: Steps, rule: Rule | None) -> None:
         low, high = _range(tensor)
         if low == high:
-            self._add(TENSOR, IMPLIED, "tensors without elements", "/".join(steps))
+            self._add(TENSOR, IMPLIED, "tensors without elements", steps)
             return
         if rule is not None and rule.tensors:
-            self._add(TENSOR, rule.fate, rule.about, "/".join(steps), high - low)
+            self._add(TENSOR, rule.fate, rule.about, steps, high - low)
             self.ranges.setdefault(rule.fate, []).append([(low, high)])
             return
         is_value = rule is not None and tensor.numel == 1 and rule.fate != LEFT_OUT
@@ -266,9 +251,8 @@ class FileAccount:
     def _elements(self, ranges: Sequence[Range], steps: Steps, tensor: Tensor | None) -> None:
         """Account for elements by where their bytes are."""
         nbytes = sum(high - low for low, high in ranges)
-        place = "/".join(steps)
         if not nbytes:
-            self._add(TENSOR, IMPLIED, "tensors without elements", place)
+            self._add(TENSOR, IMPLIED, "tensors without elements", steps)
             return
         left: Ranges = list(ranges)
         found = []
@@ -285,38 +269,40 @@ class FileAccount:
             reason = "nothing has read it" if lost == nbytes else f"{lost} of {nbytes} bytes are in no parameter"
             if tensor is not None and tensor.subclass is not None:
                 reason += f"; it is a {tensor.subclass.qualified}"
-            self._lose(TENSOR, reason, place, lost, trained=self.file.role in TRAINED_ROLES)
+            self._lose(TENSOR, reason, steps, lost, trained=self.file.role in TRAINED_ROLES)
             return
         fate, known = found[0]
         slots = dict.fromkeys(slot for low, high in ranges for slot in known.slots(low, high))
-        self._add(TENSOR, fate, ", ".join(slots), place, nbytes)
+        self._add(TENSOR, fate, ", ".join(slots), steps, nbytes)
 
     def _value(self, node: object, steps: Steps, rule: Rule | None, nbytes: int = 0) -> bool:
         """Account for a value; tell whether it has any other fate than to be left out."""
-        place = "/".join(steps)
-        if rule is not None and (rule.fate != STATE or _key(rule, steps) in (None, *self.taken.keys)):
-            self._add(TENSOR if nbytes else VALUE, rule.fate, rule.about, place, nbytes)
+        if rule is not None and (rule.fate != STATE or _is_known(rule, steps, self.taken.keys)):
+            self._add(TENSOR if nbytes else VALUE, rule.fate, rule.about, steps, nbytes)
             return True
         if node is None or (rule is not None and not nbytes and node in ("", False)):
-            self._add(VALUE, IMPLIED, "nothing: None", place)
+            self._add(VALUE, IMPLIED, "nothing: None", steps)
             return True
         if not nbytes:
             reason = "nothing has read it" if rule is None else "no parameter and no param group has it"
-            self._lose(VALUE, reason, place, 0, trained=False)
+            self._lose(VALUE, reason, steps, 0, trained=False)
         return False
 
-    def _add(self, kind: str, fate: str, about: str, place: str, nbytes: int = 0) -> None:
-        one = self._sums.setdefault((kind, fate, about), _Sum(place))
+    def _add(self, kind: str, fate: str, about: str, steps: Steps, nbytes: int = 0) -> None:
+        one = self._sums.get((kind, fate, about))
+        if one is None:
+            one = self._sums[kind, fate, about] = _Sum(place_of(steps))
         one.nbytes += nbytes
         one.count += 1
 
-    def _lose(self, kind: str, reason: str, place: str, nbytes: int, *, trained: bool) -> None:
-        self._lost.append(Item(self.shown, place, kind, LEFT_OUT, reason, nbytes, trained=trained))
+    def _lose(self, kind: str, reason: str, steps: Steps, nbytes: int, *, trained: bool) -> None:
+        self._lost.append(Item(self.shown, place_of(steps), kind, LEFT_OUT, reason, nbytes, trained=trained))
 
 
 _RECORDS = frozenset({"data.pkl", "version", "byteorder", ".format_version", ".storage_alignment",
                       ".data/serialization_id"})  # fmt: skip
 _DATA = "data/"
+_NOTHING: Iterator[tuple[object, object]] = iter(())
 _VERSIONS = "_metadata"
 
 
@@ -328,28 +314,7 @@ def _range(tensor: Tensor) -> Range:
     return tensor.offset, tensor.offset + (1 + last) * tensor.itemsize
 
 
-def _text(step: object) -> str:
-    text = step if isinstance(step, str) else ":".join(map(str, step)) if isinstance(step, tuple) else str(step)
-    return text if len(text) <= SHOWN_STEP else text[: SHOWN_STEP - 3] + "..."
-
-
-def _key(rule: Rule, steps: Steps) -> str | None:
-    """Return the key that a value which is said to be state has: the step that the last `*` stands for."""
+def _is_known(rule: Rule, steps: Steps, keys: Collection[str]) -> bool:
+    """Tell whether a value that is said to be state has a key of some parameter: what the last `*` stands for."""
     stars = [at for at, step in enumerate(rule.pattern) if step == ANY]
-    return steps[stars[-1]] if stars else None
-
-
-def _leads(rule: Rule, depth: int, step: str) -> bool:
-    """Tell whether a rule that fits the steps so far fits one more."""
-    pattern = rule.pattern
-    if len(pattern) <= depth:
-        return bool(pattern) and pattern[-1] == REST
-    return pattern[depth] in (step, ANY, REST)
-
-
-def _ends(rule: Rule, steps: Steps) -> bool:
-    """Tell whether a rule, whose steps fit, speaks for what is here."""
-    pattern = rule.pattern
-    if pattern and pattern[-1] == REST:
-        return len(steps) >= len(pattern) - 1
-    return len(pattern) == len(steps)
+    return not stars or text_of(steps[stars[-1]]) in keys

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.compare.optimizer_values import parameter_values
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
@@ -42,7 +42,7 @@ IN_DIRECTORY = "optimizer.safetensors"
 """The name of the optimizer's file in a model's directory."""
 
 
-def beside_model(model: Path) -> Path:
+def optimizer_path(model: Path) -> Path:
     """Return where the optimizer's file of a model goes that is one file."""
     return model.with_name(f"{model.stem}.optimizer{model.suffix}")
 

@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.formats.dcp.directory import NAME, OWN_NAME
 from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import Item, items

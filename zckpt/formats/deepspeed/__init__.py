@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.directory import find
-from zckpt.formats.deepspeed.names import classify, is_own
+from zckpt.formats.deepspeed.directory import classify, find, is_own
 from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.storage.ownership import Owned
@@ -93,7 +92,7 @@ class DeepSpeed(Format):
 
     def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:
         """Tell what follows from ranks and stage, and what DeepSpeed keeps for itself."""
-        from zckpt.formats.deepspeed.settings import follows
+        from zckpt.formats.deepspeed.target import follows
 
         return follows(key, values, sides)
 

@@ -16,8 +16,8 @@ from zckpt.codes import DTYPES_DIFFER, SLOT_MISSING, WRONG_RANK
 from zckpt.errors import LayoutError
 from zckpt.formats.deepspeed.shards import OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of, unresolved
-from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
-from zckpt.state.partition import Fragment, flat_fragments, flat_padding, flat_partition_numel, flat_starts
+from zckpt.state import MASTER, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
+from zckpt.state.partition import FlatShare, flat_padding, flat_partition_numel, flat_shares, flat_starts
 from zckpt.torchfile import Tensor
 
 Slots = dict[str, dict[str, Slot]]
@@ -127,7 +127,7 @@ def element_slots(cases: Iterable[Case]) -> set[str]:
 
 def cut_group(
     group: FlatGroup, members: Sequence[OptimizerShard], keys: set[str]
-) -> tuple[Slots, list[Padding], list[PaddingRun]]:
+) -> tuple[Slots, list[Padding], list[PaddingSpan]]:
     """Return the slots of a group's parameters, the padding of each rank, and where all of it lies, zero or not.
 
     Parameters
@@ -148,15 +148,15 @@ def cut_group(
     names = list(group.shapes)
     present = {key for m in members for key in m.tensors[group.index]} & keys
     paddings: list[Padding] = []
-    runs: list[PaddingRun] = []
+    runs: list[PaddingSpan] = []
     numels, ranks = group.numels, range(len(members))
-    dealt = [list(flat_fragments(numels, starts, partition, position)) for position in ranks]
+    dealt = [list(flat_shares(numels, starts, partition, position)) for position in ranks]
     for position, member in enumerate(members):
         _check_mappings(group, member, names, dealt, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
-        own = list(_padding_runs(member, group.index, partition, dealt[position], keys))
+        own = list(_padding_spans(member, group.index, partition, dealt[position], keys))
         kept = _zero_keys(member, group.index)
         zeros = tuple(run for run in own if run.slot == MASTER or run.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
@@ -191,7 +191,7 @@ def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | Non
 
 
 def _spelled_out(
-    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], dealt: Sequence[list[Fragment]]
+    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], dealt: Sequence[list[FlatShare]]
 ) -> dict[str, list[Span]]:
     """Return the spans of each parameter, one by one."""
     names, shapes = list(group.shapes), list(group.shapes.values())
@@ -217,7 +217,7 @@ def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: 
     first = flat_partition_numel(total, world)
     starts = flat_starts(group.numels, group.pads)
     numels = group.numels
-    dealt = [list(flat_fragments(numels, starts, first, position)) for position in range(world)]
+    dealt = [list(flat_shares(numels, starts, first, position)) for position in range(world)]
     _check_ranks(group, members, range(world), list(group.shapes), dealt)
     wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
     raise LayoutError(
@@ -250,7 +250,7 @@ def _check_paddings(
 
 
 def _check_mappings(
-    group: FlatGroup, member: OptimizerShard, names: list[str], dealt: Sequence[list[Fragment]], position: int
+    group: FlatGroup, member: OptimizerShard, names: list[str], dealt: Sequence[list[FlatShare]], position: int
 ) -> None:
     """Hold what a rank's file records of its fragments against those that it is dealt."""
     if member.mappings is None or not group.mappings_hold:
@@ -279,7 +279,7 @@ def _check_ranks(
     members: Sequence[OptimizerShard],
     positions: Sequence[int],
     names: Sequence[str],
-    dealt: Sequence[list[Fragment]],
+    dealt: Sequence[list[FlatShare]],
 ) -> None:
     """Raise if a file records the fragments of another rank than its name says."""
     for position, member in zip(positions, members, strict=True):
@@ -300,11 +300,11 @@ def _check_ranks(
             )
 
 
-def _addresses(names: Sequence[str], fragments: Iterable[Fragment]) -> dict[str, tuple[int, int]]:
+def _addresses(names: Sequence[str], fragments: Iterable[FlatShare]) -> dict[str, tuple[int, int]]:
     return {names[f.index]: (f.position, f.numel) for f in fragments}
 
 
-def _checked(group: int, key: str, member: OptimizerShard, fragments: Sequence[Fragment]) -> Tensor:
+def _checked(group: int, key: str, member: OptimizerShard, fragments: Sequence[FlatShare]) -> Tensor:
     """Return a rank's tensor of a slot, which has to hold its fragments; where it has none, any tensor."""
     tensor = member.masters[group] if key == MASTER else member.tensors[group].get(key)
     if tensor is None and fragments:
@@ -351,9 +351,9 @@ def _zero_keys(member: OptimizerShard, group: int) -> frozenset[str]:
     return ZERO_WITHOUT_GRADIENTS - (GROWS_BESIDE_RMS if "RMS" in member.scalars[group] else frozenset())
 
 
-def _padding_runs(
-    member: OptimizerShard, group: int, partition: int, fragments: Sequence[Fragment], keys: set[str]
-) -> Iterator[PaddingRun]:
+def _padding_spans(
+    member: OptimizerShard, group: int, partition: int, fragments: Sequence[FlatShare], keys: set[str]
+) -> Iterator[PaddingSpan]:
     """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
 
     A stripped tensor may still have it behind its end, in its storage. Of masters, and of state that is zero without
@@ -369,7 +369,7 @@ def _padding_runs(
             low = tensor.offset + start * tensor.itemsize
             high = min(tensor.offset + end * tensor.itemsize, limit)
             if low < high:
-                yield PaddingRun(key, member.path, low, high - low)
+                yield PaddingSpan(key, member.path, low, high - low)
 
 
 def _padding_nbytes(member: OptimizerShard, group: int, numel: int, keys: set[str]) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.state import Checkpoint, Duplicate, Extent, Slot, Span
-from zckpt.state.partition import flat_fragments
+from zckpt.state.partition import flat_shares
 from zckpt.torchfile import Tensor
 
 MOMENTUM = "momentum_buffer"
@@ -57,7 +57,7 @@ def keeps_whole_matrices(
 
 def held_matrices(numels: Sequence[int], starts: Sequence[int], partition: int, position: int) -> list[int]:
     """Return which parameters a rank holds a part of, in order."""
-    return [fragment.index for fragment in flat_fragments(numels, starts, partition, position)]
+    return [fragment.index for fragment in flat_shares(numels, starts, partition, position)]
 
 
 def is_whole(tensors: Sequence[Tensor | None], numels: Sequence[int], starts: Sequence[int], partition: int) -> bool:

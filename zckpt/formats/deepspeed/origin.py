@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.formats.deepspeed.directory import TagDirectory
-from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.directory import Shard, TagDirectory
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.torchfile import TorchFile

@@ -14,9 +14,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from zckpt.engine.plan import TargetFile
+from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
-from zckpt.formats.deepspeed.names import classify
+from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.target import Target
 from zckpt.state import Checkpoint
 
@@ -50,7 +50,7 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
     return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
 
 
-def files_beside(
+def companion_files(
     checkpoint: Checkpoint, source: Path, target: Target, *, roots: Sequence[Path] = ()
 ) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what goes with a checkpoint whose directory lies in another program's, and what to tell of it.

@@ -14,8 +14,8 @@ from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import Slots, cut_files
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import span_of
-from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingRun, Slot, Span
-from zckpt.state.partition import shard_fragment, shard_numel, shard_paddings
+from zckpt.state import MASTER, WEIGHT, CutFiles, CutSpans, Extent, Padding, PaddingSpan, Slot, Span
+from zckpt.state.partition import shard_numel, shard_paddings, shard_share
 from zckpt.torchfile import Tensor
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Files:
             return CutSpans(self._cut, shape, 0, shard_numel(numel, world), at)
         found = []
         for rank, path, tensor in self._tensors:
-            start, count = shard_fragment(numel, world, rank)
+            start, count = shard_share(numel, world, rank)
             if count:
                 found.append(span_of(tensor, path, Extent.flat(shape, start, count), first=at))
         return tuple(found) if self._tensors else None
@@ -137,24 +137,24 @@ class ShardPadding:
     _ranks: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
     _places: dict[int, Ranges] = field(default_factory=dict, repr=False, compare=False)
 
-    def __iter__(self) -> Iterator[PaddingRun]:
+    def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield what lies end to end in each slot of each sub-group of a rank."""
         if self.is_large:
             for rank, member in enumerate(self.members):
                 for key, ranges in self._of(rank):
                     for low, high in ranges.tolist():
-                        yield PaddingRun(key, member.path, low, high - low)
+                        yield PaddingSpan(key, member.path, low, high - low)
             return
         world = len(self.members)
         for name, index, at in _walk_all(self.shapes, self.members):
             numel = math.prod(self.shapes[name])
             for rank, member in enumerate(self.members):
-                _, count = shard_fragment(numel, world, rank)
+                _, count = shard_share(numel, world, rank)
                 left = shard_numel(numel, world) - count
                 for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
                     if left and (key == MASTER or key in self.keys[index]):
                         offset = tensor.offset + (at + count) * tensor.itemsize
-                        yield PaddingRun(key, member.path, offset, left * tensor.itemsize)
+                        yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
 
     @property
     def is_large(self) -> bool:
@@ -190,12 +190,12 @@ class ShardPadding:
 
 
 @dataclass(frozen=True, slots=True)
-class FragmentPadding:
+class FrozenPadding:
     """Where the padding of frozen parameters' fragments is; with one model file for each rank."""
 
     models: Sequence[ModelShard]
 
-    def __iter__(self) -> Iterator[PaddingRun]:
+    def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield a run for each fragment that has some."""
         world = len(self.models)
         for position, model in enumerate(self.models):
@@ -203,10 +203,10 @@ class FragmentPadding:
                 shape = (model.frozen_shapes or {}).get(name)
                 if shape is None:
                     continue
-                _, count = shard_fragment(math.prod(shape), world, position)
+                _, count = shard_share(math.prod(shape), world, position)
                 if count < tensor.numel:
                     low = tensor.offset + count * tensor.itemsize
-                    yield PaddingRun(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
+                    yield PaddingSpan(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
 
 
 def _bytes_per_element(member: OptimizerShard, index: int, keys: Set[str]) -> int:
@@ -283,7 +283,7 @@ def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard
         )
     spans = []
     for position, (model, tensor) in enumerate(fragments):
-        start, count = shard_fragment(numel, world, position)
+        start, count = shard_share(numel, world, position)
         if count:
             extent = Extent.flat(shape, start, count)
             spans.append(span_of(tensor, model.shard.path, extent))

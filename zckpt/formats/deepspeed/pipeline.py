@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.state import Duplicate, Parameter, ParamGroup
@@ -140,7 +140,7 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
             raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
         joined.buffers.update(stage.buffers)
         joined.padding += stage.padding
-        joined.padding_runs += stage.padding_runs
+        joined.padding_spans += stage.padding_spans
         joined.duplicates += stage.duplicates
         joined.per_rank += stage.per_rank
         for name in [name for name in stage.parameters if name in joined.parameters]:

@@ -23,12 +23,12 @@ from zckpt.formats.deepspeed.experts import (
 from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
 from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
 from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
-from zckpt.formats.deepspeed.per_parameter import FragmentPadding, ShardPadding, cut_parameters, frozen_weight
+from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
 from zckpt.formats.deepspeed.per_rank import own_keys, quantised_keys, rank_values
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate, Padding, PaddingRun, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
 from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import Tensor
@@ -46,7 +46,7 @@ class RankState:
     buffers: dict[str, Parameter] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
     padding: list[Padding] = field(default_factory=list)
-    padding_runs: list[Iterable[PaddingRun]] = field(default_factory=list)
+    padding_spans: list[Iterable[PaddingSpan]] = field(default_factory=list)
     per_rank: list[RankValue] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -131,7 +131,7 @@ def _read_flat(
                 for name, slot in whole.items():
                     slots[name][MOMENTUM] = slot
             state.padding += padding
-            state.padding_runs.append(runs)
+            state.padding_spans.append(runs)
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
@@ -182,7 +182,7 @@ def _read_parameterwise(
     own = own_keys(members)
     read = {sub: keys - quantised_keys(tensors) for sub, tensors in enumerate(members[0].tensors)}
     slots, sub_groups, state.padding = cut_parameters(shapes, members, read)
-    state.padding_runs = [ShardPadding(shapes, members, read), FragmentPadding(models)]
+    state.padding_spans = [ShardPadding(shapes, members, read), FrozenPadding(models)]
     groups = members[0].groups
     subs = [[int(n) for n in g.get("params", [i])] for i, g in enumerate(groups)]  # type: ignore[attr-defined]
     group_of = {sub: index for index, one in enumerate(subs) for sub in one}

@@ -8,16 +8,22 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.claims import MODEL_RULES, shard_rules
-from zckpt.formats.deepspeed.directory import TagDirectory
-from zckpt.formats.deepspeed.expert_optimizers import attach_experts, check_empty
+from zckpt.formats.deepspeed.directory import (
+    EXPERT,
+    EXPERT_OPTIMIZER,
+    MODEL,
+    OPTIMIZER,
+    PIPELINE_LAYER,
+    Shard,
+    TagDirectory,
+)
+from zckpt.formats.deepspeed.experts import attach_experts, check_empty
 from zckpt.formats.deepspeed.groups import zero_option
-from zckpt.formats.deepspeed.names import EXPERT, EXPERT_OPTIMIZER, MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
 from zckpt.formats.deepspeed.origin import Origin, RankFiles
+from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import RankState, read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
-from zckpt.formats.deepspeed.rules_file import INFO_KEY, read_rules
-from zckpt.formats.deepspeed.same_on_ranks import keep_others
 from zckpt.formats.deepspeed.shards import (
     MODEL_KEYS,
     ModelShard,
@@ -28,7 +34,7 @@ from zckpt.formats.deepspeed.shards import (
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
-from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules, read_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
@@ -107,7 +113,7 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
         state.buffers,
         state.groups,
     )
-    checkpoint.padding, checkpoint.padding_runs = state.padding, state.padding_runs
+    checkpoint.padding, checkpoint.padding_spans = state.padding, state.padding_spans
     checkpoint.duplicates = state.duplicates
     checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]

@@ -17,38 +17,19 @@ from dataclasses import dataclass, field, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
-from zckpt.formats.deepspeed.names import Shard
+from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
 from zckpt.state import Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Shapes = dict[str, tuple[int, ...]]
 
-MODEL_KEYS = frozenset(
-    {
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "sparse_tensor_module_names",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "num_experts",
-        "ds_autoep_layers",
-    }
-)
+MODEL_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "num_experts", "ds_autoep_layers",
+})  # fmt: skip
 """Keys that DeepSpeed itself writes into a model file; all others are the client's."""
 
 BOOKKEEPING = MODEL_KEYS - {"lr_scheduler"}

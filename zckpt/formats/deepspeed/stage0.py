@@ -35,7 +35,7 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         raise DamagedFileError(
             "unexpected content", path=path, expected="an optimizer's state dict", found=type(content).__name__
         )
-    keep_beside(checkpoint, content, model.file)
+    keep_other_state(checkpoint, content, model.file)
     optimizer = of_content(content, path)
     if optimizer is None:
         checkpoint.warnings.append(
@@ -78,7 +78,7 @@ def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerStat
     return sample if optimizer.masters else None
 
 
-def keep_beside(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:
+def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:
     """Keep what an optimizer has beside its state: the loss scale and how it changes, clipping."""
     for key, value in content.items():
         if key not in STATE_KEYS:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zckpt.errors import SourceError
-from zckpt.formats.deepspeed.directory import TagDirectory
-from zckpt.formats.deepspeed.names import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER
+from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.ranks import problems
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.survey import Survey

@@ -1,22 +1,62 @@
-"""What a DeepSpeed checkpoint is to be, every option decided: which ranks, and what each of them has. Data only.
-
-    Target
-    `-- ranks: TargetRank           one for each model-parallel rank: its parameters, in its own shapes
-        `-- groups: TargetGroup     one for each param group
-            `-- experts             for each expert rank its parameters; of a dense group one list
-
-A list of parameters is cut over the data-parallel ranks that share it: all of them, or those of one expert rank.
-"""
+"""From a checkpoint and the options for it to a `Target`: what each rank of the target has."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed.experts import is_expert
+from zckpt.formats.deepspeed.muon import is_of_muon
+from zckpt.formats.deepspeed.options import STAGES, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.state.partition import flat_partition_numel, flat_starts, sub_groups
+from zckpt.state.dtypes import itemsize
+from zckpt.state.partition import (
+    PARAMETER_ALIGNMENT_NBYTES,
+    alignment_padding,
+    check_world_size,
+    flat_padding,
+    flat_partition_numel,
+    flat_starts,
+    round_robin_order,
+    shard_numel,
+    sub_groups,
+)
+from zckpt.state.rank_values import listed
+
+_GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
+_EXPERT_GROUP = re.compile(r"ep_size_\d+")
+
+
+def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:
+    """Tell whether a setting that differs follows from how state is cut, or is one that only DeepSpeed needs.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.19. The batch of one rank is the batch of all, over the ranks; ZeRO-3 files hold no `clip_grad`;
+    groups of experts are named by the ranks that share them.
+    """
+    a, b = sides
+    if a.format != b.format and None in values and _is_bookkeeping(key):
+        return True
+    if key.startswith("metadata.ds_config.zero_optimization."):
+        return True
+    if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
+        return a.world_size != b.world_size
+    if _GROUP_NAME.fullmatch(key):
+        return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
+    return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
+
+
+def _is_bookkeeping(key: str) -> bool:
+    """Tell whether DeepSpeed writes a setting for itself, and no other format needs it."""
+    top, _, rest = key.partition(".")
+    return top == "metadata" and re.split(r"[.\[]", rest, maxsplit=1)[0] in BOOKKEEPING
+
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -146,3 +186,154 @@ class Target:
             cut = sub_groups(group.numels, self.world_size, self.sub_group_size)
             found = self._sub_groups[id(group)] = [[group.experts[0][i] for i in one] for one in cut]
         return found
+
+
+def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
+    """Return the target for a checkpoint and options.
+
+    Raises
+    ------
+    UsageError
+        The options cannot be.
+    UnsupportedError
+        The source is of a kind that is not cut anew.
+    LayoutError
+        A parameter does not divide among the target's tensor-parallel ranks.
+    """
+    origin = checkpoint.origin
+    check_world_size(options.world_size)
+    if not isinstance(origin, Origin) or not origin.members:
+        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are cut for another number of ranks",
+                               path=checkpoint.source, found=checkpoint.format,
+                               advice="use `zckpt convert --to deepspeed`")  # fmt: skip
+    first = origin.members[0]
+    stage = first.stage if options.stage is None else options.stage
+    if stage not in STAGES:
+        raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
+    elastic = first.elastic if options.elastic is None else options.elastic
+    round_robin = (
+        bool(checkpoint.details.get("round_robin_gradients")) if options.round_robin is None else options.round_robin
+    )
+    aligned = (
+        bool(checkpoint.details.get("parameter_alignment"))
+        if options.parameter_alignment is None
+        else options.parameter_alignment
+    )
+    _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
+    _refuse_degrees(checkpoint, origin, options, stage=stage)
+    degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
+    states = local_states(checkpoint, origin, degree, options.padded_vocab_size)
+    flat = stage != 3
+    target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
+                    aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
+    for state in states:
+        rank = TargetRank(state.mp_rank, state.models, state.members, state.parameters, state.buffers, [])
+        for unit in units(checkpoint, origin, state.groups, rank.parameters, options):
+            rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
+        target.ranks.append(rank)
+    refuse_to_cut(target)
+    return target
+
+
+def _group(target: Target, index: int, unit: Unit, known: dict[str, Parameter]) -> TargetGroup:
+    """Return a param group in the order in which it is stored."""
+    experts = local_parameters(unit, known)
+    shared_by = target.world_size // len(experts)
+    if target.round_robin:
+        order = round_robin_order(len(experts[0]), shared_by)
+        experts = [[parameters[i] for i in order] for parameters in experts]
+    pads = [0] * len(experts[0])
+    if target.alignment and experts[0]:
+        multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
+        pads = alignment_padding([p.numel for p in experts[0]], multiple)
+    return TargetGroup(index, unit.values, experts, pads, shared_by)
+
+
+def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int, elastic: bool) -> None:
+    path = checkpoint.source
+    if origin.members[0].bf16_optimizer and (
+        stage != 1 or elastic or options.round_robin or options.parameter_alignment
+    ):
+        raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
+    bare = origin.members[0].elastic and not origin.members[0].groups
+    if not elastic and bare and stage != 3:
+        raise UnsupportedError("the elastic form holds no hyperparameters, which the rigid form needs", path=path)
+    if bare and stage == 3:
+        raise UnsupportedError("the elastic form holds no hyperparameters, which ZeRO-3 needs", path=path)
+    if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
+        raise UnsupportedError(
+            "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",
+            path=path,
+            expected="the rigid form",
+        )
+
+
+def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> None:
+    """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
+    path, topology = checkpoint.source, checkpoint.topology
+    for name, value in (
+        ("expert-parallel", options.expert_parallel_size),
+        ("tensor-parallel", options.tensor_parallel_size),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
+    if topology.pp > 1:
+        raise UnsupportedError("pipeline-parallel checkpoints are not cut anew", path=path, found=f"pp={topology.pp}")
+    experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
+    if not experts:
+        if options.expert_parallel_size is not None:
+            raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
+        return
+    if max(topology.tp, options.tensor_parallel_size or 1) > 1:
+        raise UnsupportedError("checkpoints with experts are not cut anew under tensor parallelism", path=path)
+    if stage == 3:
+        raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
+    if origin.model.config.get("use_data_before_expert_parallelism") is True:
+        raise UnsupportedError("experts whose ranks are numbered data-parallel first are not cut anew", path=path)
+
+
+def refuse_to_cut(target: Target) -> None:
+    """Raise UnsupportedError where state that is each rank's own would have to be cut for other ranks."""
+    checkpoint, first = target.checkpoint, target.origin.members[0]
+    if not checkpoint.per_rank or is_cut_alike(target):
+        return
+    dp = checkpoint.topology.dp
+    raise UnsupportedError(
+        f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be cut "
+        f"for other ranks",
+        path=checkpoint.source,
+        expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
+        found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
+    )
+
+
+def is_cut_alike(target: Target) -> bool:
+    """Tell whether each rank of a target holds the same elements in the same order as in the source."""
+    details, first = target.checkpoint.details, target.origin.members[0]
+    same = (
+        len(target.ranks) == len(target.origin.ranks)
+        and (target.stage == 3) == (first.stage == 3)
+        and target.elastic == first.elastic
+        and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)
+        and target.alignment == (bool(details.get("parameter_alignment")) and first.stage != 3)
+    )
+    return same and all(
+        len(rank.members) == target.world_size
+        and all(_holds(target, rank, number, member) for number, member in enumerate(rank.members))
+        for rank in target.ranks
+    )
+
+
+def _holds(target: Target, rank: TargetRank, number: int, member: OptimizerShard) -> bool:
+    """Tell whether a data-parallel rank's partitions are those of its file."""
+    found = [master.numel for master in member.masters]
+    if target.stage == 3:
+        cut = [sub_group for group in rank.groups for sub_group in target.sub_groups(group)]
+        return found == [sum(shard_numel(p.numel, target.world_size) for p in one) for one in cut]
+    if len(found) != len(rank.groups):
+        return False
+    for numel, group, count in zip(found, rank.groups, member.partition_count, strict=True):
+        padding = flat_padding(group.starts[-1], group.partition, group.position(number))
+        if count != group.shared_by or not group.partition - padding <= numel <= group.partition:
+            return False
+    return True

@@ -1,16 +1,24 @@
-"""Put tensor-parallel slices together by rule, and cut whole parameters into slices again."""
+"""Put tensor-parallel slices together by rule, and slice whole parameters again.
+
+A `Run` says where consecutive indexes of a slice lie in the whole, along the dimension that is sliced:
+
+    whole:    | q q q q | k k | v v |        of rank 0's slice: q, k, v
+    rank 0:   | q q | k | v |                each `Run` is where it is here, where there, and how long
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.engine.boxes import boxes_of, row_major
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.rank_state import RankState
-from zckpt.formats.deepspeed.slices import Run, moved
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
-from zckpt.state import WEIGHT, Duplicate, PaddingRun, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
+from zckpt.state.dtypes import itemsize
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
@@ -52,7 +60,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     for name in names:
         merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
     if not padded:
-        merged.padding_runs.append(VocabularyPadding(states, rules))
+        merged.padding_spans.append(VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
     merged.duplicates = [one for state in states for one in state.duplicates]
@@ -61,7 +69,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         merged.duplicates += _kept_by(state, first, merged)
     for state in states:
         merged.padding += state.padding
-        merged.padding_runs += state.padding_runs
+        merged.padding_spans += state.padding_spans
         merged.warnings += [w for w in state.warnings if w not in merged.warnings]
     return merged
 
@@ -80,7 +88,7 @@ class VocabularyPadding:
     states: Sequence[RankState]
     rules: Rules
 
-    def __iter__(self) -> Iterator[PaddingRun]:
+    def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield a run for the rows that no segment of the rule has, for each slot of each rank."""
         for name, first in self.states[0].parameters.items():
             if first.tied_to is not None or not self.rules.is_vocabulary(name):
@@ -92,7 +100,7 @@ class VocabularyPadding:
                 for key, slot in parameter.slots.items():
                     for span in moved(slot.spans, rule.dim, rows):
                         low, high = reach(span)
-                        yield PaddingRun(key, span.path, low, high - low)
+                        yield PaddingSpan(key, span.path, low, high - low)
 
 
 def _outside(segments: Sequence[Segment], size: int) -> list[Run]:
@@ -184,3 +192,56 @@ def _cut_slot(slot: Slot, dim: int, segments: Sequence[Segment]) -> Slot:
 
 def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Indices along the sliced dimension: [source, source + size) of one tensor are [target, target + size) there."""
+
+    source: int
+    target: int
+    size: int
+
+
+def moved(spans: Iterable[Span], dim: int, runs: Sequence[Run]) -> tuple[Span, ...]:
+    """Return the spans of a tensor as spans of another one that has the same elements in some runs.
+
+    Elements that no run has are left out. A span whose box is within one run stays one span.
+
+    Parameters
+    ----------
+    spans : iterable of Span
+    dim : int
+        The dimension along which the runs are; the tensors agree in all others.
+    runs : sequence of Run
+        In order, apart from each other.
+    """
+    return tuple(found for span in spans if span.extent.numel for found in _moved(span, dim, runs))
+
+
+def _moved(span: Span, dim: int, runs: Sequence[Run]) -> Iterator[Span]:
+    extent = span.extent
+    low, high = extent.offsets[dim], extent.offsets[dim] + extent.sizes[dim]
+    for run in runs:
+        if run.source <= low and high <= run.source + run.size:
+            offsets = _with(extent.offsets, dim, low - run.source + run.target)
+            yield replace(span, extent=Extent(offsets, extent.sizes, extent.start, extent.numel))
+            return
+    steps = span.strides or row_major(extent.sizes)
+    begin = 0 if span.strides else extent.start
+    size = itemsize(span.dtype)
+    for offsets, sizes in boxes_of(extent):
+        for run in runs:
+            low = max(offsets[dim], run.source)
+            high = min(offsets[dim] + sizes[dim], run.source + run.size)
+            if low >= high:
+                continue
+            box = _with(sizes, dim, high - low)
+            at = _with(offsets, dim, low)
+            first = sum((o - e) * s for o, e, s in zip(at, extent.offsets, steps, strict=True)) - begin
+            place = Extent(_with(offsets, dim, low - run.source + run.target), box, 0, math.prod(box))
+            yield replace(span, extent=place, offset=span.offset + first * size, strides=steps)
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])

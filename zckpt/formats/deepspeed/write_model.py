@@ -8,14 +8,14 @@ from dataclasses import replace
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.parts import slot_parts
-from zckpt.formats.deepspeed.rules_file import INFO_KEY
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
-from zckpt.state.partition import shard_fragment, shard_numel
+from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor
 
 
@@ -169,7 +169,7 @@ def _fragments(target: Target, frozen: Sequence[Parameter], rank: int | None) ->
             parts = slot_parts(slot, parameter.name, 0, 0, numel)
             fragments[parameter.name] = view(new_storage(slot.dtype, numel, list(parts)), parameter.shape)
             continue
-        start, count = shard_fragment(numel, target.world_size, rank)
+        start, count = shard_share(numel, target.world_size, rank)
         held = shard_numel(numel, target.world_size)
         parts = slot_parts(slot, parameter.name, start, 0, count)
         fragments[parameter.name] = view(new_storage(slot.dtype, held, list(parts)), (held,))

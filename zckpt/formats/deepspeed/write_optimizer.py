@@ -14,11 +14,11 @@ from zckpt.formats.torch_files.tensors import encode
 from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Parameter, ParamGroup, Scalar
 from zckpt.state.partition import (
-    Fragment,
-    flat_fragments,
+    FlatShare,
     flat_padding,
-    shard_fragment,
+    flat_shares,
     shard_numel,
+    shard_share,
 )
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
@@ -136,7 +136,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         parameters, position = group.of(rank), group.position(rank)
         starts, partition = group.starts, group.partition
         total = starts[-1]
-        fragments = list(flat_fragments(group.numels, starts, partition, position))
+        fragments = list(flat_shares(group.numels, starts, partition, position))
         padding = flat_padding(total, partition, position)
         stripped = partition - padding
         like = source.masters[min(group.index, len(source.masters) - 1)] if source.stage != 3 else None
@@ -189,7 +189,7 @@ def _clip(target: Target) -> object:
 def _partition(
     parameters: list[Parameter],
     key: str,
-    fragments: list[Fragment],
+    fragments: list[FlatShare],
     numel: int,
     length: int,
     *,
@@ -222,7 +222,7 @@ def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int
         yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
-def _mapping(parameters: list[Parameter], fragments: list[Fragment]) -> OrderedMapping:
+def _mapping(parameters: list[Parameter], fragments: list[FlatShare]) -> OrderedMapping:
     mapping = OrderedMapping()
     for f in fragments:
         state: dict[object, object] = {"numel": f.numel, "start": f.position}
@@ -298,7 +298,7 @@ class _Shards:
 
     def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
         for p, at in zip(self.parameters, self.starts, strict=False):
-            start, count = shard_fragment(p.numel, self.world_size, rank)
+            start, count = shard_share(p.numel, self.world_size, rank)
             yield from _parts(p, key, start, at, count)
 
 

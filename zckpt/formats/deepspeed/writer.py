@@ -1,4 +1,8 @@
-"""A checkpoint as the files of a DeepSpeed run directory: of any format, or of DeepSpeed and cut for other ranks."""
+"""A checkpoint as the files of a DeepSpeed run directory: of any format, or of DeepSpeed and resharded.
+
+Under ZeRO-3 every rank has a model file with client state of its own (a random generator, a sampler's position);
+under tensor parallelism every model-parallel rank has. A rank that exists in source and target keeps its own.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zckpt.engine.plan import Lazily, Literal, TargetFile
+from zckpt.engine.plan import Lazily
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import carried, foreign, loss_scaling
-from zckpt.formats.deepspeed.decide import decide
+from zckpt.formats.deepspeed import foreign
 from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
 from zckpt.formats.deepspeed.origin import Origin
-from zckpt.formats.deepspeed.other_files import files_beside, is_trainers_own
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.per_rank import is_same
+from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.target import Target, TargetRank, decide
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -62,10 +69,10 @@ def _again(job: Job) -> Written:
     world_size = checkpoint.topology.dp if job.options.world_size is None else job.options.world_size
     target = decide(checkpoint, _recut(job.options, world_size, job.options.stage))
     run_directory = job.source.resolve() != Path(checkpoint.source).resolve()
-    copies, notes = files_beside(checkpoint, job.source, target) if run_directory else ([], [])
+    copies, notes = companion_files(checkpoint, job.source, target) if run_directory else ([], [])
     stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
     restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
-    return Written(target, [*carried.notes(target), *notes], restated, copies, run_directory)
+    return Written(target, [*rank_notes(target), *notes], restated, copies, run_directory)
 
 
 def _from_elsewhere(job: Job) -> Written:
@@ -81,7 +88,7 @@ def _from_elsewhere(job: Job) -> Written:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    restated = set(loss_scaling.HANDLED)
+    restated = set(foreign.HANDLED)
     adopted = foreign.adopt(checkpoint, stage=stage)
     notes = foreign.notes(checkpoint, stage=stage)
     strange = sorted(checkpoint.optimizer_metadata.keys() - restated)
@@ -110,7 +117,7 @@ def recut(job: Job) -> TargetFiles:
     checkpoint = job.checkpoint
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
     target = decide(checkpoint, job.options)
-    found = files_beside(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
+    found = companion_files(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
     copies, notes = found
 
     def check() -> int:
@@ -120,7 +127,7 @@ def recut(job: Job) -> TargetFiles:
 
     return TargetFiles(
         target_files(target, copies, run_directory=run_directory),
-        notes=[*carried.notes(target), *notes],
+        notes=[*rank_notes(target), *notes],
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
@@ -196,3 +203,65 @@ def _prefix(target: Target) -> str:
     """Return what the source's optimizer files begin with: `bf16_` for bf16 models."""
     name = Path(target.origin.members[0].path).name
     return name[: name.index("zero_pp_rank")]
+
+
+_MADE_ANEW = frozenset({
+    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", INFO_KEY,
+})  # fmt: skip
+"""Keys of a model file that the writer makes."""
+
+_OF_THE_RANKS = ("data_sampler", "random_ltd")
+"""DeepSpeed's own keys that belong to the number of ranks even where all ranks have the same."""
+
+
+def rank_notes(target: Target) -> list[str]:
+    """Return what became of each key that differs between ranks, or means something at the old number of ranks only."""
+    ranks = target.origin.ranks
+    old = len(ranks[0].models) if ranks else 1
+    found: dict[str, str] = {}
+    if len(ranks) not in (0, len(target.ranks)):
+        for key in _differing([files.models[0] for files in ranks]):
+            found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
+    if old > 1 and not (target.stage == 3 and target.world_size == old):
+        kept = len(target.ranks) if len(ranks) == len(target.ranks) else 1
+        for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
+            found[key] = f"{key} differs between ranks: {_fate(target, old)}"
+    if target.world_size != target.checkpoint.topology.dp or len(target.ranks) != max(len(ranks), 1):
+        content = target.origin.model.content
+        named = [key for key in content if "rng" in key.lower() or "random" in key.lower()]
+        for key in dict.fromkeys([*_OF_THE_RANKS, *named]):
+            if content.get(key) is not None and key not in found:
+                found[key] = f"{key} is carried over as it was saved at another number of ranks"
+    return list(found.values())
+
+
+def _fate(target: Target, old: int) -> str:
+    """Say which ranks keep their own."""
+    if target.stage != 3:
+        return "rank 0's is carried, the others' are left out, for there is one model file"
+    if target.world_size > old:
+        return f"ranks below {old} keep theirs, the new ones get rank 0's"
+    return f"ranks below {target.world_size} keep theirs, the others' are left out"
+
+
+def _differing(models: Sequence[ModelShard]) -> list[str]:
+    """Return the keys and buffers of which not all of these files have the same value."""
+    first = models[0]
+    keys = dict.fromkeys(key for model in models for key in model.content if key not in _MADE_ANEW)
+    found = [key for key in keys if any(not _same(first, model, key) for model in models[1:])]
+    for name in first.module:
+        if name in first.buffer_names and any(not _same_buffer(first, model, name) for model in models[1:]):
+            found.append(f"buffer {name}")
+    return found
+
+
+def _same(one: ModelShard, other: ModelShard, key: str) -> bool:
+    if (key in one.content) != (key in other.content):
+        return False
+    return is_same(FromFile.of(one.file, one.content[key]), FromFile.of(other.file, other.content[key]))
+
+
+def _same_buffer(one: ModelShard, other: ModelShard, name: str) -> bool:
+    a, b = one.module[name], other.module.get(name)
+    return b is not None and is_same(FromFile.of(one.file, a), FromFile.of(other.file, b))

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
-from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.native.names import DOCUMENT_NAME, OWNED, is_native
 from zckpt.formats.options import option
+from zckpt.formats.stripping import is_name, latest_name
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
@@ -94,6 +94,12 @@ class Zckpt(Format):
                 raise
         every = recorded(file.path)
         return [Sum(slot.name, file.path, span.offset, slot.nbytes, crc) for slot, crc in every for span in slot.spans]
+
+    def contradictions(self, checkpoint: Checkpoint) -> Iterable[SourceError]:
+        """Return the files whose header is not what the document says."""
+        from zckpt.formats.native.reader import contradictions
+
+        return contradictions(Path(checkpoint.source))
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read the document, then each file that it lists."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
-from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot

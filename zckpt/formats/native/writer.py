@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from zckpt.engine.plan import Literal, TargetFile
+from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
@@ -17,7 +17,7 @@ from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
 from zckpt.state.dtypes import itemsize
-from zckpt.state.partition import check_world_size, even_runs
+from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned, Storage
 
 SECTIONS = ("parameters", "buffers", "unnamed")
@@ -191,7 +191,7 @@ def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> 
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
     sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
-    dealt = even_runs(sizes, world_size, before=sum(entry.nbytes for entry in stored))
+    dealt = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
     for (name, parameter, slot), runs in zip(slots, dealt, strict=True):
         key = f"{name}/{parameter}"
         while key in used:

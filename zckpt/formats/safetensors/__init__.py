@@ -55,9 +55,9 @@ class Safetensors(Format):
 
     def slot_names(self, checkpoint: Checkpoint, source: Path) -> list[str]:
         """Return the slots of the model and of all optimizers' files in its directory."""
-        from zckpt.formats.torch_files.strip import slots_beside
+        from zckpt.formats.torch_files.strip import optimizer_slots
 
-        found = slots_beside(source) if source.is_dir() else []
+        found = optimizer_slots(source) if source.is_dir() else []
         return list(dict.fromkeys([*checkpoint.slot_names(), *found]))
 
     def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:

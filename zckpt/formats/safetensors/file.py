@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.codes import TRUNCATED
-from zckpt.engine.plan import Hole, Literal, TargetFile
+from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize

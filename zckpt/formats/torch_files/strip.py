@@ -67,7 +67,7 @@ def notes(request: Request) -> tuple[str, ...]:
     return (NO_PADDING,) if request.padding else ()
 
 
-def slots_beside(source: Path) -> list[str]:
+def optimizer_slots(source: Path) -> list[str]:
     """Return the names of slots in the safetensors files of optimizers in a directory."""
     found = [path for name, path in files_below(source) if is_optimizers(name)]
     return [_kind(key) for path in found for key in safetensors_file.read_header(path)[0]]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
-from zckpt.engine.plan import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import DTYPES, itemsize

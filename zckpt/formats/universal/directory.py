@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import LATEST
 from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
-from zckpt.formats.deepspeed.names import MODEL, classify
-from zckpt.formats.latest import LATEST_NBYTES, is_name
+from zckpt.formats.deepspeed.directory import MODEL, classify
+from zckpt.formats.stripping import LATEST_NBYTES, is_name
 from zckpt.storage.files import is_file, read_head
 
 if TYPE_CHECKING:
-    from zckpt.engine.plan import TargetFile
+    from zckpt.engine.targets import TargetFile
 
 MODEL_NAME = "mp_rank_00_model_states.pt"
 ZERO3_MODEL_NAME = "zero_pp_rank_0_mp_rank_00_model_states.pt"
@@ -54,7 +54,7 @@ def is_own(name: str) -> bool:
 def latest_universal(target_name: str) -> TargetFile:
     """Return the file that goes next to a universal checkpoint's directory and names it."""
     data = target_name.encode()
-    from zckpt.engine.plan import Literal, TargetFile
+    from zckpt.engine.targets import Literal, TargetFile
 
     return TargetFile(LATEST_NAME, len(data), [Literal(0, data)])
 

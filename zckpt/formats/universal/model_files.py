@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, SourceError
-from zckpt.formats.deepspeed.names import MODEL, Shard, classify
+from zckpt.formats.deepspeed.directory import MODEL, Shard, classify
 from zckpt.formats.deepspeed.per_parameter import frozen_weight
 from zckpt.formats.deepspeed.ranks import missing_ranks, ranks_text
 from zckpt.formats.deepspeed.shards import ModelShard, Shapes, read_model

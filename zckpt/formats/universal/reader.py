@@ -11,8 +11,8 @@ from zckpt.codes import MISSING_FILE
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.claims import MODEL_RULES
 from zckpt.formats.deepspeed.groups import zero_option
-from zckpt.formats.deepspeed.per_parameter import FragmentPadding
-from zckpt.formats.deepspeed.same_on_ranks import keep_others
+from zckpt.formats.deepspeed.per_parameter import FrozenPadding
+from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
@@ -74,7 +74,7 @@ def read(directory: Path) -> Checkpoint:
         for m in one
     ]
     checkpoint.files.append(describe(file, "optimizer", rules=OPTIMIZER_RULES))
-    checkpoint.padding_runs = [FragmentPadding(one) for one in models.ranks if models.parameterwise]
+    checkpoint.padding_spans = [FrozenPadding(one) for one in models.ranks if models.parameterwise]
     checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
     _place_untrained(checkpoint, models, shapes)
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)

@@ -10,11 +10,10 @@ from zckpt.compare.figures import DECADES, Tolerance
 from zckpt.compare.slots import Difference, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
-from zckpt.operations.diff.match import Filter, match
-from zckpt.operations.diff.settings import Setting, compare_settings
-from zckpt.operations.diff.values import Match
+from zckpt.operations.diff.match import Filter, Match, match
+from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
-from zckpt.operations.result import about, number
+from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]

@@ -3,12 +3,10 @@
 findings.py    a finding, and the result as a document
 run.py         `verify`: opens, surveys what cannot be opened, and runs the checks
 structure.py   what metadata alone tell: coverage, element types, leftovers, steps
-weights.py     which weights are not their masters, rounded, and what that says of the files
+weights.py     which weights are not their masters, rounded; from what was read to findings
 inventory.py   what lies where; pure
-stretches.py   every byte of the files, once, in bounded stretches; pure
-elements.py    NaN, Inf, sign and equality of elements in memory
-deep.py        reads the stretches, in parallel
-damage.py      from what was read to findings: a damaged record explains what lies in it
+elements.py    NaN, Inf, sign and equality of elements in memory; every byte of the files, once, in bounded blocks
+deep.py        reads the blocks, in parallel
 """
 
 from __future__ import annotations

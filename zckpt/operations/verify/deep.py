@@ -1,4 +1,4 @@
-"""Reads the stretches of a checkpoint in parallel, in bounded memory, and adds up what is found in them."""
+"""Reads the blocks of a checkpoint in parallel, in bounded memory, and adds up what is found in them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from zckpt.engine.read import read_extent
 from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
-from zckpt.operations.verify.elements import Tally, Unequal, not_equal, not_rounded, tally, typed
-from zckpt.operations.verify.inventory import Apart, Inventory, Partner, Run
-from zckpt.operations.verify.stretches import Stretch
+from zckpt.operations.verify.elements import Block, Tally, Unequal, not_equal, not_rounded, tally, typed
+from zckpt.operations.verify.inventory import Inventory, Partner, Piece, Scattered
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import combine, crc32
@@ -28,7 +27,7 @@ STRETCH_NBYTES = 1 << 20
 """Read at once: what is done with it finds it in the cache."""
 
 BUFFERS_PER_WORKER = 8
-"""What a stretch may need at once: itself, weights beside it, masters as they round, and which elements are wrong."""
+"""What a block may need at once: itself, weights beside it, masters as they round, and which elements are wrong."""
 
 ALIGNMENT = 64
 
@@ -93,7 +92,7 @@ def _both(one: Unequal, other: Unequal) -> Unequal:
     return Unequal(one.count + other.count, first.first, first.detail)
 
 
-Work = Stretch | Apart
+Work = Block | Scattered
 
 
 class Checks:
@@ -124,8 +123,8 @@ class Checks:
             self.wrong[number] = whole
 
 
-def stretch_nbytes(memory: int) -> int:
-    """Return the size of a stretch so that all workers' buffers together fit into memory."""
+def block_nbytes(memory: int) -> int:
+    """Return the size of a block so that all workers' buffers together fit into memory."""
     return buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=STRETCH_NBYTES)
 
 
@@ -138,9 +137,9 @@ def run(
     ----------
     inventory : Inventory
     sums : sequence of Sum
-    work : iterable of Stretch and Apart
+    work : iterable of Block and Scattered
     most : int, bytes
-        Of a stretch.
+        Of a block.
     reporter : Reporter
         Is told of bytes.
     """
@@ -159,7 +158,7 @@ def run(
 
 def nbytes_of(work: Work) -> int:
     """Return the bytes that some work reads."""
-    if isinstance(work, Stretch):
+    if isinstance(work, Block):
         return work.read_nbytes
     other = 0 if work.other is None else itemsize(work.other.dtype)
     return work.extent.numel * (itemsize(work.slot.dtype) + other)
@@ -171,8 +170,8 @@ def _run_batch(inventory: Inventory, most: int, batch: Sequence[Work]) -> Outcom
     with Sources() as sources:
         for work in batch:
             try:
-                if isinstance(work, Stretch):
-                    _run_stretch(found, inventory, work, buffers, sources)
+                if isinstance(work, Block):
+                    _look_at_block(found, inventory, work, buffers, sources)
                 else:
                     _run_apart(found, inventory, work, most, sources)
             except LayoutError:
@@ -183,51 +182,51 @@ def _run_batch(inventory: Inventory, most: int, batch: Sequence[Work]) -> Outcom
     return found
 
 
-def _run_stretch(
-    found: Outcome, inventory: Inventory, stretch: Stretch, buffers: tuple[Array, Array], sources: Sources
+def _look_at_block(
+    found: Outcome, inventory: Inventory, block: Block, buffers: tuple[Array, Array], sources: Sources
 ) -> None:
-    base = (stretch.runs[0].offset - stretch.offset) % ALIGNMENT if stretch.runs else 0
-    base = (ALIGNMENT - base) % ALIGNMENT  # so that the first run begins where elements may
-    data = buffers[0][base : base + stretch.nbytes]
-    read_into(sources.descriptor(stretch.path), stretch.offset, data.data, path=stretch.path)
-    if stretch.checksum >= 0:
-        found.parts.append((stretch.checksum, stretch.offset, stretch.nbytes, crc32(data.data)))
-    for run in stretch.runs:
-        low = run.offset - stretch.offset
-        values = typed(data[low : low + run.end - run.offset], run.dtype, run.byteorder)
-        found.elements += run.numel
+    base = (block.pieces[0].offset - block.offset) % ALIGNMENT if block.pieces else 0
+    base = (ALIGNMENT - base) % ALIGNMENT  # so that the first piece begins where elements may
+    data = buffers[0][base : base + block.nbytes]
+    read_into(sources.descriptor(block.path), block.offset, data.data, path=block.path)
+    if block.checksum >= 0:
+        found.parts.append((block.checksum, block.offset, block.nbytes, crc32(data.data)))
+    for piece in block.pieces:
+        low = piece.offset - block.offset
+        values = typed(data[low : low + piece.end - piece.offset], piece.dtype, piece.byteorder)
+        found.elements += piece.numel
         found.add_tally(
-            run.subject, stretch.checksum, tally(values, run.dtype, inventory.subjects[run.subject], run.first)
+            piece.subject, block.checksum, tally(values, piece.dtype, inventory.subjects[piece.subject], piece.first)
         )
-        if run.partner is not None:
-            _run_partner(found, inventory, run, run.partner, values, stretch, buffers[1], sources)
+        if piece.partner is not None:
+            _run_partner(found, inventory, piece, piece.partner, values, block, buffers[1], sources)
 
 
 def _run_partner(
     found: Outcome,
     inventory: Inventory,
-    run: Run,
+    piece: Piece,
     partner: Partner,
     masters: Array,
-    stretch: Stretch,
+    block: Block,
     buffer: Array,
     sources: Sources,
 ) -> None:
-    """Read the weights of a run of masters, look at them, and hold them against it."""
-    nbytes = run.numel * itemsize(partner.dtype)
+    """Read the weights of a piece of masters, look at them, and hold them against it."""
+    nbytes = piece.numel * itemsize(partner.dtype)
     data = buffer[:nbytes]
     read_into(sources.descriptor(partner.path), partner.offset, data.data, path=partner.path)
     if partner.checksum >= 0:
         found.parts.append((partner.checksum, partner.offset, nbytes, crc32(data.data)))
     weights = typed(data, partner.dtype, partner.byteorder)
-    found.elements += run.numel
+    found.elements += piece.numel
     subject = inventory.subjects[partner.subject]
-    found.add_tally(partner.subject, partner.checksum, tally(weights, partner.dtype, subject, run.first))
-    key = (run.subject, stretch.path, partner.path, stretch.checksum, partner.checksum)
-    found.add_comparison(key, run.numel, not_rounded(masters, weights, partner.dtype, run.first))
+    found.add_tally(partner.subject, partner.checksum, tally(weights, partner.dtype, subject, piece.first))
+    key = (piece.subject, block.path, partner.path, block.checksum, partner.checksum)
+    found.add_comparison(key, piece.numel, not_rounded(masters, weights, partner.dtype, piece.first))
 
 
-def _run_apart(found: Outcome, inventory: Inventory, work: Apart, most: int, sources: Sources) -> None:
+def _run_apart(found: Outcome, inventory: Inventory, work: Scattered, most: int, sources: Sources) -> None:
     whole, subject = work.extent, inventory.subjects[work.subject]
     indexes = [SpanIndex(slot) for slot in (work.slot, work.other) if slot is not None]
     step = max(most // max(itemsize(index.slot.dtype) for index in indexes), 1)

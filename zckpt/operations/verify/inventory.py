@@ -1,6 +1,6 @@
-"""What a checkpoint holds, by where it lies: runs of elements in files, and what does not lie end to end. Pure: no I/O.
+"""What a checkpoint holds, by where it lies: pieces of elements in files, and what lies otherwise. Pure: no I/O.
 
-A weight that its masters cover is the partner of their runs: it is read beside them and nowhere else.
+A weight that its masters cover is the partner of their pieces: it is read beside them and nowhere else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """Where the weights of a run of masters are, in the same order.
+    """Where the weights of a piece of masters are, in the same order.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Partner:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Piece:
     """Elements of one subject that lie end to end; `first` is the index of the first in the flattened box."""
 
     subject: int
@@ -71,8 +71,8 @@ class Run:
         """Byte after the last."""
         return self.offset + self.numel * itemsize(self.dtype)
 
-    def part(self, low: int, high: int) -> Run:
-        """Return what of the run lies in bytes [low, high), which begin and end with an element."""
+    def part(self, low: int, high: int) -> Piece:
+        """Return what of the piece lies in bytes [low, high), which begin and end with an element."""
         size = itemsize(self.dtype)
         skipped = (max(low, self.offset) - self.offset) // size
         numel = (min(high, self.end) - self.offset) // size - skipped
@@ -85,7 +85,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class Scattered:
     """Elements that do not lie end to end, or are held against others in another order: read through the planner.
 
     Parameters
@@ -114,18 +114,18 @@ class Inventory:
     Parameters
     ----------
     subjects : list of Subject
-    runs : dict of str to list of Run
+    pieces : dict of str to list of Piece
         By file.
     claimed : dict of str to list of (int, int)
         Bytes of each file that are read beside others, sorted.
-    apart : list of Apart
+    apart : list of Scattered
     duplicates : list of Duplicate
     """
 
     subjects: list[Subject] = field(default_factory=list)
-    runs: dict[str, list[Run]] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
     claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    apart: list[Apart] = field(default_factory=list)
+    apart: list[Scattered] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
 
 
@@ -151,7 +151,7 @@ class SumIndex:
 
 
 def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
-    """Return all elements of a checkpoint: runs that lie end to end, and what does not."""
+    """Return all elements of a checkpoint: pieces that lie end to end, and what does not."""
     found = Inventory()
     kinds = [(PARAMETER, p) for p in [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]]
     kinds += [(BUFFER, p) for p in checkpoint.buffers.values()]
@@ -164,31 +164,31 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
             found.subjects.append(Subject(kind, parameter.name, key))
             if key == MASTER and partners is None and _is_compared(parameter):
                 master, weight = stored_once([slot, parameter.slots[WEIGHT]])
-                found.apart.append(Apart(subject, master, Extent.whole(master.shape), weight))
+                found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
             (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
                 place = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
                 if place in seen or not span.extent.numel:
                     continue
                 seen.add(place)
-                if not span.is_run:
-                    found.apart.append(Apart(subject, replace(slot, spans=(span,), replicas=()), span.extent))
+                if not span.is_contiguous:
+                    found.apart.append(Scattered(subject, replace(slot, spans=(span,), replicas=()), span.extent))
                 elif key == WEIGHT and partners is not None:
                     found.claimed.setdefault(span.path, []).append((span.offset, _end(span)))
                 else:
                     partner = _partner(span, partners, sums, subject - 1) if key == MASTER and partners else None
-                    found.runs.setdefault(span.path, []).append(_run(span, subject, partner))
+                    found.pieces.setdefault(span.path, []).append(_piece(span, subject, partner))
     for padding in checkpoint.padding:
         for one in padding.zeros:
             subject = len(found.subjects)
             found.subjects.append(Subject(PADDING, "", one.slot))
-            run = Run(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
-            found.runs.setdefault(one.path, []).append(run)
+            piece = Piece(subject, one.path, one.offset, one.nbytes, "uint8", "little", 0)
+            found.pieces.setdefault(one.path, []).append(piece)
     for number, duplicate in enumerate(checkpoint.duplicates):
         found.duplicates.append(duplicate)
         found.subjects.append(Subject(PARAMETER, duplicate.name, duplicate.slot.name))
         copy, original = stored_once([duplicate.slot, duplicate.original])
-        found.apart.append(Apart(len(found.subjects) - 1, copy, Extent.whole(copy.shape), original, number))
+        found.apart.append(Scattered(len(found.subjects) - 1, copy, Extent.whole(copy.shape), original, number))
     for ranges in found.claimed.values():
         ranges.sort()
     return found
@@ -208,9 +208,9 @@ def _order(key: str) -> int:
     return (WEIGHT, MASTER).index(key) if key in (WEIGHT, MASTER) else 2
 
 
-def _run(span: Span, subject: int, partner: Partner | None) -> Run:
+def _piece(span: Span, subject: int, partner: Partner | None) -> Piece:
     first, numel = span.extent.start, span.extent.numel
-    return Run(subject, span.path, span.offset, numel, span.dtype, span.byteorder, first, partner)
+    return Piece(subject, span.path, span.offset, numel, span.dtype, span.byteorder, first, partner)
 
 
 def _end(span: Span) -> int:
@@ -231,7 +231,7 @@ def _free_weights(parameters: Iterable[Parameter]) -> Free:
     for parameter in parameters:
         for slot in parameter.slots.values():
             for span in slot.spans:
-                if span.extent.numel and _dense(span).is_run:
+                if span.extent.numel and _dense(span).is_contiguous:
                     used.setdefault(span.path, []).append((span.offset, _end(span)))
     for ranges in used.values():
         ranges.sort()
@@ -249,7 +249,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
-    """Return the spans of a weight by their box, if each is one run that masters of the same box cover in order."""
+    """Return the spans of a weight by their box, if each is one piece that masters of the same box cover in order."""
     if not _is_compared(parameter):
         return None
     weight, master = parameter.slots[WEIGHT], parameter.slots[MASTER]
@@ -259,14 +259,14 @@ def _partners(parameter: Parameter, used: Free) -> dict[Box, Span] | None:
         whole = Extent(span.extent.offsets, span.extent.sizes, 0, span.extent.numel)
         box = (span.extent.offsets, span.extent.sizes)
         numel = Extent.whole(span.extent.sizes).numel
-        if not span.is_run or span.extent != whole or numel != span.extent.numel or box in boxes:
+        if not span.is_contiguous or span.extent != whole or numel != span.extent.numel or box in boxes:
             return None
         if not _is_alone(span, used):
             return None
         boxes[box], covered[box] = span, 0
     for span in map(_dense, master.spans):
         box = (span.extent.offsets, span.extent.sizes)
-        if not span.is_run or (span.extent.numel and box not in boxes):
+        if not span.is_contiguous or (span.extent.numel and box not in boxes):
             return None
         covered[box] = covered.get(box, 0) + span.extent.numel
     exact = all(covered[box] == span.extent.numel for box, span in boxes.items())

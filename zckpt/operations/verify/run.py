@@ -200,10 +200,10 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Sum
     from zckpt.formats.checksums import checksums
-    from zckpt.operations.verify.damage import Damage, damage_findings
-    from zckpt.operations.verify.deep import Work, nbytes_of, run, stretch_nbytes
+    from zckpt.operations.verify.deep import Work, block_nbytes, nbytes_of, run
+    from zckpt.operations.verify.elements import blocks
     from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
-    from zckpt.operations.verify.stretches import stretches
+    from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []
     errors: list[SourceError] = []
@@ -214,9 +214,9 @@ def _deep(
             errors.append(error)
     index = SumIndex(sums)
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
-    paths = list(dict.fromkeys([*(file.path for file in files), *inventory.runs]))
-    most = stretch_nbytes(memory)
-    work: list[Work] = [*stretches(inventory, index, paths, most), *inventory.apart]
+    paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
+    most = block_nbytes(memory)
+    work: list[Work] = [*blocks(inventory, index, paths, most), *inventory.apart]
     reporter.begin(total := sum(map(nbytes_of, work)))
     try:
         outcome, wrong = run(inventory, sums, work, most=most, reporter=reporter)

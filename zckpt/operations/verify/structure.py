@@ -18,10 +18,11 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
-from zckpt.engine.plan import Hole, fill
+from zckpt.engine.plan import fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
-from zckpt.formats.native.document import FORMAT
+from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
@@ -57,13 +58,13 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
 
 def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
-    if checkpoint.format == FORMAT:
-        from zckpt.formats.native.reader import contradictions
-
-        try:
-            yield from map(finding_of, contradictions(Path(checkpoint.source)))
-        except SourceError as error:  # of headers that opening, where there are many, has not read to the end
-            yield finding_of(error)
+    adapter = find_format(checkpoint.format)
+    if adapter is None:
+        return
+    try:
+        yield from map(finding_of, adapter.contradictions(checkpoint))
+    except SourceError as error:  # of headers that opening, where there are many, has not read to the end
+        yield finding_of(error)
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:

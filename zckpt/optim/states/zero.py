@@ -32,7 +32,7 @@ from zckpt.optim.zero.flat_group import FlatGroup
 from zckpt.optim.zero.loss_scale import Scaler, scaler_like
 from zckpt.optim.zero.optimizer import ZeroOptimizer
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
-from zckpt.state.partition import Fragment
+from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain
 
 
@@ -135,7 +135,7 @@ class ZeroState:
         files.save(self.optimizer, self._called, target)
 
 
-def _shares(flat: FlatGroup, fragment: Fragment, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
+def _shares(flat: FlatGroup, fragment: FlatShare, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
     """Return the slots of one parameter's range in this rank's partition."""
     shape = tuple(flat.parameters[fragment.index].shape)
     extent = Extent.flat(shape, fragment.start, fragment.numel)

@@ -48,7 +48,7 @@ class DeepSpeedState(dict[str, Any]):
 
 
 @dataclass
-class FragmentAddress:
+class ShareAddress:
     """Where a parameter's run of elements lies in a rank's partition."""
 
     numel: int
@@ -105,8 +105,8 @@ def _lean(state: Mapping[str, Any], group: FlatGroup) -> dict[str, Any]:
     }
 
 
-def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, FragmentAddress]:
-    return {names[group.parameters[f.index]]: FragmentAddress(f.numel, f.position) for f in group.own}
+def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, ShareAddress]:
+    return {names[group.parameters[f.index]]: ShareAddress(f.numel, f.position) for f in group.own}
 
 
 def read_states(given: object) -> list[Mapping[str, Any]]:
@@ -264,7 +264,7 @@ def scaler_object(scaler: Scaler) -> Object:
     return _new(Global(_SCALERS, "DynamicLossScaler"), state)
 
 
-def _fragment(address: FragmentAddress) -> Object:
+def _fragment(address: ShareAddress) -> Object:
     return _new(_FRAGMENT, {"numel": address.numel, "start": address.start})
 
 

@@ -18,8 +18,8 @@ import torch
 
 from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.names import classify
 from zckpt.formats.torch_files.writer import NewStorage, ValuePart, lay_out, new_storage, view
 from zckpt.operations.target import write_target
 from zckpt.optim.model_state import bare

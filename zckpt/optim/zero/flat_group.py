@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
-    Fragment,
+    FlatShare,
     alignment_padding,
-    flat_fragments,
     flat_padding,
     flat_partition_numel,
+    flat_shares,
     flat_starts,
     round_robin_order,
 )
@@ -89,9 +89,9 @@ class FlatGroup:
         """Return one rank's partition of the buffer."""
         return self.flat[rank * self.partition : (rank + 1) * self.partition]
 
-    def fragments(self, rank: int) -> list[Fragment]:
+    def fragments(self, rank: int) -> list[FlatShare]:
         """Return the runs of parameters in one rank's partition."""
-        return list(flat_fragments(self.numels, self.starts, self.partition, rank))
+        return list(flat_shares(self.numels, self.starts, self.partition, rank))
 
     def point(self, position: int | None = None) -> None:
         """Make parameters views of the buffer, if something has put them elsewhere; their values go along.

@@ -1,0 +1,98 @@
+"""Which rule of an adapter speaks for a place in a file's tree. Pure: no I/O.
+
+The rules of a file become a tree of their own, step by step as the file's tree is gone through: a place there has the
+rules that fit all steps to it, in their order. Steps that no rule names lead to the same place, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from zckpt.state.inventory import ANY, REST, Rule
+
+Steps = Sequence[object]
+"""Keys, indices and names of fields from the root of a tree."""
+
+SHOWN_STEP = 200
+"""Characters of a key that a place shows: a name in a file may have any length."""
+
+KEPT = 8
+"""Sets of rules whose places are kept: the files of all ranks have the same few."""
+
+
+class Fit:
+    """A place that some rules fit.
+
+    Parameters
+    ----------
+    rules : sequence of Rule
+        Those whose steps fit, in the order in which they are asked.
+    depth : int
+        Number of steps to the place.
+
+    Attributes
+    ----------
+    rule : Rule or None
+        The first that speaks for what is here.
+    """
+
+    __slots__ = ("_depth", "_named", "_next", "_others", "_rules", "rule")
+
+    def __init__(self, rules: Sequence[Rule], depth: int) -> None:
+        self._rules, self._depth = rules, depth
+        self._next: dict[str, Fit] = {}
+        self._named = {one.pattern[depth] for one in rules if len(one.pattern) > depth}
+        self._others: Fit | None = None
+        self.rule = next((one for one in rules if _ends(one, depth)), None)
+        if all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules):
+            self._others = self  # as it is here it is everywhere below
+
+    def after(self, step: object) -> Fit:
+        """Return the place that one more step leads to."""
+        if self._others is self:
+            return self
+        text = step if type(step) is str else text_of(step)
+        if text not in self._named:
+            if self._others is None:
+                self._others = self._leading("")
+            return self._others
+        if text not in self._next:
+            self._next[text] = self._leading(text)
+        return self._next[text]
+
+    def _leading(self, step: str) -> Fit:
+        return Fit([one for one in self._rules if _leads(one, self._depth, step)], self._depth + 1)
+
+
+@lru_cache(maxsize=KEPT)
+def fit_of(rules: tuple[Rule, ...]) -> Fit:
+    """Return the root of a tree, which all rules fit."""
+    return Fit(rules, 0)
+
+
+def text_of(step: object) -> str:
+    """Return a step as a place shows it, and as rules name it."""
+    text = step if isinstance(step, str) else ":".join(map(str, step)) if isinstance(step, tuple) else str(step)
+    return text if len(text) <= SHOWN_STEP else text[: SHOWN_STEP - 3] + "..."
+
+
+def place_of(steps: Steps) -> str:
+    """Return the steps to a place as text."""
+    return "/".join(map(text_of, steps))
+
+
+def _leads(rule: Rule, depth: int, step: str) -> bool:
+    """Tell whether a rule that fits the steps so far fits one more."""
+    pattern = rule.pattern
+    if len(pattern) <= depth:
+        return pattern[-1:] == (REST,)
+    return pattern[depth] in (step, ANY, REST)
+
+
+def _ends(rule: Rule, depth: int) -> bool:
+    """Tell whether a rule, whose steps fit, speaks for what is here."""
+    pattern = rule.pattern
+    if pattern[-1:] == (REST,):
+        return depth >= len(pattern) - 1
+    return len(pattern) == depth
