@@ -20,7 +20,7 @@ from zckpt.codes import (
 )
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
-from zckpt.errors import LayoutError, listed
+from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
@@ -59,8 +59,12 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
 def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
     adapter = find_format(checkpoint.format)
-    if adapter is not None:
+    if adapter is None:
+        return
+    try:
         yield from map(finding_of, adapter.contradictions(checkpoint))
+    except SourceError as error:  # of headers that opening, where there are many, has not read to the end
+        yield finding_of(error)
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
