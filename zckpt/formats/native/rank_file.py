@@ -301,7 +301,7 @@ def check_header(path: Path, one: Listed) -> None:
             path=path,
             expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
             found=f"{found:08x}",
-            advice="a program has written the file anew; write the checkpoint anew with `zckpt convert`",
+            advice="a program has rewritten the file; write the checkpoint with `zckpt convert`",
             code=LAYOUT,
         )
 
