@@ -252,7 +252,8 @@ def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -
 )
 def test_kinds_that_are_not_resharded(name: str, tmp_path: Path) -> None:
     drop = ("--drop", "*:optimizer/*") if name == "pp2_s0_fp32_dp2" else ()  # which is lost, and refused as that
-    refused(5, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=("resharded", "global_step5"))
+    words = ("resharded", "global_step5")
+    refused(5, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=words)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -13,7 +13,9 @@ from zckpt.formats.deepspeed import per_parameter
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
-@pytest.mark.parametrize("name", ["s2_bf16_dp2_palign", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "tp2_s3_bf16_dp2"])
+@pytest.mark.parametrize(
+    "name", ["s2_bf16_dp2_palign", "s3_bf16_dp3", "s3_bf16_dp2_subgroup", "tp2_s3_bf16_dp2", "ds0145_s1_fp32_dp2"]
+)
 def test_the_inventory_is_the_same_by_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = take_inventory(zckpt.open(FIXTURES / name)).as_dict()
     for module, constant, value in (

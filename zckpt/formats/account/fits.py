@@ -20,6 +20,9 @@ SHOWN_STEP = 200
 KEPT = 8
 """Sets of rules whose places are kept: the files of all ranks have the same few."""
 
+FEW = 64
+"""Rules of a set that is kept: a file may have one for each of its items."""
+
 
 class Fit:
     """A place that some rules fit.
@@ -37,12 +40,19 @@ class Fit:
         The first that speaks for what is here.
     """
 
-    __slots__ = ("_depth", "_named", "_next", "_others", "_rules", "rule")
+    __slots__ = ("_any", "_depth", "_named", "_next", "_others", "_rules", "rule")
 
     def __init__(self, rules: Sequence[Rule], depth: int) -> None:
         self._rules, self._depth = rules, depth
         self._next: dict[str, Fit] = {}
-        self._named = {one.pattern[depth] for one in rules if len(one.pattern) > depth}
+        self._named: dict[str, list[int]] = {}  # which rules go on with a step, by the step
+        self._any: list[int] = []
+        for number, one in enumerate(rules):
+            step = one.pattern[depth] if len(one.pattern) > depth else None
+            if step in (ANY, REST) or (step is None and one.pattern[-1:] == (REST,)):
+                self._any.append(number)
+            elif step is not None:
+                self._named.setdefault(step, []).append(number)
         self._others: Fit | None = None
         self.rule = next((one for one in rules if _ends(one, depth)), None)
         if all(one.pattern[-1:] == (REST,) and len(one.pattern) <= depth for one in rules):
@@ -55,19 +65,23 @@ class Fit:
         text = step if type(step) is str else text_of(step)
         if text not in self._named:
             if self._others is None:
-                self._others = self._leading("")
+                self._others = self._leading([])
             return self._others
         if text not in self._next:
-            self._next[text] = self._leading(text)
+            self._next[text] = self._leading(self._named[text])
         return self._next[text]
 
-    def _leading(self, step: str) -> Fit:
-        return Fit([one for one in self._rules if _leads(one, self._depth, step)], self._depth + 1)
+    def _leading(self, named: list[int]) -> Fit:
+        return Fit([self._rules[number] for number in sorted([*named, *self._any])], self._depth + 1)
+
+
+def fit_of(rules: tuple[Rule, ...]) -> Fit:
+    """Return the root of a tree, which all rules fit."""
+    return _kept(rules) if len(rules) <= FEW else Fit(rules, 0)
 
 
 @lru_cache(maxsize=KEPT)
-def fit_of(rules: tuple[Rule, ...]) -> Fit:
-    """Return the root of a tree, which all rules fit."""
+def _kept(rules: tuple[Rule, ...]) -> Fit:
     return Fit(rules, 0)
 
 
@@ -80,14 +94,6 @@ def text_of(step: object) -> str:
 def place_of(steps: Steps) -> str:
     """Return the steps to a place as text."""
     return "/".join(map(text_of, steps))
-
-
-def _leads(rule: Rule, depth: int, step: str) -> bool:
-    """Tell whether a rule that fits the steps so far fits one more."""
-    pattern = rule.pattern
-    if len(pattern) <= depth:
-        return pattern[-1:] == (REST,)
-    return pattern[depth] in (step, ANY, REST)
 
 
 def _ends(rule: Rule, depth: int) -> bool:

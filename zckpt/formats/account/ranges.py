@@ -104,7 +104,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
         np.searchsorted(one[:, 0], bounds, "right") > np.searchsorted(one[:, 1], bounds, "right") for one in (a, b)
     )
     low = np.flatnonzero(inside & ~outside)
-    found = cuts.merged_ranges(bounds[low], bounds[low + 1]) if len(low) else bounds.reshape(-1, 2)[:0]
+    found = cuts.merged_ranges(bounds[low], bounds[low + 1])
     return found if len(found) >= MANY else [(low, high) for low, high in found.tolist()]
 
 

@@ -203,7 +203,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     origin = checkpoint.origin
     check_world_size(options.world_size)
     if not isinstance(origin, Origin) or not origin.members:
-        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are cut for another number of ranks",
+        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
                                path=checkpoint.source, found=checkpoint.format,
                                advice="use `zckpt convert --to deepspeed`")  # fmt: skip
     first = origin.members[0]

@@ -80,12 +80,18 @@ class Zckpt(Format):
         return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
 
     def checks(self, file: SourceFile) -> Iterable[Sum]:
-        """Return the digest of each tensor."""
+        """Return the digest of each tensor, of a file whose header is the one that says where they are."""
         from zckpt.engine.checking import Sum
-        from zckpt.formats.native.rank_file import recorded
+        from zckpt.formats.native.rank_file import Listed, check_header, recorded
 
         if file.role != RANK_ROLE:
             return []
+        if file.header is not None:
+            try:
+                check_header(Path(file.path), Listed("", file.nbytes, *file.header))
+            except SourceError as error:
+                error.ranks = () if file.dp_rank is None else (file.dp_rank,)
+                raise
         every = recorded(file.path)
         return [Sum(slot.name, file.path, span.offset, slot.nbytes, crc) for slot, crc in every for span in slot.spans]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -243,11 +243,16 @@ def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:
     if size != nbytes:
         raise DamagedFileError("of another size than checkpoint.json says", path=path, expected=nbytes, found=size,
                                code=TRUNCATED if size < nbytes else None)  # fmt: skip
+    _digests(tensors, path)
+    return RankFile(str(path), size, tensors, {DIGESTS})
+
+
+def _digests(tensors: Mapping[str, Slot], path: str | Path) -> Slot:
     digests = tensors.get(DIGESTS)
     if digests is None or (digests.dtype, digests.shape) != (DIGEST_DTYPE, (len(tensors) - 1,)):
         found = None if digests is None else f"{digests.dtype} {digests.shape}"
         raise DamagedFileError(f"no {DIGESTS}", path=path, expected=f"{len(tensors) - 1} {DIGEST_DTYPE}", found=found)
-    return RankFile(str(path), size, tensors, {DIGESTS})
+    return digests
 
 
 PROVEN_NBYTES = 1 << 26
@@ -280,7 +285,7 @@ def is_as_listed(path: Path, one: Listed, *, identity: str, whole: bool) -> bool
         return crc32(head) == one.header_crc32
     found = _IDENTITY.search(head)
     length = int.from_bytes(head[:8], "little") + 8
-    return length == one.header_nbytes and found is not None and found[1].decode() == identity
+    return length == one.header_nbytes and found is not None and found[1] == identity.encode()
 
 
 def check_header(path: Path, one: Listed) -> None:
@@ -301,7 +306,7 @@ def check_header(path: Path, one: Listed) -> None:
             path=path,
             expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
             found=f"{found:08x}",
-            advice="a program has rewritten the file; write the checkpoint with `zckpt convert`",
+            advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
             code=LAYOUT,
         )
 
@@ -337,10 +342,11 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
     Raises
     ------
     SourceError
-        The file's header is damaged.
+        The file's header is damaged, or has no place for them.
     """
     tensors, _, _ = read_header(Path(path))
-    digests = tensors.pop(DIGESTS)
+    digests = _digests(tensors, path)
+    del tensors[DIGESTS]
     if not digests.spans:
         return []
     with opened(path) as descriptor:

@@ -324,7 +324,8 @@ class Reading:
                 )
         for rank, one in enumerate(self.listed):
             used = sum(slot.nbytes for slot in self.files[rank].tensors.values()) if self.files else one.data_nbytes
-            yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used)
+            header = None if self.files else (one.header_nbytes, one.header_crc32)
+            yield SourceFile(self.paths[rank], one.nbytes, "rank", rank, tensor_nbytes=used, header=header)
         yield SourceFile(str(self.path / DOCUMENT_NAME), self.nbytes, "document")
 
 

@@ -91,7 +91,7 @@ def verify(
         text, changed = _against(checkpoint, expected, memory, told)
         findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
-    return Verification(name, checkpoint.format, deep, in_order(findings), Checked(**counts), text, checkpoint)
+    return Verification(name, checkpoint.format, deep, in_order(_once(findings)), Checked(**counts), text, checkpoint)
 
 
 def _counts(checkpoint: Checkpoint) -> dict[str, int]:

@@ -18,13 +18,13 @@ from zckpt.codes import (
     STATE_LEFT_OUT,
     STEPS_DIFFER,
 )
-from zckpt.engine.plan import fill
+from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
-from zckpt.errors import LayoutError, listed
+from zckpt.errors import LayoutError, SourceError, listed
 from zckpt.formats.account import take_inventory
 from zckpt.formats.registry import find_format
 from zckpt.operations.verify.findings import Finding, finding_of
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
+from zckpt.state import MASTER, WEIGHT, Checkpoint, CutSpans, Extent, Parameter, Scalar, Slot
 from zckpt.state.inventory import Item
 
 Ranks = Mapping[str, tuple[int, ...]]
@@ -59,8 +59,12 @@ def structure_findings(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding
 def _contradictions(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Yield where files contradict the document that says what lies where in them, so that they need not be read."""
     adapter = find_format(checkpoint.format)
-    if adapter is not None:
+    if adapter is None:
+        return
+    try:
         yield from map(finding_of, adapter.contradictions(checkpoint))
+    except SourceError as error:  # of headers that opening, where there are many, has not read to the end
+        yield finding_of(error)
 
 
 def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
@@ -83,7 +87,7 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 
 
 def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
-    """Plan a read of every slot, as for a copy of it: each element must be there once, in the slot's own type."""
+    """Look where every slot is, as for a copy of it: each element must be there once, in the slot's own type."""
     holes: dict[tuple[str, str, str | None], list[tuple[str, str]]] = {}
     for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
         for key, slot in parameter.slots.items():
@@ -92,7 +96,7 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
                 if odd := _other_dtype(one):
                     holes.setdefault((DTYPES_DIFFER, key, odd[0]), []).append((parameter.name, odd[1]))
                 try:
-                    fill(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
+                    check_covered(Hole(0, f"{key}/{parameter.name}", one, Extent.whole(slot.shape), slot.dtype))
                 except LayoutError as error:
                     lacking = _without(parameter, one)
                     code = SLOT_MISSING if lacking else COVERAGE
@@ -109,6 +113,8 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
 
 def _other_dtype(slot: Slot) -> tuple[str, str] | None:
     """Return the file in which a slot has another type than in most, and what types there are."""
+    if isinstance(slot.spans, CutSpans):
+        return None
     counts = Counter(span.dtype for span in slot.spans)
     if len(counts) < 2:
         return None
