@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests start many processes: what they import is compiled once, whatever the caller's setting.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-all check bench fixtures clean
 
 demo: $(VENV)/.runtime

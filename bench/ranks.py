@@ -49,7 +49,7 @@ def first_to_fail(ranks: Sequence[BaseProcess]) -> int | None:
 
 
 def reset_peak() -> None:
-    """Begin to measure the peak of memory anew."""
+    """Begin to measure the peak of memory again."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

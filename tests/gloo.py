@@ -2,7 +2,7 @@
 
 A fork server imports DeepSpeed once (seconds) and forks every rank from itself, so that the calling process needs
 neither DeepSpeed nor to be safe to fork. Ranks stay and are used again: what torch and DeepSpeed do when they are
-first used costs as much as a small test. Every call joins them anew, and a rank that failed, hung or was left
+first used costs as much as a small test. Every call joins them again, and a rank that failed, hung or was left
 otherwise than it was found (`tests/rank_state.py`), as every engine of DeepSpeed leaves it, is replaced.
 """
 

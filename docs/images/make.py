@@ -1,4 +1,4 @@
-"""Make the pictures of this folder anew: `python docs/images/make.py`, from the root of the repository.
+"""Make the pictures of this folder again: `python docs/images/make.py`, from the root of the repository.
 
 They show real checkpoints of `fixtures/`. For the diff and the verification a copy is changed: masters and moments of
 the optimizer drift the more the deeper the layer is, and one rank's second moments get a few NaN. Needs

@@ -85,7 +85,7 @@ def test_experts_are_regrouped(tmp_path: Path) -> None:
     assert inspected(tmp_path / "cut")["topology"] == {"dp": 6, "tp": 1, "pp": 1, "ep": 1}
 
 
-def test_slices_are_cut_anew(tmp_path: Path) -> None:
+def test_slices_are_resharded(tmp_path: Path) -> None:
     source, options = FIXTURES / "tp2_s1_bf16_dp2", ("--tensor-parallel-size", 4, "--padded-vocab-size", 48)
     succeeded("reshard", source, tmp_path / "cut", "--world-size", 3, *options)
     assert inspected(tmp_path / "cut")["topology"] == {"dp": 3, "tp": 4, "pp": 1, "ep": 1}
@@ -250,13 +250,14 @@ def test_options_that_cannot_be_read(options: tuple[str, ...], tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1", "s0_bf16_dp2", "s0_fp32_dp2", "pp2_s0_fp32_dp2"]
 )
-def test_kinds_that_are_not_cut_anew(name: str, tmp_path: Path) -> None:
+def test_kinds_that_are_not_resharded(name: str, tmp_path: Path) -> None:
     drop = ("--drop", "*:optimizer/*") if name == "pp2_s0_fp32_dp2" else ()  # which is lost, and refused as that
-    refused(5, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=("cut", "global_step5"))
+    words = ("resharded", "global_step5")
+    refused(5, "reshard", FIXTURES / name, tmp_path / "cut", "--world-size", 3, *drop, words=words)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_plain_torch_file_is_not_cut_anew(tmp_path: Path) -> None:
+def test_plain_torch_file_is_not_resharded(tmp_path: Path) -> None:
     (path,) = sorted((FIXTURES / "other" / "plain_adamw").glob("*.pt"))[:1]
     refused(5, "reshard", path, tmp_path / "cut", "--world-size", 3, words=(path.name,))
     assert list(tmp_path.iterdir()) == []

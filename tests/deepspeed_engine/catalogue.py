@@ -1,4 +1,4 @@
-"""The checkpoints of `fixtures/` by name, as descriptions that make them anew."""
+"""The checkpoints of `fixtures/` by name, as descriptions that make them again."""
 
 from __future__ import annotations
 

@@ -570,7 +570,7 @@ def test_ranks_that_share_the_headers_each_look_at_their_own(directory: Path) ->
         read(directory)
 
 
-def test_tensors_are_found_where_they_are_though_a_header_was_written_anew(directory: Path) -> None:
+def test_tensors_are_found_where_they_are_though_a_header_was_rewritten(directory: Path) -> None:
     expected = {key: read_slot(slot).tobytes() for key, slot in every_slot(read(directory))}
     exchanged = exchange_tensors(directory / "rank-00001-of-00002.safetensors")
     assert {key: read_slot(slot).tobytes() for key, slot in every_slot(read(directory))} == expected

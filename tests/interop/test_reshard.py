@@ -117,7 +117,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_deepspeed_resumes_what_was_cut_anew(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+def test_deepspeed_resumes_what_was_resharded(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=case.world_size, **case.options)
     wanted = case.source.at(case.world_size, **case.training)

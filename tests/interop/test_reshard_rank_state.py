@@ -102,7 +102,7 @@ def test_what_is_read_is_the_truth(source: Spec, made: Callable[[Spec], Path], t
     ],
     ids=lambda value: value.name if isinstance(value, Spec) else str(value),
 )
-def test_deepspeed_resumes_matrices_cut_anew(
+def test_deepspeed_resumes_resharded_matrices(
     source: Spec, world_size: int, changes: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
     folder = made(source)

@@ -118,7 +118,7 @@ def test_deepspeed_loads_the_model_without_the_optimizer(
     assert loaded.steps == 2
 
 
-def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_anew(
+def test_deepspeed_keeps_exact_masters_and_starts_an_optimizer_afresh(
     made: Callable[[Spec], Path], tmp_path: Path
 ) -> None:
     strip(made(ADAMW), tmp_path / "masters", keep_slots=["master"])

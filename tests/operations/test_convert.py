@@ -53,7 +53,7 @@ def test_what_is_written_is_the_truth(name: str, to: str, tmp_path: Path) -> Non
     ("name", "to", "stage"),
     pairwise(["s2_bf16_dp2_client", "s3_bf16_dp3", "s1_fp32_dp3", "s2_fp16_dp2"], TARGETS, [1, 2, 3]),
 )
-def test_deepspeed_is_written_anew_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
+def test_deepspeed_is_rewritten_from_any_format(name: str, to: str, stage: int, tmp_path: Path) -> None:
     zckpt.convert(FIXTURES / name, tmp_path / "out", to=to, **TARGETS[to])
     zckpt.convert(tmp_path / "out", tmp_path / "back", to="deepspeed", world_size=5, stage=stage)
     back = zckpt.open(tmp_path / "back")

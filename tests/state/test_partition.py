@@ -205,7 +205,7 @@ def test_sub_groups_close_as_soon_as_they_are_large_enough(numels: list[int], wo
     assert all(sum(one) >= most for one in sizes[:-1])
 
 
-# --- whole parameters, dealt largest first ------------------------------------------------------------------------
+# --- whole parameters, assigned largest first ------------------------------------------------------------------------
 
 dealings = st.lists(st.lists(st.integers(0, 9), max_size=12), max_size=4)
 """Sizes of the parameters of some groups, many of them equal and some zero."""
@@ -274,7 +274,7 @@ def test_parameters_without_elements_all_go_to_one_rank():
     ids=str,
 )
 def test_what_was_not_dealt_that_way_is_refused(held):
-    with pytest.raises(LayoutError, match="not dealt largest first"):
+    with pytest.raises(LayoutError, match="not assigned largest first"):
         greedy_order(held)
 
 

@@ -359,7 +359,7 @@ def test_storages_saved_alone_and_never_mentioned(tmp_path):
 
 
 def rewrite(path, change):
-    """Write the archive anew with Python's zipfile; `change` maps name and data to records to write."""
+    """Write the archive again with Python's zipfile; `change` maps name and data to records to write."""
     with zipfile.ZipFile(path) as archive:
         records = [(name, archive.read(name)) for name in archive.namelist()]
     with zipfile.ZipFile(path, "w") as archive:

@@ -138,7 +138,7 @@ def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
 
 
-def test_a_new_run_begins_anew_and_replaces_a_step_of_its_own(tmp_path: Path) -> None:
+def test_a_new_run_begins_afresh_and_replaces_a_step_of_its_own(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     checkpointer = zckpt.Checkpointer(tmp_path / "new", on_sigterm=False)
     assert checkpointer.resume(model=model) is None

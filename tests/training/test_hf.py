@@ -245,7 +245,7 @@ def test_copy_is_made_once(output: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["source", "unfinished", "removed"])
-def test_copy_is_made_anew_where_it_may_not_be_of_this_checkpoint(how: str, output: Path) -> None:
+def test_copy_is_made_again_where_it_may_not_be_of_this_checkpoint(how: str, output: Path) -> None:
     made = Path(prepare_resume(output, world_size=3) or "")
     (made / "scheduler.pt").write_bytes(b"of another run")
     if how == "source":

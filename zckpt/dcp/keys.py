@@ -27,7 +27,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.write_items import items
-from zckpt.formats.torch_files.reader import MODEL_KEYS, OPTIMIZER_KEYS
+from zckpt.formats.torch_files.reader import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot
@@ -102,7 +102,7 @@ class Keys(dict[str, StorageEntry]):
     def __init__(self, checkpoint: OpenedCheckpoint, model: str | None, optimizer: str | None) -> None:
         super().__init__()
         self.checkpoint = checkpoint
-        self._models = _prefixes(model, MODEL_KEYS)
+        self._models = _prefixes(model, STATE_DICT_KEYS)
         self._optimizers = _prefixes(optimizer, OPTIMIZER_KEYS)
         self._is_usual = model is None and optimizer is None
         self._names = frozenset(checkpoint.parameters)

@@ -96,7 +96,7 @@ class Reader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew; called on each rank."""
+        """Begin again; called on each rank."""
         self._keys = None
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)

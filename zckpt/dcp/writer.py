@@ -60,7 +60,7 @@ class Writer(StorageWriter):
     The model and the optimizer are found in the state dict by their form, under whatever keys: as `get_state_dict` of
     `torch.distributed.checkpoint.state_dict` gives them, nested or flattened, or as their own `state_dict`. All else is
     kept beside them: plain data, numpy arrays and tensors that are not sharded, which should be small, since the
-    coordinator writes them. Replicas are written once, as DCP's planner deals them.
+    coordinator writes them. Replicas are written once, as DCP's planner assigns them.
 
     The checkpoint appears whole or not at all. `zckpt.open`, `load`, `convert` and the others read it, and `dcp.load`
     does with `zckpt.dcp.Reader`.
@@ -90,7 +90,7 @@ class Writer(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew; called on each rank."""
+        """Begin again; called on each rank."""
         self._abandon()
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)

@@ -75,7 +75,7 @@ def check_companions(target: Path, written: Sequence[Path]) -> None:
     target : Path
         A file.
     written : sequence of Path
-        What is written anew, it and what goes beside it.
+        What is written again, it and what goes beside it.
     """
     for one in written:
         check_replaceable(one)

@@ -79,7 +79,7 @@ def reshard(
     UsageError
         An option that cannot be used.
     SourceError
-        The source cannot be read, contradicts itself, or is of a kind that is not cut anew.
+        The source cannot be read, contradicts itself, or is of a kind that is not resharded.
     TargetError
         The target exists or cannot be written.
     """

@@ -29,7 +29,7 @@ from zckpt.optim.states import Restoring
 from zckpt.optim.states.protocol import Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 
-SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make it anew"
+SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make another"
 
 
 def save(

@@ -9,7 +9,7 @@ Per parameter (ZeRO-3): every parameter is cut in equal shards of its own.
 
     a: | a a | a a | a . |    b: | b | b | b |    rank 0 holds the first shard of each, one after the other
 
-Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, the largest dealt first.
+Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, the largest assigned first.
 
     | a a a a a a |   | b b b b | d |   | c c c | e e |
          rank 0           rank 1            rank 2
@@ -222,7 +222,7 @@ def shard_paddings(numels: Sequence[int], world_size: int) -> list[int]:
 def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[list[list[int]]]:
     """Return which whole parameters each rank holds, in the order in which its optimizer has them.
 
-    Each group's parameters are dealt largest first, equal ones in their order, to the rank that holds the least
+    Each group's parameters are assigned largest first, equal ones in their order, to the rank that holds the least
     elements so far, groups before included; the lowest of equal ranks.
 
     Parameters
@@ -253,7 +253,7 @@ def greedy_partition(groups: Sequence[Sequence[int]], world_size: int) -> list[l
 
 
 def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int, int]]]:
-    """Return the order in which `greedy_partition` dealt the parameters that ranks hold, which is largest first.
+    """Return the order in which `greedy_partition` assigned the parameters that ranks hold, which is largest first.
 
     Parameters
     ----------
@@ -268,27 +268,27 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
     Raises
     ------
     LayoutError
-        They were not dealt that way.
+        They were not assigned that way.
     """
     ranks = [(0, rank) for rank in range(len(held))]
     found: list[list[tuple[int, int]]] = []
     for number in range(len(held[0]) if held else 0):
         taken = [0] * len(held)
-        dealt: list[tuple[int, int]] = []
+        assigned: list[tuple[int, int]] = []
         last = math.inf
         for _ in range(sum(len(groups[number]) for groups in held)):
             size, rank = ranks[0]
             mine = held[rank][number]
             if taken[rank] == len(mine) or mine[taken[rank]] > last:
                 raise LayoutError(
-                    "parameters are not dealt largest first to the rank that holds least",
+                    "parameters are not assigned largest first to the rank that holds least",
                     found=f"rank {rank}'s parameter {taken[rank]} of group {number}",
                 )
             last = mine[taken[rank]]
-            dealt.append((rank, taken[rank]))
+            assigned.append((rank, taken[rank]))
             taken[rank] += 1
             heapq.heapreplace(ranks, (size + int(last), rank))
-        found.append(dealt)
+        found.append(assigned)
     return found
 
 

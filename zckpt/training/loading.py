@@ -30,7 +30,7 @@ from zckpt.training.other_state import OtherState, read_other_state
 
 SHOWN = 4
 
-SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make the model anew"
+SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
 
 LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a grad scaler or a module is not"

@@ -1,4 +1,4 @@
-"""What files of a checkpoint hold: trees without their tensors' bytes, and the bytes by path. And cutting one anew."""
+"""What files of a checkpoint hold: trees without their tensors' bytes, and the bytes by path. And resharding one."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def model_file(tag: Path, rank: int | None = None) -> Path:
 
 
 def recut(tag: Path, world: int) -> None:
-    """Cut a stage-2 checkpoint of one rank anew for more ranks, by the rule of DeepSpeed."""
+    """Cut a stage-2 checkpoint of one rank for more ranks, by the rule of DeepSpeed."""
     only = optimizer_file(tag, 0)
 
     def cut(rank: int) -> Callable[[dict[str, Any]], None]:

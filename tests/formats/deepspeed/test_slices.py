@@ -108,7 +108,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(case=cases(), data=st.data())
-def test_slices_put_together_and_cut_anew(
+def test_slices_put_together_and_cut_again(
     file: Path, case: tuple[Way, int, int, np.ndarray], data: st.DataObject
 ) -> None:
     way, degree, other, whole = case

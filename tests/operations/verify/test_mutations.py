@@ -423,7 +423,7 @@ def header_of_zckpts_own_format_listed_wrong(run: Path) -> Path:
 
 
 @mutation("ZC-121", file=r".*rank-00001-of-00002\.safetensors", ranks=(1,))
-def header_of_zckpts_own_format_written_anew(run: Path) -> Path:
+def header_of_zckpts_own_format_rewritten(run: Path) -> Path:
     """A program has moved two tensors of a rank's file, checksums and all: the file alone is sound."""
     target = run.parent / "target"
     zckpt.convert(run, target, to="zckpt", world_size=2)

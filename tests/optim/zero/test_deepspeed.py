@@ -238,7 +238,7 @@ CASES = {
         *both("fp16", {"dtype": "fp16"}, config={"fp16": FALLING}, steps=12, expect="overflows clipped"),
         *both("GPT", {"model": "gpt2"}, steps=STEPS),
         *both("accumulation", {}, accumulation=4, steps=STEPS),
-        *both("momentum, dealt in turns", {"optimizer": "sgdm", "round_robin": True}, steps=STEPS),
+        *both("momentum, assigned in turns", {"optimizer": "sgdm", "round_robin": True}, steps=STEPS),
         *both("small buckets", {}, bucket=SMALL, expect="buckets"),
         *both("small buckets, overlapped", {}, bucket=SMALL, zero=OVERLAPPED, options=OVERLAPPED, expect="buckets"),
         *both("offloaded", {"offload": True, "clip": 0.0}, options={"offload": True}, close_norms=1e-6),
@@ -249,7 +249,7 @@ CASES = {
     3: [
         *PLAIN,
         *both("fp16, one scale", {"dtype": "fp16"}, config={"fp16": STATIC}),
-        *both("dealt in turns", {"round_robin": True}),
+        *both("assigned in turns", {"round_robin": True}),
         *both("aligned", {"parameter_alignment": True}),
         *both("some frozen", {"frozen_in_group": True}),
         *both("sent in fp32", {}, config={"communication_data_type": "fp32"}, options=SENT_IN_FP32),
@@ -264,7 +264,7 @@ CASES = {
     ],
     4: [
         *PLAIN,
-        *both("dealt in turns", {"round_robin": True, "optimizer": "sgdm"}, accumulation=4, expect="clipped"),
+        *both("assigned in turns", {"round_robin": True, "optimizer": "sgdm"}, accumulation=4, expect="clipped"),
         *both("experts", {"model": "moe", "clip": 0.1}, expect="clipped"),
         *both("experts on two ranks", EXPERTS_APART, expect="clipped"),
         Case(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
 from zckpt.formats.dcp.tree import Branch, Node, branch, is_list
-from zckpt.formats.torch_files.reader import MODEL_KEYS
+from zckpt.formats.torch_files.reader import STATE_DICT_KEYS
 from zckpt.state.names import aligned, bare_names
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -167,12 +167,12 @@ def _best(candidates: list[ModelPart], names: frozenset[str]) -> ModelPart | Non
 def _unusual(part: ModelPart) -> tuple[int, int]:
     """Sort dicts that are called as models are before others, and those near the root before those deep in it."""
     last = part.path[-1] if part.path else None
-    return (MODEL_KEYS.index(last) if last in MODEL_KEYS else len(MODEL_KEYS), len(part.path))
+    return (STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else len(STATE_DICT_KEYS), len(part.path))
 
 
 def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
     """Return the dict that is called as models are; or else every one that has more than single numbers."""
-    usual = [one for one in candidates if one.path and one.path[-1] in MODEL_KEYS]
+    usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
     large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
     if not usual:
         return large

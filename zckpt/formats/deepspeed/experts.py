@@ -102,7 +102,7 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
             layers.setdefault(match["before"], {}).setdefault(int(match["number"]), []).append(match["after"])
     counts = {layer: len(found) * len(names) for layer, found in layers.items()}
 
-    def dealt(ranks: int) -> list[list[str]]:
+    def assigned(ranks: int) -> list[list[str]]:
         return [
             [
                 f"{layer}{number}{after}"
@@ -121,9 +121,9 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
                 expected=f"a divisor of {count}",
                 found=degree,
             )
-    if dealt(len(names)) != [list(one) for one in names]:
+    if assigned(len(names)) != [list(one) for one in names]:
         raise UnsupportedError("experts in an order that is not the model's are not regrouped", path=path)
-    return dealt(degree)
+    return assigned(degree)
 
 
 def expert_parallel_size(dp: int, partition_count: int, names: Iterable[str]) -> int:

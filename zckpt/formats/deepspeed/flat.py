@@ -150,26 +150,26 @@ def cut_group(
     paddings: list[Padding] = []
     runs: list[PaddingSpan] = []
     numels, ranks = group.numels, range(len(members))
-    dealt = [list(flat_shares(numels, starts, partition, position)) for position in ranks]
+    assigned = [list(flat_shares(numels, starts, partition, position)) for position in ranks]
     for position, member in enumerate(members):
-        _check_mappings(group, member, names, dealt, position)
+        _check_mappings(group, member, names, assigned, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
         numel = flat_padding(starts[-1], partition, position)
         nbytes = _padding_nbytes(member, group.index, numel, keys)
-        own = list(_padding_spans(member, group.index, partition, dealt[position], keys))
+        own = list(_padding_spans(member, group.index, partition, assigned[position], keys))
         kept = _zero_keys(member, group.index)
         zeros = tuple(run for run in own if run.slot == MASTER or run.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
         runs += own
     slots: Slots = {name: {} for name in names}
     for key in (MASTER, *sorted(present)):
-        tensors = [_checked(group.index, key, *one) for one in zip(members, dealt, strict=True)]
+        tensors = [_checked(group.index, key, *one) for one in zip(members, assigned, strict=True)]
         dtype = _dtype(members, group.index, key)
         files = cut_files(tensors, [member.path for member in members])
         for index, (name, shape) in enumerate(group.shapes.items()):
             spans: Sequence[Span] = CutSpans(files, shape, starts[index], partition) if files is not None else ()
             slots[name][key] = Slot(key, dtype, shape, spans)
-        for name, found in _spelled_out(group, members, tensors, dealt).items() if files is None else ():
+        for name, found in _spelled_out(group, members, tensors, assigned).items() if files is None else ():
             slots[name][key] = Slot(key, dtype, group.shapes[name], tuple(found))
     return slots, paddings, runs
 
@@ -191,12 +191,12 @@ def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | Non
 
 
 def _spelled_out(
-    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], dealt: Sequence[list[FlatShare]]
+    group: FlatGroup, members: Sequence[OptimizerShard], tensors: Sequence[Tensor], assigned: Sequence[list[FlatShare]]
 ) -> dict[str, list[Span]]:
     """Return the spans of each parameter, one by one."""
     names, shapes = list(group.shapes), list(group.shapes.values())
     spans: dict[str, list[Span]] = {name: [] for name in names}
-    for member, tensor, fragments in zip(members, tensors, dealt, strict=True):
+    for member, tensor, fragments in zip(members, tensors, assigned, strict=True):
         for one in fragments:
             extent = Extent.flat(shapes[one.index], one.start, one.numel)
             spans[names[one.index]].append(span_of(tensor, member.path, extent, first=one.position))
@@ -217,8 +217,8 @@ def partition_numel(group: FlatGroup, members: Sequence[OptimizerShard], total: 
     first = flat_partition_numel(total, world)
     starts = flat_starts(group.numels, group.pads)
     numels = group.numels
-    dealt = [list(flat_shares(numels, starts, first, position)) for position in range(world)]
-    _check_ranks(group, members, range(world), list(group.shapes), dealt)
+    assigned = [list(flat_shares(numels, starts, first, position)) for position in range(world)]
+    _check_ranks(group, members, range(world), list(group.shapes), assigned)
     wrong = [m.rank for r, m in enumerate(members) if not min(max(total - r * first, 0), first) <= found[r] <= first]
     raise LayoutError(
         f"group {group.index}: partitions do not fit the parameters",
@@ -250,17 +250,17 @@ def _check_paddings(
 
 
 def _check_mappings(
-    group: FlatGroup, member: OptimizerShard, names: list[str], dealt: Sequence[list[FlatShare]], position: int
+    group: FlatGroup, member: OptimizerShard, names: list[str], assigned: Sequence[list[FlatShare]], position: int
 ) -> None:
-    """Hold what a rank's file records of its fragments against those that it is dealt."""
+    """Hold what a rank's file records of its fragments against those that it is assigned."""
     if member.mappings is None or not group.mappings_hold:
         return
     recorded = member.mappings[group.index] if group.index < len(member.mappings) else {}
     recorded = {name: address for name, address in recorded.items() if address[1]}
-    computed = _addresses(names, dealt[position])
+    computed = _addresses(names, assigned[position])
     if recorded == computed:
         return
-    _check_ranks(group, [member], [position], names, dealt)
+    _check_ranks(group, [member], [position], names, assigned)
     for name in [*computed, *recorded]:
         if computed.get(name) != recorded.get(name):
             raise LayoutError(
@@ -279,15 +279,15 @@ def _check_ranks(
     members: Sequence[OptimizerShard],
     positions: Sequence[int],
     names: Sequence[str],
-    dealt: Sequence[list[FlatShare]],
+    assigned: Sequence[list[FlatShare]],
 ) -> None:
     """Raise if a file records the fragments of another rank than its name says."""
     for position, member in zip(positions, members, strict=True):
         if member.mappings is None or not group.mappings_hold or group.index >= len(member.mappings):
             continue
         recorded = {name: address for name, address in member.mappings[group.index].items() if address[1]}
-        computed = _addresses(names, dealt[position])
-        others = [rank for rank, one in enumerate(dealt) if recorded and recorded == _addresses(names, one)]
+        computed = _addresses(names, assigned[position])
+        others = [rank for rank, one in enumerate(assigned) if recorded and recorded == _addresses(names, one)]
         if others and position not in others:
             raise LayoutError(
                 f"is named as the file of rank {member.rank} and holds the part of another",

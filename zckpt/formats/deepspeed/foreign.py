@@ -38,7 +38,7 @@ _FLAT_KEYS = (
 _PARAMETERWISE_KEYS = ("partition_count", "optimizer_state_dict", "fp32_flat_groups")
 
 
-def adopt(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
+def as_deepspeed(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
     """Return the checkpoint with masters, group-wide values and an origin, so that it can be laid out.
 
     Parameters
@@ -120,7 +120,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
         )
     experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
     if experts or checkpoint.topology.pp > 1:
-        raise UnsupportedError("experts and pipeline stages are not written anew from another format", path=path,
+        raise UnsupportedError("experts and pipeline stages are not written from another format", path=path,
                                found=listed(experts) or f"pp={checkpoint.topology.pp}",
                                advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
 
@@ -332,7 +332,7 @@ def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> 
         return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
                        ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
     values = {key: known[key] for key in _COUNTED}
-    note = "the loss scaler's hysteresis begins anew: without ZeRO there is none"
+    note = "the loss scaler's hysteresis starts afresh: without ZeRO there is none"
     return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, [note])
 
 
@@ -346,7 +346,7 @@ def _complete(made: Scaling, checkpoint: Checkpoint, config: Mapping[object, obj
             values = {"cur_scale": begun if scale is None else scale, "cur_iter": 0, "last_overflow_iter": -1,
                       "scale_factor": 2.0, "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
             made.keys[LOSS_SCALER] = _dynamic(values, config)
-            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts anew"
+            what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
             made.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
         else:
             made.keys[LOSS_SCALER] = _static(1.0)
@@ -355,7 +355,7 @@ def _complete(made: Scaling, checkpoint: Checkpoint, config: Mapping[object, obj
     node = scaler.node if isinstance(scaler, FromFile) else scaler
     dynamic = node.get("dynamic") if isinstance(node, Object) else False
     made.keys.setdefault(DYNAMIC, dynamic is True)
-    made.keys.setdefault(OVERFLOW, False)  # of the last step, and set anew by the next
+    made.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
 
 
 def _option(config: Mapping[object, object], name: str) -> object:

@@ -123,7 +123,7 @@ FEWEST_PLACES = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class ShardPadding:
-    """Where the padding of all ranks' shards is: worked out anew each time, for there may be millions of places.
+    """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of places.
 
     Parameters
     ----------

@@ -139,10 +139,10 @@ def _has_all_weights(checkpoint: Checkpoint) -> bool:
 def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
     kept = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER) and not request.drops(name)]
     if not kept:
-        return "the masters stay; without slots the optimizer starts anew"
+        return "the masters stay; without slots the optimizer starts afresh"
     return (
         f"an optimizer that needs more than {', '.join(kept)} loads this and then fails to step; "
-        f"load_optimizer_states=False lets it start anew"
+        f"load_optimizer_states=False lets it start afresh"
     )
 
 

@@ -118,7 +118,7 @@ class TargetRank:
     ----------
     mp_rank : int
     models : sequence of ModelShard
-        The source's model files from which everything is carried that is not made anew, by data-parallel rank; a rank
+        The source's model files from which everything is carried that is not made again, by data-parallel rank; a rank
         that is not there takes from the first.
     members : sequence of OptimizerShard
         The same for optimizer files.
@@ -196,14 +196,14 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     UsageError
         The options cannot be.
     UnsupportedError
-        The source is of a kind that is not cut anew.
+        The source is of a kind that is not resharded.
     LayoutError
         A parameter does not divide among the target's tensor-parallel ranks.
     """
     origin = checkpoint.origin
     check_world_size(options.world_size)
     if not isinstance(origin, Origin) or not origin.members:
-        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are cut for another number of ranks",
+        raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
                                path=checkpoint.source, found=checkpoint.format,
                                advice="use `zckpt convert --to deepspeed`")  # fmt: skip
     first = origin.members[0]
@@ -278,18 +278,18 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
     if topology.pp > 1:
-        raise UnsupportedError("pipeline-parallel checkpoints are not cut anew", path=path, found=f"pp={topology.pp}")
+        raise UnsupportedError("pipeline-parallel checkpoints are not resharded", path=path, found=f"pp={topology.pp}")
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return
     if max(topology.tp, options.tensor_parallel_size or 1) > 1:
-        raise UnsupportedError("checkpoints with experts are not cut anew under tensor parallelism", path=path)
+        raise UnsupportedError("checkpoints with experts are not resharded under tensor parallelism", path=path)
     if stage == 3:
         raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
     if origin.model.config.get("use_data_before_expert_parallelism") is True:
-        raise UnsupportedError("experts whose ranks are numbered data-parallel first are not cut anew", path=path)
+        raise UnsupportedError("experts whose ranks are numbered data-parallel first are not resharded", path=path)
 
 
 def refuse_to_cut(target: Target) -> None:

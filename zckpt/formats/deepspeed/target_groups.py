@@ -146,7 +146,7 @@ def _renamed(group: ParamGroup, source: int, degree: int) -> ParamGroup:
 
 
 def expert_groups(numels: Sequence[int]) -> list[list[int]]:
-    """Return how DeepSpeed deals one rank's expert parameters to param groups.
+    """Return how DeepSpeed assigns one rank's expert parameters to param groups.
 
     Notes
     -----

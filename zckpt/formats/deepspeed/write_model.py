@@ -60,7 +60,7 @@ def alike(target: Target, mp: TargetRank, rank: int) -> object:
 
 
 def carried_from(mp: TargetRank, rank: int) -> ModelShard:
-    """Return the source's model file that a rank carries everything from that is not made anew."""
+    """Return the source's model file that a rank carries everything from that is not made again."""
     return mp.models[rank] if rank < len(mp.models) else mp.models[0]
 
 

@@ -89,7 +89,7 @@ def _from_elsewhere(job: Job) -> Written:
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
     restated = set(foreign.HANDLED)
-    adopted = foreign.adopt(checkpoint, stage=stage)
+    converted = foreign.as_deepspeed(checkpoint, stage=stage)
     notes = foreign.notes(checkpoint, stage=stage)
     strange = sorted(checkpoint.optimizer_metadata.keys() - restated)
     if strange:
@@ -98,7 +98,7 @@ def _from_elsewhere(job: Job) -> Written:
             path=checkpoint.source,
             advice="convert to zckpt or dcp",
         )
-    target = decide(adopted, _recut(options, options.world_size, stage))
+    target = decide(converted, _recut(options, options.world_size, stage))
     return Written(target, list(notes), restated, [], run_directory=True)
 
 

@@ -306,7 +306,7 @@ def check_header(path: Path, one: Listed) -> None:
             path=path,
             expected=f"{one.header_nbytes} bytes of CRC-32 {one.header_crc32:08x}",
             found=f"{found:08x}",
-            advice="a program has written the file anew, or it is damaged; copy it from where the checkpoint was saved",
+            advice="a program has rewritten the file, or it is damaged; copy it from where the checkpoint was saved",
             code=LAYOUT,
         )
 

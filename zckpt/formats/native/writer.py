@@ -191,8 +191,8 @@ def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> 
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
     sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
-    dealt = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
-    for (name, parameter, slot), runs in zip(slots, dealt, strict=True):
+    assigned = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
+    for (name, parameter, slot), runs in zip(slots, assigned, strict=True):
         key = f"{name}/{parameter}"
         while key in used:
             key += "'"

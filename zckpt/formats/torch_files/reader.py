@@ -20,7 +20,7 @@ from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import Rule
 from zckpt.torchfile import Object, Tensor, read_torchfile
 
-MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
+STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
 """Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
 
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optim", "optimizer_state")
@@ -123,7 +123,7 @@ def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[objec
         tensors = {key: value for key, value in root.items() if isinstance(value, Tensor)}
         mostly = len(tensors) * 2 > len(root) and not looks_like_optimizer(root)
         return (None, tensors) if mostly else (None, None)
-    usual = [key for key in MODEL_KEYS if key in found]
+    usual = [key for key in STATE_DICT_KEYS if key in found]
     key = usual[0] if usual else next(iter(found))
     if len(found) > 1:
         checkpoint.warnings.append(

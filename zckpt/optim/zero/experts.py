@@ -59,7 +59,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
     if positions == list(range(first, first + len(positions))) and first % len(positions) == 0:
         return Place(first // len(positions), degree, own, data_first=True)
     raise UnsupportedError(
-        "experts are dealt to ranks in a way that no file of DeepSpeed has",
+        "experts are assigned to ranks in a way that no file of DeepSpeed has",
         expected=f"every {degree}th rank, or {len(positions)} neighbours",
         found=f"data-parallel ranks {', '.join(map(str, positions))} of {len(every)}",
     )

@@ -137,7 +137,7 @@ class Reducer:
         return missing
 
     def end_window(self) -> None:
-        """Begin anew: the next gradients take the place of those accumulated."""
+        """Begin again: the next gradients take the place of those accumulated."""
         self._accumulated.clear()
         if self._parts is not None:
             self._parts.clear()
