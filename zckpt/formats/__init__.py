@@ -116,13 +116,9 @@ def recognise(search: Search, misses: list[NearMiss] | None = None) -> tuple[For
         takers = [one.title for one in formats() if search.given <= one.takes]
         given = ", ".join(f"--{'root' if name == 'roots' else name.replace('_', '-')}" for name in sorted(search.given))
         raise UsageError(f"{given}: is for a directory of {' or '.join(takers)}", path=search.path)
-    from zckpt.formats.near import unrecognised
+    from zckpt.formats.near import settle
 
-    error = unrecognised(search.path, misses, broken, whatever=unsure is None)
-    if error is not None:
-        raise error
-    assert unsure is not None  # noqa: S101  # or there is an error
-    return unsure
+    return settle(search.path, misses, broken, unsure)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from zckpt.errors import SourceError, UnknownFormatError
-from zckpt.formats.format import NearMiss, Search
+from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.storage.files import is_file, read_head
 
@@ -56,10 +56,13 @@ _DIRECTORIES = (
 """Names in a directory of another program, and what it is."""
 
 
-def unrecognised(
-    path: Path, misses: Sequence[NearMiss], broken: Sequence[BrokenPluginError], *, whatever: bool
-) -> SourceError | None:
-    """Return the error for a source of which no format is sure; None if the one that is not sure is to read it.
+def settle(
+    path: Path,
+    misses: Sequence[NearMiss],
+    broken: Sequence[BrokenPluginError],
+    unsure: tuple[Format, Found] | None,
+) -> tuple[Format, Found]:
+    """Return the format that is to read a source of which none is sure, or raise the error for one that none reads.
 
     Parameters
     ----------
@@ -68,23 +71,28 @@ def unrecognised(
         What formats have seen in it.
     broken : sequence of BrokenPluginError
         Formats that could not be asked.
-    whatever : bool
-        Whether there is not even a format that would try.
+    unsure : (Format, Found) or None
+        The format that would try; None: there is not even one.
+
+    Raises
+    ------
+    SourceError
+        No format reads it.
     """
     if path.is_dir():
-        if not whatever:
-            return None
+        if unsure is not None:
+            return unsure
         found = next(iter(misses), None) or _of_others(path)
         error: SourceError = found.error(path) if found is not None else _unknown(path)
         error.advice = error.advice or _parent(path)
     else:
         found = pointer(path) or next(iter(misses), None) or _of_other(path)
-        if found is None and not whatever and not broken:
-            return None
+        if found is None and unsure is not None and not broken:
+            return unsure
         error = found.error(path) if found is not None else _unknown_file(path)
     if broken:
         error.advice = "; ".join([*([error.advice] if error.advice else []), *map(str, broken)])
-    return error
+    raise error
 
 
 def explained(error: SourceError, search: Search, misses: Sequence[NearMiss]) -> SourceError:
