@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -255,37 +254,14 @@ def _digests(tensors: Mapping[str, Slot], path: str | Path) -> Slot:
     return digests
 
 
-PROVEN_NBYTES = 1 << 26
-"""Of all headers: so many bytes are held against the document in every opening; of more only what they begin with."""
-
-_HEAD_NBYTES = 4096
-_IDENTITY = re.compile(rb'"zckpt_id"\s*:\s*"([^"\\]*)"')
-
-
-def is_as_listed(path: Path, one: Listed, *, identity: str, whole: bool) -> bool:
-    """Tell whether a rank's file is the one that a document lists, by its size and its header.
-
-    Parameters
-    ----------
-    path : Path
-    one : Listed
-    identity : str
-        Of the checkpoint.
-    whole : bool
-        Read the whole header, and not only what it begins with.
-    """
+def is_as_listed(path: Path, one: Listed) -> bool:
+    """Tell whether a rank's file is the one that a document lists, by its size and its header."""
     if not is_file(path):
         return False
     with opened(str(path)) as descriptor:
         if os.fstat(descriptor).st_size != one.nbytes or one.nbytes < one.header_nbytes:
             return False
-        count = one.header_nbytes if whole else min(one.header_nbytes, _HEAD_NBYTES)
-        head = read_at(descriptor, 0, count, path=str(path))
-    if whole:
-        return crc32(head) == one.header_crc32
-    found = _IDENTITY.search(head)
-    length = int.from_bytes(head[:8], "little") + 8
-    return length == one.header_nbytes and found is not None and found[1] == identity.encode()
+        return crc32(read_at(descriptor, 0, one.header_nbytes, path=str(path))) == one.header_crc32
 
 
 def check_header(path: Path, one: Listed) -> None:

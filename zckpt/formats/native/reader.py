@@ -21,7 +21,6 @@ from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.places import Headers, Order, Places, Table, order_of
 from zckpt.formats.native.rank_file import (
-    PROVEN_NBYTES,
     Listed,
     Mismatch,
     RankFile,
@@ -259,10 +258,9 @@ class Reading:
         if not order.is_proven:
             return None
         rank, world_size = share = _SHARE.get() or (0, 1)
-        whole = sum(one.header_nbytes for one in self.listed[rank::world_size]) <= PROVEN_NBYTES
         for one in self.listed[rank::world_size]:
             path = self.path / one.name
-            if not is_as_listed(path, one, identity=self.identity, whole=whole):
+            if not is_as_listed(path, one):
                 if share == (0, 1):
                     return None
                 open_rank_file(path, identity=self.identity, nbytes=one.nbytes)
