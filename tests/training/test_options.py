@@ -368,3 +368,27 @@ def test_a_model_alone_has_no_optimizer_to_load(tmp_path: Path) -> None:
     assert any("param groups" in note for note in notes)
     with pytest.warns(UserWarning, match="no state of a scheduler"):
         zckpt.load(tmp_path / "c", model=model, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+class Noting(torch.optim.SGD):
+    """Keeps a text for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["note"] = "warming up"
+        return super().step(closure)
+
+
+def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = Noting(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "saved", model=model, optimizer=optimizer)
+    other = Noting(model.parameters(), lr=0.1, momentum=0.9)
+    zckpt.load(tmp_path / "saved", model=model, optimizer=other)
+    assert [other.state[p]["note"] for p in model.parameters()] == ["warming up", "warming up"]
+    for parameter in model.parameters():
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(other.state[parameter]["momentum_buffer"], momentum)

@@ -167,3 +167,8 @@ class ByParameterRestoring(Restoring):
     def take(self) -> None:
         """Give the optimizer what was read."""
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        for number, its in self.state.items():
+            loaded = self.optimizer.state.get(parameters[number], {})
+            # torch casts whatever can be iterated over, and so makes the name of a generator of a text
+            loaded.update({key: value for key, value in its.items() if isinstance(value, str) and key in loaded})
