@@ -14,8 +14,8 @@ from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.state import MASTER
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import like_model
-from zckpt.state.rank_values import listed
 
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""
@@ -56,8 +56,8 @@ def open_for(
     found = _open(path, live, order, tag=tag, names=names, strict=strict)
     if found.per_rank and order:
         raise UnsupportedError(
-            f"{listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer here can "
-            f"take it over",
+            f"{keys_listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer "
+            f"here can take it over",
             path=path,
             advice="load the model alone, or resume in the program that saved it",
         )

@@ -20,8 +20,8 @@ from pathlib import Path
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Scalar
+from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, Rule
-from zckpt.state.rank_values import RankValue
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
 

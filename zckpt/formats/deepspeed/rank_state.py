@@ -29,8 +29,8 @@ from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.deepspeed.tied import tied_names
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import WEIGHT, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state.checkpoint import RankValue
 from zckpt.state.partition import flat_starts
-from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
