@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
-from zckpt.optim.model_state import Stateful, set_extra
+from zckpt.optim.tensors import Stateful, set_extra
 from zckpt.state import Checkpoint
 from zckpt.training.values import value_of
 from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF

@@ -13,8 +13,8 @@ from zckpt.formats.native.rank_file import Entry, storage_key
 from zckpt.formats.native.writer import Placed, describe, lay_out_document, members_of
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
-from zckpt.optim.model_state import ModelState
 from zckpt.optim.states.several import ALONE, Snapshot
+from zckpt.optim.tensors import ModelState
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.torchfile import FromFile, Mentioned
 from zckpt.training.parts import Part, Piece, key_of

@@ -22,10 +22,9 @@ from zckpt.formats.native.writer import IDENTITY_NBYTES
 from zckpt.operations.target import write_target
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
-from zckpt.optim.model_state import ModelState
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.shares import Share, share_of
 from zckpt.optim.states.several import Optimizers
+from zckpt.optim.tensors import ModelState, Share, share_of
 from zckpt.state import WEIGHT, Extent, Slot
 from zckpt.storage.durable import written_directory
 from zckpt.training import whole
