@@ -33,7 +33,7 @@ from zckpt.formats.native.rank_file import (
 from zckpt.formats.native.values import Members, wrong
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
 
 NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",
