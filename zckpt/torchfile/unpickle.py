@@ -77,7 +77,7 @@ class Machine:
         self.protocol = 0
         self.stack: list[object] = []
         self.marks: list[list[object]] = []
-        self.memo = Memo()
+        self.memo: Memo = Memo()
         self.globals = Globals()
         self.builders = self.globals.builders
 
