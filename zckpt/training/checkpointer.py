@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats.native.names import OWNED
+from zckpt.formats.native import OWNED
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import Ranks

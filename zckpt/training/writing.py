@@ -14,7 +14,7 @@ from typing import Any
 
 from zckpt.compare.digests import FILE_NAME, Entries, write_digests
 from zckpt.engine.plan import plan
-from zckpt.formats.native.names import OWNED, rank_name
+from zckpt.formats.native import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
