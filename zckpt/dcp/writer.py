@@ -23,7 +23,7 @@ from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.native.names import OWNED
+from zckpt.formats.native import OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.target import write_target

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats.native.names import OWNED
+from zckpt.formats.native import OWNED
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.optim.model_state import Stateful
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.several import Given
+from zckpt.optim.tensors import Stateful
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record

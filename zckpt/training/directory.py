@@ -15,7 +15,7 @@ from typing import Any
 from zckpt.compare.digests import FILE_NAME, Entries, write_digests
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
-from zckpt.formats.native.names import OWNED, rank_name
+from zckpt.formats.native import OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
@@ -24,10 +24,9 @@ from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
-from zckpt.optim.model_state import ModelState
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.shares import Share, share_of
 from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
+from zckpt.optim.tensors import ModelState, Share, share_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
 from zckpt.storage.durable import written_directory
 from zckpt.torchfile import Mentioned

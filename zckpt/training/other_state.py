@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
-from zckpt.optim.model_state import ModelState, Stateful, set_extra
+from zckpt.optim.tensors import ModelState, Stateful, set_extra
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 from zckpt.training.values import Values, value_of

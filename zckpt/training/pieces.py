@@ -10,7 +10,7 @@ import torch
 
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.operations.tensors import dtype_name, memory_of
-from zckpt.optim.shares import Share
+from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import even_extents

@@ -21,12 +21,10 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
-from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.shares import share_of, world_rank
-from zckpt.optim.states import state_class
-from zckpt.optim.states.protocol import Target
+from zckpt.optim.states import Target, state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
+from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.state import WEIGHT
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.muon import is_of_muon
-from zckpt.formats.deepspeed.options import STAGES, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.groups import is_of_muon
+from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
 from zckpt.state import Checkpoint, Parameter, ParamGroup
@@ -200,9 +200,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     LayoutError
         A parameter does not divide among the target's tensor-parallel ranks.
     """
-    origin = checkpoint.origin
+    origin = origin_of(checkpoint)
     check_world_size(options.world_size)
-    if not isinstance(origin, Origin) or not origin.members:
+    if origin is None or not origin.members:
         raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
                                path=checkpoint.source, found=checkpoint.format,
                                advice="use `zckpt convert --to deepspeed`")  # fmt: skip
@@ -226,9 +226,10 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
-    for state in states:
-        rank = TargetRank(state.mp_rank, state.models, state.members, state.parameters, state.buffers, [])
-        for unit in units(checkpoint, origin, state.groups, rank.parameters, options):
+    for number, files in enumerate(states):
+        own = files.state
+        rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [])
+        for unit in units(checkpoint, origin, own.groups, rank.parameters, options):
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
         target.ranks.append(rank)
     refuse_to_cut(target)
