@@ -22,7 +22,7 @@ from zckpt.state.partition import (
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import PackRow
+    from zckpt.engine.packs import PackedSlot
 
 
 def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
@@ -296,7 +296,7 @@ class _Shards:
         storage = new_storage(_dtype(self.parameters, key), numel, parts)
         return view(storage, (numel,), like=like)
 
-    def _row(self, key: str) -> PackRow | None:
+    def _row(self, key: str) -> PackedSlot | None:
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
         slots = [p.slots.get(key) for p in self.parameters if p.numel]
         rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
@@ -308,12 +308,12 @@ class _Shards:
             one.numel != numel for one, numel in zip(cuts, numels, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
-        from zckpt.engine.packs import PackRow
+        from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts
 
         shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
-        return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
     def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
         for p, at in zip(self.parameters, self.starts, strict=False):
