@@ -115,8 +115,8 @@ def save(
 ) -> Saving | None:
     """Write a checkpoint of what is being trained; all ranks call it together, and each writes its share.
 
-    Each of the ranks that have the same writes some of it. The checkpoint appears whole or not at all, and has the states
-    of each rank's random number generators.
+    Each of the ranks that have the same writes some of it. The checkpoint appears whole or not at all, and has the
+    states of each rank's random number generators.
 
     Parameters
     ----------
