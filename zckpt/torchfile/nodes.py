@@ -366,3 +366,9 @@ class DeviceTensor:
     device: Device | str
     requires_grad: bool
     rebuild: str
+
+
+NAMES = frozenset({Global, DType, Layout, MemoryFormat, Device})
+"""Nodes that are a name and nothing else: two equal ones are as good as one."""
+
+TENSORS = frozenset({Tensor, SparseTensor, QuantizedTensor, NestedTensor, MetaTensor, DeviceTensor})

@@ -55,7 +55,7 @@ class Entry:
         Element type in the file's header.
     shape : tuple of int
     width : int, bytes
-        Of one element, as far as its place in the file is concerned.
+        Of one element, by which the tensors of a file are ordered.
     data : memoryview or None
         The bytes, if they are in memory and not in the slot's files.
     """
@@ -169,7 +169,7 @@ def order_key(key: str, width: int) -> tuple[int, str]:
     return -width, key
 
 
-def header_for(rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
+def header_for(tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
     """Return the header of a file of these tensors: name, type and shape of each, in their order.
 
     Raises
@@ -177,7 +177,7 @@ def header_for(rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) 
     UnsupportedError
         It would be larger than safetensors allows.
     """
-    return header_of([(DIGESTS, DIGEST_DTYPE, (len(rows),)), *rows], {ID_KEY: identity})
+    return header_of([(DIGESTS, DIGEST_DTYPE, (len(tensors),)), *tensors], {ID_KEY: identity})
 
 
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
@@ -199,7 +199,7 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity)
     end = len(header) + DIGEST_NBYTES * len(ordered)
     file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
-    places = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
+    digests = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
     for entry in ordered:
         start = file.nbytes
         file.nbytes += entry.nbytes
@@ -207,7 +207,7 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
             file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
         elif entry.nbytes:
             file.literals.append(Literal(start, entry.data))
-        file.checksums.append(Checksum(start, file.nbytes, (places[entry.key],)))
+        file.checksums.append(Checksum(start, file.nbytes, (digests[entry.key],)))
     return file
 
 
@@ -254,14 +254,17 @@ def _digests(tensors: Mapping[str, Slot], path: str | Path) -> Slot:
     return digests
 
 
+def _found_header(path: Path, one: Listed) -> tuple[int, int]:
+    """Return the size of a rank's file, and the CRC-32 of what it has where a document lists its header."""
+    with opened(str(path)) as descriptor:
+        size = os.fstat(descriptor).st_size
+        return size, crc32(read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path)))
+
+
 def is_as_listed(path: Path, one: Listed) -> bool:
     """Tell whether a rank's file is the one that a document lists, by its size and its header."""
-    if not is_file(path):
-        return False
-    with opened(str(path)) as descriptor:
-        if os.fstat(descriptor).st_size != one.nbytes or one.nbytes < one.header_nbytes:
-            return False
-        return crc32(read_at(descriptor, 0, one.header_nbytes, path=str(path))) == one.header_crc32
+    fits = is_file(path) and one.header_nbytes <= one.nbytes
+    return fits and _found_header(path, one) == (one.nbytes, one.header_crc32)
 
 
 def check_header(path: Path, one: Listed) -> None:
@@ -272,10 +275,7 @@ def check_header(path: Path, one: Listed) -> None:
     DamagedFileError
         It is another.
     """
-    with opened(str(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        header = read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path))
-    found = crc32(header)
+    _, found = _found_header(path, one)
     if found != one.header_crc32:
         raise DamagedFileError(
             "its header is not the one that checkpoint.json lists",
@@ -318,7 +318,7 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
     Raises
     ------
     SourceError
-        The file's header is damaged, or has no place for them.
+        The file's header is damaged, or does not have them.
     """
     tensors, _, _ = read_header(Path(path))
     digests = _digests(tensors, path)

@@ -94,7 +94,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """Return what a document says of a checkpoint beside where its elements are."""
+    """Return what a document says of a checkpoint, but where its elements are."""
     nodes = NodeWriter(_values(checkpoint))
     members: dict[str, object] = {**_facts(checkpoint, nodes), "param_groups": _groups(checkpoint, nodes)}
     metadata = {
@@ -192,12 +192,12 @@ def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> 
     sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
     assigned = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
-    for (name, parameter, slot), runs in zip(slots, assigned, strict=True):
+    for (name, parameter, slot), extents in zip(slots, assigned, strict=True):
         key = f"{name}/{parameter}"
         while key in used:
             key += "'"
         used.add(key)
-        pieces = ((run.file, Extent.flat(slot.shape, run.start, run.numel)) for run in runs)
+        pieces = ((one.file, Extent.flat(slot.shape, one.start, one.numel)) for one in extents)
         yield Placed(name, key, slot, tuple(pieces))
 
 
