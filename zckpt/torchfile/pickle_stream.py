@@ -56,10 +56,6 @@ def nested(*kinds: type) -> Callable[[N], N]:
 class Writer:
     """Writes one pickle.
 
-    Parameters
-    ----------
-    stand_for : callable
-
     Attributes
     ----------
     out : bytearray

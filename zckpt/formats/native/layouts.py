@@ -168,14 +168,7 @@ class Headers(Offsets):
 
 
 class Order(Offsets):
-    """Sums up where tensors are, one by one.
-
-    Parameters
-    ----------
-    files : sequence of Listed
-    identity : str
-    cuts : sequence of (Cut, Pieces)
-        All that the files hold.
+    """Sums up where tensors are, one by one. Takes all that the files hold.
 
     Attributes
     ----------
@@ -209,13 +202,7 @@ class Order(Offsets):
 
 
 class Table(Offsets):
-    """Computes where a tensor is when it is asked for.
-
-    Parameters
-    ----------
-    files : sequence of Listed
-    cuts : sequence of (Cut, Pieces)
-        All that the files hold, as a document says that is as it was written.
+    """Computes where a tensor is when asked. Takes all that the files hold, from a document as it was written.
 
     Attributes
     ----------
@@ -300,19 +287,7 @@ class Held:
 
 
 class PieceSpans(Spans):
-    """The spans of a slot whose pieces lie in many files.
-
-    Parameters
-    ----------
-    table : Table
-    row : int
-        Of the slot in the table.
-    cut : Cut
-    held : Held
-        One for all slots that are cut alike.
-    paths : sequence of str
-        Of the files.
-    """
+    """The spans of a slot whose pieces lie in many files, by its row of the table; slots cut alike share `held`."""
 
     __slots__ = ("_cut", "_held", "_paths", "_row", "_table")
 

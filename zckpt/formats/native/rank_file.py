@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
+from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import is_file, opened, read_at, read_into
+from zckpt.storage.files import Sources, is_file, opened, read_at
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -181,14 +182,7 @@ def header_for(tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: st
 
 
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
-    """Return a rank's file.
-
-    Parameters
-    ----------
-    name : str
-    entries : sequence of Entry
-    identity : str
-        Of the checkpoint.
+    """Return a rank's file of the checkpoint with this identity.
 
     Raises
     ------
@@ -287,21 +281,9 @@ def check_header(path: Path, one: Listed) -> None:
         )
 
 
-BUFFER_NBYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor of a file whose bytes are not those that were written.
-
-    Parameters
-    ----------
-    path : str
-    key : str
-        Its name in the file.
-    expected, found : int
-        CRC-32.
-    """
+    """A tensor of a file, by its name there, whose bytes do not have the CRC-32 of those that were written."""
 
     path: str
     key: str
@@ -333,19 +315,10 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
 
 def mismatches(path: str) -> Iterator[Mismatch]:
     """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
-    buffer = bytearray(BUFFER_NBYTES)
-    with opened(path) as descriptor:
+    with Sources() as sources:
         for slot, expected in recorded(path):
-            found = _crc(descriptor, slot, buffer, path)
+            found = 0
+            for span in slot.spans:  # none where it is empty
+                found = crc_of(path, span.offset, span.offset + slot.nbytes, (), sources)
             if found != expected:
                 yield Mismatch(path, slot.name, expected, found)
-
-
-def _crc(descriptor: int, slot: Slot, buffer: bytearray, path: str) -> int:
-    crc = 0
-    for span in slot.spans:
-        for at in range(0, slot.nbytes, len(buffer)):
-            view = memoryview(buffer)[: min(len(buffer), slot.nbytes - at)]
-            read_into(descriptor, span.offset + at, view, path=path)
-            crc = crc32(view, crc)
-    return crc

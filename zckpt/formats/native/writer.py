@@ -106,15 +106,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Placed]) -> dict[str, object]:
-    """Return the members of a document, without those that tell the files.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    about : Description
-    placed : iterable of Placed
-        Where each slot is, all parameters' slots in order.
-    """
+    """Return the members of a document, without those that tell the files; `placed` has all slots in their order."""
     members = dict(about.members)
     every = iter(placed)
     layouts: dict[Layout, int] = {}
@@ -129,16 +121,7 @@ def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Plac
 
 
 def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[Listed]) -> TargetFile:
-    """Return the document.
-
-    Parameters
-    ----------
-    members : mapping
-    identity : str
-        What ties the files together: each has it, too.
-    files : sequence of Listed
-        Of the ranks, as `listed` says.
-    """
+    """Return the document; the files of the ranks have the same identity."""
     head = {
         "format": FORMAT,
         "version": VERSION,
