@@ -8,7 +8,7 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,54 @@ import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
-from zckpt.optim.model_state import Stateful, set_extra
+from zckpt.optim.tensors import ModelState, Stateful, set_extra
 from zckpt.state import Checkpoint
-from zckpt.training.values import value_of
-from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF
+from zckpt.torchfile import FromFile
+from zckpt.training.values import Values, value_of
+
+SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
+    "lr_scheduler",
+    "grad_scaler",
+    "extra",
+    "random_states",
+    "extra_state",
+)
+"""Under which keys a checkpoint's metadata have what goes with models and optimizers."""
+
+SAVED_BY, SELF = "saved_by", "zckpt.save"
+"""How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
+
+IN_MEMORY = ""
+"""The path of what is in no file yet."""
 
 OF_DEEPSPEED = "lr_scheduler"
 """A key of DeepSpeed's own, among those that are the client's."""
+
+
+def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
+    """Return metadata, as nodes.
+
+    Parameters
+    ----------
+    given : mapping
+        With `scheduler`, `grad_scaler` and `extra`.
+    model : ModelState
+    values : Values
+
+    Raises
+    ------
+    UnsupportedError
+        Something that only a pickle could hold.
+    """
+    found: dict[str, Any] = {}
+    for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler")):
+        if given[name] is not None:
+            found[key] = values.node(given[name].state_dict(), f"{name}.state_dict()")
+    if given["extra"] is not None:
+        found[EXTRA] = values.node(dict(given["extra"]), "extra")
+    if model.extra:
+        found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
+    return {key: FromFile(value, IN_MEMORY) for key, value in found.items()}
 
 
 @dataclass(slots=True)
@@ -158,24 +199,28 @@ def random_states() -> dict[str, Any]:
 
 def check_random_states(states: Mapping[str, Any]) -> None:
     """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
-    version, words, following = states["python"]
-    random.Random().setstate(  # noqa: S311  # not for secrets
-        (version, tuple(np.frombuffer(words, "<u4").tolist()), following)
-    )
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.RandomState().set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.Generator().set_state(_bytes(states["torch"]))
+    generators = random.Random(), np.random.RandomState(), torch.Generator()  # noqa: S311  # not for secrets
+    _set_random_states(states, generators[0].setstate, generators[1].set_state, generators[2].set_state)
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
-    version, words, following = states["python"]
-    random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.set_rng_state(_bytes(states["torch"]))
+    _set_random_states(states, random.setstate, np.random.set_state, torch.set_rng_state)
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(states["cuda"]))
+
+
+def _set_random_states(
+    states: Mapping[str, Any],
+    set_python: Callable[[Any], object],
+    set_numpy: Callable[[Any], object],
+    set_torch: Callable[[torch.Tensor], object],
+) -> None:
+    version, words, following = states["python"]
+    set_python((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    set_numpy((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    set_torch(_bytes(states["torch"]))
 
 
 def _bytes(state: bytes) -> torch.Tensor:

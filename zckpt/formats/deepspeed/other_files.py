@@ -17,7 +17,6 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
-from zckpt.formats.deepspeed.target import Target
 from zckpt.state import Checkpoint
 
 LATEST = "latest"
@@ -27,7 +26,7 @@ _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
 def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return what is in a run directory, by name and path, and the names of other checkpoints, which are left out.
+    """Return what is in a run directory, by name and path, and the tags of other checkpoints, which are left out.
 
     Parameters
     ----------
@@ -41,17 +40,19 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
     SourceError
         As `files_below`.
     """
-    others = [
-        entry.name
-        for entry in os.scandir(source)
-        if entry.is_dir() and entry.name != tag_directory.name and _is_checkpoint(Path(entry.path))
-    ]
+    levels = len(tag_directory.relative_to(source).parts)  # other tags of the run have as many slashes, or fewer
+    others = sorted(
+        path.relative_to(source).as_posix()
+        for level in range(1, levels + 1)
+        for path in source.glob("/".join("*" * level))
+        if path.is_dir() and path != tag_directory and _is_checkpoint(path)
+    )
     gone = (f"{LATEST}_universal",) if others else ()
-    return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
+    return [one for one in files_below(source, without=others) if one[0] not in gone], others
 
 
 def companion_files(
-    checkpoint: Checkpoint, source: Path, target: Target, *, roots: Sequence[Path] = ()
+    checkpoint: Checkpoint, source: Path, *, processes: int, roots: Sequence[Path] = ()
 ) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what goes with a checkpoint whose directory lies in another program's, and what to tell of it.
 
@@ -60,8 +61,8 @@ def companion_files(
     checkpoint : Checkpoint
     source : Path
         The directory that was opened, which holds the checkpoint's.
-    target : Target
-        For how many processes they are.
+    processes : int
+        That will load it.
     roots : sequence of Path
         The same directory on other nodes.
 
@@ -70,9 +71,8 @@ def companion_files(
     SourceError
         Something cannot be read.
     """
-    processes = target.world_size * len(target.ranks)
     if is_trainers(source):
-        return trainer_files(source, target.origin.directory.path, processes=processes, roots=roots)
+        return trainer_files(source, Path(checkpoint.source), processes=processes, roots=roots)
     own = os.path.realpath(source)
     carried = [Path(file.path) for file in checkpoint.files if file.role == METADATA_ROLE]
     paths = [path for path in carried if os.path.realpath(path.parent) == own]
