@@ -6,6 +6,7 @@ damaged or unsafe, 4 the target cannot be written, 5 the source is intact but no
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -59,6 +60,7 @@ def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
     gc.set_threshold(*COLLECTED_AFTER)
+    atexit.register(gc.freeze)  # Python would look for garbage among all objects before it ends
     standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments

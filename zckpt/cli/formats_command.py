@@ -16,7 +16,7 @@ def formats_command(as_json: bool) -> None:
     Formats that other packages add are listed, too.
     """
     from zckpt.operations.formats import list_formats
-    from zckpt.report.formats import render
+    from zckpt.report.text import formats
 
     document = list_formats()
-    click.echo(json_text(document) if as_json else without_controls(render(document)))
+    click.echo(json_text(document) if as_json else without_controls(formats(document)))

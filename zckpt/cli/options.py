@@ -154,13 +154,13 @@ def fingerprint_option(command: Command) -> Command:
 
 def show(done: Written, *, as_json: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
-    from zckpt.report.written import render
+    from zckpt.report.text import written
 
     document = done.as_dict()
     if as_json:
         click.echo(json_text(document))
     elif done.dry_run or not quiet:
-        click.echo(without_controls(render(document)), err=not done.dry_run)
+        click.echo(without_controls(written(document)), err=not done.dry_run)
 
 
 def read_names(path: Path | None) -> list[str] | None:

@@ -27,8 +27,8 @@ _CHUNK = 1 << 18
 _local = threading.local()
 
 
-def _scratch(numel: int) -> Array:
-    """Return memory that this thread uses over and over: to be given new pages costs more than what is done here."""
+def scratch(numel: int) -> Array:
+    """Return memory for words that this thread uses again: new pages cost more than what is computed in them."""
     if len(getattr(_local, "words", ())) < numel:
         _local.words = np.empty(numel, np.uint32)
     words: Array = _local.words[:numel]
@@ -53,7 +53,7 @@ def not_rounded(master: Array, weight: Array) -> Array:
     if weight.dtype != _BFLOAT16 or master.dtype != np.float32 or not len(master) or np.isnan(master.max()):
         return np.flatnonzero(_unequal(master, weight))
     words, halves = master.view(np.uint32), weight.view(np.uint16)
-    gap = _scratch(min(len(master), _CHUNK))
+    gap = scratch(min(len(master), _CHUNK))
     doubtful = []
     for start in range(0, len(master), _CHUNK):
         part = gap[: len(master) - start]
@@ -92,7 +92,7 @@ def one_nan(array: Array) -> Array:
         return parts.view(array.dtype)
     dtype = array.dtype
     if dtype == _BFLOAT16:
-        magnitudes = _scratch(len(array)).view(np.uint16)[: len(array)]
+        magnitudes = scratch(len(array)).view(np.uint16)[: len(array)]
         if not len(array) or np.bitwise_and(array.view(np.uint16), 0x7FFF, out=magnitudes).max() <= _INFINITY:
             return array
         where = magnitudes > _INFINITY

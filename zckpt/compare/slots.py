@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 
 from zckpt.compare.figures import Figures, Tolerance, figures
+from zckpt.compare.rounding import scratch
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.cast import Array
 from zckpt.engine.scan import SlotSet, scan
@@ -127,9 +128,10 @@ def first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | 
     a, b = arrays
     word = f"u{min(a.dtype.itemsize, 8)}"
     x, y = a.view(word), b.view(word)
-    if np.array_equal(x, y):
+    unequal = np.not_equal(x, y, out=scratch(len(x)).view(np.bool_)[: len(x)])
+    if not unequal.any():
         return None
-    return start + int(np.argmax(x != y)) * x.dtype.itemsize // a.dtype.itemsize
+    return start + int(np.argmax(unequal)) * x.dtype.itemsize // a.dtype.itemsize
 
 
 def measure_block(

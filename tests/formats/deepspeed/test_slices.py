@@ -19,7 +19,7 @@ from tests.plans import read_slot
 from tests.strategies import cuts
 from zckpt.engine.read import read_extent
 from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.deepspeed.rank_state import RankState
+from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.tensor_parallel import cut, merge
 from zckpt.formats.deepspeed.tp_rules import Rules
 from zckpt.state import Extent, Parameter, Slot, Span

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import classify, find, is_own
-from zckpt.formats.deepspeed.options import Options, RecutOptions
 from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import option
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -17,6 +18,39 @@ if TYPE_CHECKING:
     from zckpt.state import Checkpoint
 
 ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
+
+
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to deepspeed` can be given."""
+
+    world_size: int | None = option(int, None, "Data-parallel ranks. Default: as SOURCE.", metavar="N")
+    stage: int | None = option(int, None, "ZeRO stage. Default: as SOURCE.", choices=STAGES)
+    elastic: bool | None = option(bool, None, "Form of the optimizer state (ZeRO-1, 2).", opposite="rigid")
+    round_robin: bool | None = option(
+        bool, None, "As round_robin_gradients of the training.", opposite="no-round-robin"
+    )
+    parameter_alignment: bool | None = option(
+        bool, None, "As parameter_alignment of the training.", opposite="no-parameter-alignment"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RecutOptions(Options):
+    """What `reshard` can be given."""
+
+    world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
+    expert_parallel_size: int | None = option(int, None, "Ranks over which experts are spread.", metavar="E")
+    tensor_parallel_size: int | None = option(int, None, "Ranks over which parameters are sliced.", metavar="T")
+    padded_vocab_size: int | None = option(
+        int,
+        None,
+        "Rows of the vocabulary in TARGET's model. Default: SOURCE's, or the next multiple of T.",
+        metavar="ROWS",
+    )
 
 
 class DeepSpeed(Format):
@@ -80,7 +114,7 @@ class DeepSpeed(Format):
 
         if found is None:
             return Survey()
-        from zckpt.formats.deepspeed.survey import survey
+        from zckpt.formats.deepspeed.ranks import survey
 
         return survey(found.place)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.flat import FlatGroup
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.state.partition import flat_partition_numel, round_robin_order
+from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.state import Checkpoint, Duplicate, Extent, Parameter, Slot, Span
+from zckpt.state.partition import flat_partition_numel, flat_shares, round_robin_order
+from zckpt.torchfile import Tensor
 
 
 def zero_option(model: ModelShard, name: str) -> bool:
@@ -136,3 +139,157 @@ def _ends(numels: list[int], begin: int, partition: int, world: int) -> list[int
         if end < len(numels):
             total += numels[end]
     return found
+
+
+MOMENTUM = "momentum_buffer"
+
+
+def uses_muon(hyperparameters: Mapping[str, object]) -> bool:
+    """Tell whether a param group is one of matrices that DeepSpeed's Muon steps."""
+    return hyperparameters.get("use_muon") is True
+
+
+def is_of_muon(checkpoint: Checkpoint, config: Mapping[str, object]) -> bool:
+    """Tell whether a training used DeepSpeed's Muon, as its groups or, where a form has none, its configuration say."""
+    optimizer = config.get("optimizer")
+    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    named = isinstance(kind, str) and kind.lower() == "muon"
+    return named or any(uses_muon(group.hyperparameters) for group in checkpoint.param_groups)
+
+
+def keeps_whole_matrices(
+    hyperparameters: Mapping[str, object], config: Mapping[str, object], *, partition: bool
+) -> bool:
+    """Tell whether DeepSpeed keeps the momentum of a group as whole matrices.
+
+    Parameters
+    ----------
+    hyperparameters : mapping
+        Of the param group.
+    config : mapping
+        DeepSpeed's configuration.
+    partition : bool
+        Whether the training is one of ZeRO-3 or of BF16_Optimizer.
+    """
+    zero = config.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    device = offload.get("device") if isinstance(offload, dict) else None
+    return uses_muon(hyperparameters) and not partition and device in (None, "none")
+
+
+def held_matrices(numels: Sequence[int], starts: Sequence[int], partition: int, position: int) -> list[int]:
+    """Return which parameters a rank holds a part of, in order."""
+    return [fragment.index for fragment in flat_shares(numels, starts, partition, position)]
+
+
+def is_whole(tensors: Sequence[Tensor | None], numels: Sequence[int], starts: Sequence[int], partition: int) -> bool:
+    """Tell whether each rank's tensor of a group is made of the whole matrices of which it holds a part.
+
+    Parameters
+    ----------
+    tensors : sequence of Tensor or None
+        Of each rank that shares the group.
+    numels, starts : sequence of int, elements
+        Of the parameters in the flat buffer.
+    partition : int, elements
+    """
+    if all(tensor is None or tensor.shape == (partition,) for tensor in tensors):
+        return False
+    for position, tensor in enumerate(tensors):
+        wanted = sum(numels[index] for index in held_matrices(numels, starts, partition, position))
+        if (0 if tensor is None else tensor.numel) != wanted or (tensor is not None and len(tensor.shape) != 1):
+            return False
+        if tensor is not None and not tensor.is_contiguous:
+            return False
+    return True
+
+
+def whole_slots(
+    shapes: Mapping[str, tuple[int, ...]],
+    members: Sequence[OptimizerShard],
+    group: int,
+    starts: Sequence[int],
+    partition: int,
+) -> tuple[dict[str, Slot], list[Duplicate]]:
+    """Return the momentum of each parameter, from the first rank that has it, and the copies on other ranks."""
+    names = list(shapes)
+    numels = [math.prod(shape) for shape in shapes.values()]
+    found: dict[str, Slot] = {}
+    copies: list[Duplicate] = []
+    for position, member in enumerate(members):
+        at = 0
+        for index in held_matrices(numels, starts, partition, position):
+            name = names[index]
+            tensor = member.tensors[group][MOMENTUM]
+            extent = Extent.whole(shapes[name])
+            offset = tensor.offset + at * tensor.itemsize
+            span = Span(extent, member.path, offset, tensor.dtype, None, tensor.byteorder)
+            slot = Slot(MOMENTUM, tensor.dtype, shapes[name], (span,) if extent.numel else ())
+            if name not in found:
+                found[name] = slot
+            elif slot.spans:
+                copies.append(Duplicate("parameter", name, name, slot, found[name], member.rank))
+            at += extent.numel
+    return found, copies
+
+
+def tied_names(
+    models: Sequence[ModelShard], trained: Collection[str], others: Mapping[str, str], *, parameterwise: bool
+) -> dict[str, str]:
+    """Return alias to owner.
+
+    Parameters
+    ----------
+    models : sequence of ModelShard
+        Of one model-parallel rank.
+    trained : collection of str
+        Parameters that a param group has.
+    others : mapping of str to str
+        What the files of other model-parallel ranks list.
+    parameterwise : bool
+        ZeRO-3, where a model file holds no weights.
+
+    Notes
+    -----
+    DeepSpeed takes empty parameters for aliases of each other, for they share no memory at the same address;
+    they are not. Files before 2023 have no `shared_params`, and what DeepSpeed's own Python writer writes has an empty
+    one: there, two names of the same bytes are one parameter.
+    """
+    found: dict[str, str] = dict(others)
+    recorded = [model.shared for model in models if model.shared is not None]
+    module = models[0].module
+    for shared in recorded:
+        found.update(shared)
+    if not any(recorded) and not parameterwise:
+        owners: dict[tuple[object, ...], str] = {}
+        ordered = sorted(module, key=lambda name: name not in trained)
+        for name in ordered:
+            t = module[name]
+            if t.numel and name not in models[0].buffer_names:
+                owner = owners.setdefault(identity_of(t), name)
+                if owner != name and name not in trained:
+                    found[name] = owner
+    result = {}
+    for pair in found.items():
+        alias, owner = pair if pair[0] not in trained or pair[1] in trained else pair[::-1]
+        empty = alias in module and not parameterwise and not module[alias].numel
+        if alias not in trained and not empty and alias not in (models[0].frozen_shapes or {}):
+            result[alias] = owner
+    return {alias: result.get(owner, owner) for alias, owner in result.items()}
+
+
+def complete_aliases(parameters: Mapping[str, Parameter], path: str) -> None:
+    """Give tied parameters the shape and dtype of their owners.
+
+    Raises
+    ------
+    LayoutError
+        There is no owner.
+    """
+    for name, parameter in parameters.items():
+        if parameter.tied_to is None:
+            continue
+        owner = parameters.get(parameter.tied_to)
+        if owner is None or owner.tied_to is not None:
+            raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
+        parameter.shape, parameter.dtype = owner.shape, owner.dtype

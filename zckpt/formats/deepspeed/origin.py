@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
-from zckpt.formats.deepspeed.rank_state import RankState
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.state import Checkpoint, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup
+from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import TorchFile
+
+
+@dataclass(slots=True)
+class RankState:
+    """Parameters, buffers and groups of one model-parallel rank; shapes are those of this rank."""
+
+    mp_rank: int
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    buffers: dict[str, Parameter] = field(default_factory=dict)
+    groups: list[ParamGroup] = field(default_factory=list)
+    padding: list[Padding] = field(default_factory=list)
+    padding_spans: list[Iterable[PaddingSpan]] = field(default_factory=list)
+    per_rank: list[RankValue] = field(default_factory=list)
+    duplicates: list[Duplicate] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +78,8 @@ class Origin:
     expert_optimizers: Sequence[tuple[Shard, TorchFile]] = ()
     rules: Mapping[str, object] | None = None
     rules_path: str | None = None
+
+
+def origin_of(checkpoint: Checkpoint) -> Origin | None:
+    """Return what is kept of the files; None for a checkpoint that was not read from DeepSpeed's."""
+    return checkpoint.origin if isinstance(checkpoint.origin, Origin) else None

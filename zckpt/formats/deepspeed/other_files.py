@@ -17,7 +17,6 @@ from pathlib import Path
 from zckpt.engine.targets import TargetFile
 from zckpt.formats.companions import METADATA_ROLE, copy_of, files_below
 from zckpt.formats.deepspeed.directory import classify
-from zckpt.formats.deepspeed.target import Target
 from zckpt.state import Checkpoint
 
 LATEST = "latest"
@@ -51,7 +50,7 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
 
 
 def companion_files(
-    checkpoint: Checkpoint, source: Path, target: Target, *, roots: Sequence[Path] = ()
+    checkpoint: Checkpoint, source: Path, *, processes: int, roots: Sequence[Path] = ()
 ) -> tuple[list[TargetFile], list[str]]:
     """Return copies of what goes with a checkpoint whose directory lies in another program's, and what to tell of it.
 
@@ -60,8 +59,8 @@ def companion_files(
     checkpoint : Checkpoint
     source : Path
         The directory that was opened, which holds the checkpoint's.
-    target : Target
-        For how many processes they are.
+    processes : int
+        That will load it.
     roots : sequence of Path
         The same directory on other nodes.
 
@@ -70,9 +69,8 @@ def companion_files(
     SourceError
         Something cannot be read.
     """
-    processes = target.world_size * len(target.ranks)
     if is_trainers(source):
-        return trainer_files(source, target.origin.directory.path, processes=processes, roots=roots)
+        return trainer_files(source, Path(checkpoint.source), processes=processes, roots=roots)
     own = os.path.realpath(source)
     carried = [Path(file.path) for file in checkpoint.files if file.role == METADATA_ROLE]
     paths = [path for path in carried if os.path.realpath(path.parent) == own]

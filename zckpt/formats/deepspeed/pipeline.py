@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.directory import Shard
-from zckpt.formats.deepspeed.rank_state import RankState
+from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Tensor, TorchFile

@@ -8,8 +8,7 @@ is kept as a buffer is.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError
@@ -21,36 +20,27 @@ from zckpt.formats.deepspeed.experts import (
     is_expert,
 )
 from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
-from zckpt.formats.deepspeed.groups import flat_groups, optimizer_order
-from zckpt.formats.deepspeed.muon import MOMENTUM, is_whole, keeps_whole_matrices, whole_slots
+from zckpt.formats.deepspeed.groups import (
+    MOMENTUM,
+    complete_aliases,
+    flat_groups,
+    is_whole,
+    keeps_whole_matrices,
+    optimizer_order,
+    tied_names,
+    whole_slots,
+)
+from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding, ShardPadding, cut_parameters, frozen_weight
-from zckpt.formats.deepspeed.per_rank import own_keys, quantised_keys, rank_values
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
-from zckpt.formats.deepspeed.tied import tied_names
+from zckpt.formats.deepspeed.values import own_keys, quantised_keys, rank_values
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.state import WEIGHT, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup, Slot
+from zckpt.state import WEIGHT, Duplicate, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.partition import flat_starts
-from zckpt.state.rank_values import RankValue
 from zckpt.torchfile import Tensor
 
 Trained = dict[str, tuple[tuple[int, ...], dict[str, Slot], int]]
 """Shape, slots and group of each trained parameter."""
-
-
-@dataclass(slots=True)
-class RankState:
-    """Parameters, buffers and groups of one model-parallel rank; shapes are those of this rank."""
-
-    mp_rank: int
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    buffers: dict[str, Parameter] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    padding: list[Padding] = field(default_factory=list)
-    padding_spans: list[Iterable[PaddingSpan]] = field(default_factory=list)
-    per_rank: list[RankValue] = field(default_factory=list)
-    duplicates: list[Duplicate] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    expert_parallel: int = 1
 
 
 def read_rank(
@@ -264,7 +254,7 @@ def _place_parameters(
         elif name not in state.parameters:
             state.parameters[name] = _trained_outside(name, trained, tensor, where)
     _place_without_weight(state, trained, model)
-    _complete_aliases(state, path)
+    complete_aliases(state.parameters, path)
     _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
@@ -285,17 +275,7 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
                 code=MISSING_FILE,
                 parameters=[name],
             )
-        state.parameters[name] = Parameter(name, shape, _model_dtype(model), slots, group)
-
-
-def _complete_aliases(state: RankState, path: str) -> None:
-    for name, parameter in state.parameters.items():
-        if parameter.tied_to is None:
-            continue
-        owner = state.parameters.get(parameter.tied_to)
-        if owner is None or owner.tied_to is not None:
-            raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
-        parameter.shape, parameter.dtype = owner.shape, owner.dtype
+        state.parameters[name] = Parameter(name, shape, model.dtype, slots, group)
 
 
 def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, parameterwise: bool) -> None:
@@ -377,12 +357,3 @@ def _is_beside_parameters(
         return True
     parts = name.split(".")
     return parts[-1] == "_extra_state" or any(".".join(parts[:end]) in model.module for end in range(1, len(parts)))
-
-
-def _model_dtype(model: ModelShard) -> str:
-    """Return the dtype of a model as its configuration says."""
-    for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = model.config.get(key)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            return dtype
-    return "float32"

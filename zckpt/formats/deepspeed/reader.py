@@ -7,7 +7,6 @@ from pathlib import Path
 
 from zckpt.codes import MISSING_FILE, OTHER_WORLD_SIZE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.deepspeed.claims import MODEL_RULES, shard_rules
 from zckpt.formats.deepspeed.directory import (
     EXPERT,
     EXPERT_OPTIMIZER,
@@ -19,10 +18,9 @@ from zckpt.formats.deepspeed.directory import (
 )
 from zckpt.formats.deepspeed.experts import attach_experts, check_empty
 from zckpt.formats.deepspeed.groups import zero_option
-from zckpt.formats.deepspeed.origin import Origin, RankFiles
-from zckpt.formats.deepspeed.per_rank import keep_others
+from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
-from zckpt.formats.deepspeed.rank_state import RankState, read_rank
+from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
     MODEL_KEYS,
@@ -35,6 +33,7 @@ from zckpt.formats.deepspeed.shards import (
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules, read_rules
+from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile

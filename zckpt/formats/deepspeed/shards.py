@@ -73,6 +73,15 @@ class ModelShard:
         config = plain(self.configuration)
         return config if isinstance(config, dict) else {}
 
+    @property
+    def dtype(self) -> str:
+        """Element type of the model's weights, as the configuration says."""
+        for key, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
+            section = self.config.get(key)
+            if isinstance(section, dict) and section.get("enabled") is True:
+                return dtype
+        return "float32"
+
 
 @dataclass(slots=True)
 class OptimizerShard:

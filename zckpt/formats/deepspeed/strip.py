@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, 
 from zckpt.formats.deepspeed.experts import expert_parallel_size
 from zckpt.formats.deepspeed.flat import flat_cases
 from zckpt.formats.deepspeed.groups import flat_groups
-from zckpt.formats.deepspeed.origin import Origin, RankFiles
+from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.stripping import LATEST_NBYTES, Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
@@ -66,8 +66,8 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
     SourceError
         A file cannot be read, or holds what cannot be written.
     """
-    origin = checkpoint.origin
-    if not isinstance(origin, Origin):
+    origin = origin_of(checkpoint)
+    if origin is None:
         raise TypeError("not a checkpoint that was read from DeepSpeed's files")
     directory = origin.directory
     whole = source.resolve() != directory.path.resolve()

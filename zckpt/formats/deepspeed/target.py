@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.muon import is_of_muon
-from zckpt.formats.deepspeed.options import STAGES, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed.groups import is_of_muon
+from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
@@ -26,7 +27,6 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
-from zckpt.state.rank_values import listed
 
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
 _EXPERT_GROUP = re.compile(r"ep_size_\d+")
@@ -200,9 +200,9 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     LayoutError
         A parameter does not divide among the target's tensor-parallel ranks.
     """
-    origin = checkpoint.origin
+    origin = origin_of(checkpoint)
     check_world_size(options.world_size)
-    if not isinstance(origin, Origin) or not origin.members:
+    if origin is None or not origin.members:
         raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
                                path=checkpoint.source, found=checkpoint.format,
                                advice="use `zckpt convert --to deepspeed`")  # fmt: skip
@@ -226,9 +226,10 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
-    for state in states:
-        rank = TargetRank(state.mp_rank, state.models, state.members, state.parameters, state.buffers, [])
-        for unit in units(checkpoint, origin, state.groups, rank.parameters, options):
+    for number, files in enumerate(states):
+        own = files.state
+        rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [])
+        for unit in units(checkpoint, origin, own.groups, rank.parameters, options):
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
         target.ranks.append(rank)
     refuse_to_cut(target)
@@ -299,8 +300,8 @@ def refuse_to_cut(target: Target) -> None:
         return
     dp = checkpoint.topology.dp
     raise UnsupportedError(
-        f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be cut "
-        f"for other ranks",
+        f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
+        f"cut for other ranks",
         path=checkpoint.source,
         expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
         found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",

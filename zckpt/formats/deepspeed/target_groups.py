@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.experts import (
     expert_parallel_size,
     experts_per_rank,
@@ -22,10 +23,7 @@ from zckpt.formats.deepspeed.experts import (
     local_name,
     spread_experts,
 )
-from zckpt.formats.deepspeed.options import RecutOptions
-from zckpt.formats.deepspeed.origin import Origin, RankFiles
-from zckpt.formats.deepspeed.rank_state import RankState
-from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, Rules, info_for
 from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
@@ -173,20 +171,8 @@ def local_parameters(unit: Unit, known: Mapping[str, Parameter]) -> list[list[Pa
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class LocalState:
-    """What one model-parallel rank of the target has, and the source's files that the rest is carried from."""
-
-    mp_rank: int
-    models: Sequence[ModelShard]
-    members: Sequence[OptimizerShard]
-    parameters: dict[str, Parameter]
-    buffers: dict[str, Parameter]
-    groups: list[ParamGroup]
-
-
-def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int | None) -> list[LocalState]:
-    """Return the state of each model-parallel rank of the target.
+def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int | None) -> list[RankFiles]:
+    """Return the state of each model-parallel rank of the target, and the source's files that the rest is carried from.
 
     Parameters
     ----------
@@ -209,7 +195,7 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     """
     ranks = origin.ranks or [_whole(checkpoint, origin)]
     if degree == len(ranks) and rows is None:
-        return [_same(files, mp_rank) for mp_rank, files in enumerate(ranks)]
+        return list(ranks)
     path = origin.rules_path or origin.model.shard.path
     largest = max((p.numel for p in checkpoint.parameters.values()), default=1)
     if degree > largest:
@@ -219,34 +205,24 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
         raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
     merged = merge([files.state for files in ranks], rules, path, padded=True)
-    made = [LocalState(mp_rank, files.models, files.members, {}, files.state.buffers, files.state.groups)
-            for mp_rank, files in enumerate(_templates(ranks, degree))]  # fmt: skip
+    like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
+    states = [RankState(mp_rank, {}, files.state.buffers, files.state.groups) for mp_rank, files in enumerate(like)]
     for name, parameter in merged.parameters.items():
         if degree == len(ranks) and not rules.is_vocabulary(name):
-            for state, files in zip(made, ranks, strict=True):
-                state.parameters[name] = replace(files.state.parameters[name])
-            continue
-        for state, one in zip(made, _cut(parameter, rules, degree, rows), strict=True):
+            slices = [replace(files.state.parameters[name]) for files in ranks]
+        else:
+            slices = _cut(parameter, rules, degree, rows)
+        for state, one in zip(states, slices, strict=True):
             state.parameters[name] = one
-    for state in made:
+    for state in states:
         complete_aliases(state.parameters)
-    return made
+    return [replace(files, state=state) for files, state in zip(like, states, strict=True)]
 
 
 def _whole(checkpoint: Checkpoint, origin: Origin) -> RankFiles:
     """Return the checkpoint itself as the state of the only rank."""
     state = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
     return RankFiles([origin.model], origin.members, state)
-
-
-def _same(files: RankFiles, mp_rank: int) -> LocalState:
-    state = files.state
-    return LocalState(mp_rank, files.models, files.members, state.parameters, state.buffers, state.groups)
-
-
-def _templates(ranks: Sequence[RankFiles], degree: int) -> list[RankFiles]:
-    """Return the files that each rank of the target carries the rest from: its own, or the first rank's."""
-    return list(ranks) if degree == len(ranks) else [ranks[0]] * degree
 
 
 def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -> Rules:
@@ -299,7 +275,7 @@ def _first_rows(slot: Slot, rows: int) -> Slot:
     return replace(slot, shape=(rows, *slot.shape[1:]))
 
 
-def written_rules(origin: Origin, states: Sequence[LocalState]) -> Mapping[str, object] | None:
+def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, object] | None:
     """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged."""
     degree = len(states)
     given = origin.rules_path is not None
@@ -310,19 +286,19 @@ def written_rules(origin: Origin, states: Sequence[LocalState]) -> Mapping[str, 
     return info_for(node, _rows(origin, states), degree)
 
 
-def _resized(origin: Origin, states: Sequence[LocalState]) -> bool:
+def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:
     """Tell whether some parameter of the first rank has another shape than in the source."""
     old = origin.ranks[0].state.parameters if origin.ranks else {}
-    return any(name in old and p.shape != old[name].shape for name, p in states[0].parameters.items())
+    return any(name in old and p.shape != old[name].shape for name, p in states[0].state.parameters.items())
 
 
-def _rows(origin: Origin, states: Sequence[LocalState]) -> int | None:
+def _rows(origin: Origin, states: Sequence[RankFiles]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
     keys = ("vocabulary_parameter_patterns", "original_vocab_size")
     rules = Rules({key: origin.rules[key] for key in keys if key in origin.rules}, "") if origin.rules else None
     found = {
-        sum(state.parameters[name].shape[0] for state in states)
-        for name, p in states[0].parameters.items()
+        sum(files.state.parameters[name].shape[0] for files in states)
+        for name, p in states[0].state.parameters.items()
         if rules is not None and rules.is_vocabulary(name) and p.shape
     }
     return found.pop() if len(found) == 1 else None

@@ -1,9 +1,9 @@
 """Put tensor-parallel slices together by rule, and slice whole parameters again.
 
-A `Run` says where consecutive indexes of a slice lie in the whole, along the dimension that is sliced:
+A `Share` says where consecutive indexes of a slice lie in the whole, along the dimension that is sliced:
 
-    whole:    | q q q q | k k | v v |        of rank 0's slice: q, k, v
-    rank 0:   | q q | k | v |                each `Run` is where it is here, where there, and how long
+    whole:    | q q q q | k k | v v |
+    rank 0:   | q q | k | v |                a share for each of q, k and v
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import boxes_of, row_major
-from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError
 from zckpt.formats.account.ranges import reach
-from zckpt.formats.deepspeed.rank_state import RankState
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, SLICED, Rule, Rules, Segment
-from zckpt.state import WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
+from zckpt.formats.deepspeed.origin import Origin, RankState
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, SLICED, Rule, Rules, Share
+from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
+
+if TYPE_CHECKING:
+    from zckpt.engine.cast import Array
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
@@ -89,26 +94,26 @@ class VocabularyPadding:
     rules: Rules
 
     def __iter__(self) -> Iterator[PaddingSpan]:
-        """Yield a run for the rows that no segment of the rule has, for each slot of each rank."""
+        """Yield where the rows lie that no share has, for each slot of each rank."""
         for name, first in self.states[0].parameters.items():
             if first.tied_to is not None or not self.rules.is_vocabulary(name):
                 continue
             rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
-            for state, segments in zip(self.states, rule.segments, strict=False):
+            for state, shares in zip(self.states, rule.shares, strict=False):
                 parameter = state.parameters[name]
-                rows = _outside(segments, parameter.shape[rule.dim])
+                rows = _outside(shares, parameter.shape[rule.dim])
                 for key, slot in parameter.slots.items():
                     for span in moved(slot.spans, rule.dim, rows):
                         low, high = reach(span)
                         yield PaddingSpan(key, span.path, low, high - low)
 
 
-def _outside(segments: Sequence[Segment], size: int) -> list[Run]:
-    """Return the indices of a slice that no segment has, as runs from where they are to there."""
+def _outside(shares: Sequence[Share], size: int) -> list[Share]:
+    """Return the indexes of a slice that no share has, each where it is."""
     found, at = [], 0
-    for low, high in [*sorted((s.local, s.local + s.size) for s in segments), (size, size)]:
+    for low, high in [*sorted((s.source, s.source + s.size) for s in shares), (size, size)]:
         if low > at:
-            found.append(Run(at, at, low - at))
+            found.append(Share(at, at, low - at))
         at = max(at, high)
     return found
 
@@ -164,8 +169,7 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
         return Slot(first.name, first.dtype, rule.shape, first.spans)
-    runs = [[Run(s.local, s.whole, s.size) for s in segments] for segments in rule.segments]
-    spans = [span for slot, own in zip(slots, runs, strict=True) for span in moved(slot.spans, rule.dim, own)]
+    spans = [span for slot, own in zip(slots, rule.shares, strict=True) for span in moved(slot.spans, rule.dim, own)]
     return Slot(first.name, first.dtype, rule.shape, tuple(spans))
 
 
@@ -176,72 +180,130 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
     """
     if rule.kind != SLICED:
         return parameter
-    segments = rule.segments[rank]
-    shape = _resized(rule.shape, rule.dim, sum(s.size for s in segments))
-    slots = {key: _cut_slot(slot, rule.dim, segments) for key, slot in parameter.slots.items()}
+    shares = rule.shares[rank]
+    shape = _with(rule.shape, rule.dim, sum(s.size for s in shares))
+    slots = {key: _cut_slot(slot, rule.dim, shares) for key, slot in parameter.slots.items()}
     return replace(parameter, shape=shape, slots=slots)
 
 
-def _cut_slot(slot: Slot, dim: int, segments: Sequence[Segment]) -> Slot:
+def _cut_slot(slot: Slot, dim: int, shares: Sequence[Share]) -> Slot:
     present = slot.shape[dim]
-    runs = [Run(s.whole, s.local, max(min(s.size, present - s.whole), 0)) for s in segments]
-    shape = _resized(slot.shape, dim, sum(run.size for run in runs))
-    replicas = tuple(moved(spans, dim, runs) for spans in slot.replicas)
-    return Slot(slot.name, slot.dtype, shape, moved(slot.spans, dim, runs), replicas)
+    from_whole = [Share(s.target, s.source, max(min(s.size, present - s.target), 0)) for s in shares]
+    shape = _with(slot.shape, dim, sum(share.size for share in from_whole))
+    replicas = tuple(moved(spans, dim, from_whole) for spans in slot.replicas)
+    return Slot(slot.name, slot.dtype, shape, moved(slot.spans, dim, from_whole), replicas)
 
 
-def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
+def moved(spans: Iterable[Span], dim: int, shares: Sequence[Share]) -> tuple[Span, ...]:
+    """Return the spans of a tensor as spans of another one that has the same elements in some shares.
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Indices along the sliced dimension: [source, source + size) of one tensor are [target, target + size) there."""
-
-    source: int
-    target: int
-    size: int
-
-
-def moved(spans: Iterable[Span], dim: int, runs: Sequence[Run]) -> tuple[Span, ...]:
-    """Return the spans of a tensor as spans of another one that has the same elements in some runs.
-
-    Elements that no run has are left out. A span whose box is within one run stays one span.
+    Elements that no share has are left out. A span whose box is within one share stays one span.
 
     Parameters
     ----------
     spans : iterable of Span
     dim : int
-        The dimension along which the runs are; the tensors agree in all others.
-    runs : sequence of Run
+        The dimension that the shares divide; the tensors agree in all others.
+    shares : sequence of Share
         In order, apart from each other.
     """
-    return tuple(found for span in spans if span.extent.numel for found in _moved(span, dim, runs))
+    return tuple(found for span in spans if span.extent.numel for found in _moved(span, dim, shares))
 
 
-def _moved(span: Span, dim: int, runs: Sequence[Run]) -> Iterator[Span]:
+def _moved(span: Span, dim: int, shares: Sequence[Share]) -> Iterator[Span]:
     extent = span.extent
     low, high = extent.offsets[dim], extent.offsets[dim] + extent.sizes[dim]
-    for run in runs:
-        if run.source <= low and high <= run.source + run.size:
-            offsets = _with(extent.offsets, dim, low - run.source + run.target)
+    for share in shares:
+        if share.source <= low and high <= share.source + share.size:
+            offsets = _with(extent.offsets, dim, low - share.source + share.target)
             yield replace(span, extent=Extent(offsets, extent.sizes, extent.start, extent.numel))
             return
     steps = span.strides or row_major(extent.sizes)
     begin = 0 if span.strides else extent.start
     size = itemsize(span.dtype)
     for offsets, sizes in boxes_of(extent):
-        for run in runs:
-            low = max(offsets[dim], run.source)
-            high = min(offsets[dim] + sizes[dim], run.source + run.size)
+        for share in shares:
+            low = max(offsets[dim], share.source)
+            high = min(offsets[dim] + sizes[dim], share.source + share.size)
             if low >= high:
                 continue
             box = _with(sizes, dim, high - low)
             at = _with(offsets, dim, low)
             first = sum((o - e) * s for o, e, s in zip(at, extent.offsets, steps, strict=True)) - begin
-            place = Extent(_with(offsets, dim, low - run.source + run.target), box, 0, math.prod(box))
-            yield replace(span, extent=place, offset=span.offset + first * size, strides=steps)
+            there = Extent(_with(offsets, dim, low - share.source + share.target), box, 0, math.prod(box))
+            yield replace(span, extent=there, offset=span.offset + first * size, strides=steps)
 
 
 def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
     return (*values[:dim], value, *values[dim + 1 :])
+
+
+SAMPLED_EXTENTS = 4
+"""Of each slice, spread evenly over it."""
+
+SAMPLED_NUMEL = 16
+
+
+def check_slices(origin: Origin, degree: int) -> int:
+    """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
+
+    A rule that is missing cannot be seen in shapes: a norm that every rank has whole looks like slices of one twice as
+    long. But slices of a trained parameter are not all alike, and copies of one are.
+
+    Parameters
+    ----------
+    origin : Origin
+    degree : int
+        Tensor-parallel ranks of the target; at the source's own nothing is put together.
+
+    Raises
+    ------
+    WeightMismatchError
+        Copies of a parameter differ, or what no rule names is the same on every rank.
+    """
+    ranks = origin.ranks
+    if origin.rules is None or len(ranks) in (0, 1, degree):
+        return 0
+    path = origin.rules_path or origin.model.shard.path
+    rules = Rules(origin.rules, path)
+    compared = 0
+    with Sources() as sources:
+        for name in ranks[0].state.parameters:
+            rule = rules.matching(name)
+            slots = [files.state.parameters[name].slots.get(MASTER) for files in ranks]
+            masters = [slot for slot in slots if slot is not None]
+            if rule not in (None, REPLICATED) or len(masters) < len(ranks) or not masters[0].numel:
+                continue
+            if any(slot.shape != masters[0].shape for slot in masters):
+                continue
+            values = [_sample(slot, sources) for slot in masters]
+            compared += sum(len(block) for sample in values for block in sample)
+            _check_sample(name, rule, values, path)
+    return compared
+
+
+def _sample(slot: Slot, sources: Sources) -> list[Array]:
+    from zckpt.engine.read import read_extent
+
+    last = max(slot.numel - SAMPLED_NUMEL, 0)
+    starts = sorted({round(i * last / (SAMPLED_EXTENTS - 1)) for i in range(SAMPLED_EXTENTS)})
+    extents = [Extent.flat(slot.shape, start, min(SAMPLED_NUMEL, slot.numel - start)) for start in starts]
+    return [read_extent(slot, extent, sources) for extent in extents]
+
+
+def _check_sample(name: str, rule: str | None, values: Sequence[Sequence[Array]], path: str) -> None:
+    """Hold the sampled blocks of each rank against those of the others."""
+    same = len({b"".join(block.tobytes() for block in sample) for sample in values}) == 1
+    if rule == REPLICATED and not same:
+        raise WeightMismatchError(
+            f"{name} differs between tensor-parallel ranks, though a rule says that each has the whole",
+            path=path,
+            advice="if it is to be averaged, say so with --tp-rules; --no-weight-check takes the first rank's",
+        )
+    constant = all((block == values[0][0][0]).all() for block in values[0])  # as a bias that was never trained
+    if rule is None and same and not constant:
+        raise WeightMismatchError(
+            f"{name} is the same on all tensor-parallel ranks, though no rule says that each has the whole",
+            path=path,
+            advice="say so with --tp-rules; --no-weight-check takes it for slices",
+        )

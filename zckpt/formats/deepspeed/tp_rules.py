@@ -23,6 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
 from zckpt.storage.files import read_whole
@@ -47,12 +48,14 @@ _KEYS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run along the sliced dimension: where it is in a rank's slice and where in the whole, in elements."""
+class Share(NamedTuple):
+    """Consecutive indexes along the sliced dimension: where they are in one tensor, where in another, and how many.
 
-    local: int
-    whole: int
+    In a `Rule`, `source` is in a rank's slice and `target` in the whole parameter.
+    """
+
+    source: int
+    target: int
     size: int
 
 
@@ -68,14 +71,14 @@ class Rule:
         Of the whole parameter.
     dim : int
         Along which it is sliced.
-    segments : tuple of tuple of Segment
-        For each rank.
+    shares : tuple of tuple of Share
+        What each rank's slice has of the whole.
     """
 
     kind: str
     shape: tuple[int, ...]
     dim: int = 0
-    segments: tuple[tuple[Segment, ...], ...] = ()
+    shares: tuple[tuple[Share, ...], ...] = ()
 
 
 class Rules:
@@ -267,19 +270,19 @@ class Rules:
                 expected=f"sizes {local} along dimension {dim}",
                 found=list(shapes),
             )
-        segments: list[list[Segment]] = [[] for _ in shapes]
+        shares: list[list[Share]] = [[] for _ in shapes]
         at, used = 0, [0] * len(shapes)
-        for part in widths:
-            for rank, width in enumerate(part):
-                before = segments[rank][-1] if segments[rank] else None
-                if before is not None and before.whole + before.size == at:
-                    segments[rank][-1] = Segment(before.local, before.whole, before.size + width)
+        for widths_of_part in widths:
+            for rank, width in enumerate(widths_of_part):
+                before = shares[rank][-1] if shares[rank] else None
+                if before is not None and before.target + before.size == at:
+                    shares[rank][-1] = before._replace(size=before.size + width)
                 else:
-                    segments[rank].append(Segment(used[rank], at, width))
+                    shares[rank].append(Share(used[rank], at, width))
                 used[rank] += width
                 at += width
         whole = (*shapes[0][:dim], at, *shapes[0][dim + 1 :])
-        return Rule(SLICED, whole, dim, tuple(map(tuple, segments)))
+        return Rule(SLICED, whole, dim, tuple(map(tuple, shares)))
 
     def _without_vocabulary_padding(self, name: str, rule: Rule) -> Rule:
         size = self.vocabulary_size
@@ -288,10 +291,8 @@ class Rules:
         shape = (size, *rule.shape[1:])
         if rule.kind != SLICED or rule.dim != 0:
             raise UnsupportedError(f"vocabulary parameter {name} is not sliced along its rows", path=self.path)
-        segments = tuple(
-            tuple(Segment(s.local, s.whole, max(min(s.size, size - s.whole), 0)) for s in one) for one in rule.segments
-        )
-        return Rule(SLICED, shape, 0, segments)
+        shares = tuple(tuple(s._replace(size=max(min(s.size, size - s.target), 0)) for s in one) for one in rule.shares)
+        return Rule(SLICED, shape, 0, shares)
 
 
 INFO_KEY = "universal_checkpoint_info"

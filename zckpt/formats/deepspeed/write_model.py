@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.formats.deepspeed.parts import slot_parts
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.write_optimizer import config_tree
+from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_parts
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot

@@ -1,4 +1,4 @@
-"""The optimizer files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form."""
+"""Runs of a parameter's elements as parts of a storage that is to be written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from zckpt.formats.deepspeed.muon import MOMENTUM, keeps_whole_matrices
-from zckpt.formats.deepspeed.parts import slot_parts
+from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
-from zckpt.state import MASTER, WEIGHT, CutSpans, Parameter, ParamGroup, Scalar
+from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -23,7 +22,27 @@ from zckpt.state.partition import (
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import PackRow
+    from zckpt.engine.packs import PackedSlot
+
+
+def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+    """Yield what of a run of a parameter's elements a slot has: all, or none of a vocabulary's padding rows.
+
+    Parameters
+    ----------
+    slot : Slot
+        Of the parameter's shape, or with fewer rows: what it does not have stays zero.
+    label : str
+    start : int, elements
+        Of the run, in the parameter.
+    position : int, elements
+        Of the run, in the storage.
+    numel : int, elements
+    """
+    count = min(numel, slot.numel - start)
+    if count > 0:
+        yield SlotPart(position, slot, label, Extent.flat(slot.shape, start, count))
+
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
 _FRAGMENT = Global("deepspeed.utils.tensor_fragment", "fragment_address")
@@ -277,7 +296,7 @@ class _Shards:
         storage = new_storage(_dtype(self.parameters, key), numel, parts)
         return view(storage, (numel,), like=like)
 
-    def _row(self, key: str) -> PackRow | None:
+    def _row(self, key: str) -> PackedSlot | None:
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
         slots = [p.slots.get(key) for p in self.parameters if p.numel]
         rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
@@ -289,12 +308,12 @@ class _Shards:
             one.numel != numel for one, numel in zip(cuts, numels, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
-        from zckpt.engine.packs import PackRow
+        from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts
 
         shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
-        return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
     def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
         for p, at in zip(self.parameters, self.starts, strict=False):

@@ -7,21 +7,20 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from zckpt.engine.plan import Lazily
-from zckpt.engine.targets import Literal, TargetFile
+from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
-from zckpt.formats.deepspeed import foreign
-from zckpt.formats.deepspeed.options import STAGES, Options, RecutOptions
-from zckpt.formats.deepspeed.origin import Origin
+from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
-from zckpt.formats.deepspeed.per_rank import is_same
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
+from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.values import is_same
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -40,43 +39,20 @@ def lay_out(job: Job) -> TargetFiles:
     UnsupportedError
         DeepSpeed's files have no place for something in the checkpoint.
     """
-    origin = job.checkpoint.origin
-    written = _again(job) if isinstance(origin, Origin) and origin.members else _from_elsewhere(job)
-    if written.target.stage == 3 and "clip_grad" in job.checkpoint.optimizer_metadata:
-        written.restated.add("clip_grad")
-        written.notes.append("clip_grad is not kept by ZeRO-3, which clips as the training's configuration says")
-    return TargetFiles(
-        target_files(written.target, written.copies, run_directory=written.run_directory),
-        notes=written.notes,
-        restated=written.restated,
-        copied={one.name for one in written.copies},
-    )
-
-
-class Written(NamedTuple):
-    """What is written, notes on it, what it says in another form, and copies of files that go with it."""
-
-    target: Target
-    notes: list[str]
-    restated: set[str]
-    copies: list[TargetFile]
-    run_directory: bool
-
-
-def _again(job: Job) -> Written:
-    """Return what becomes of a checkpoint that was read from DeepSpeed's files."""
-    checkpoint = job.checkpoint
-    world_size = checkpoint.topology.dp if job.options.world_size is None else job.options.world_size
-    target = decide(checkpoint, _recut(job.options, world_size, job.options.stage))
-    run_directory = job.source.resolve() != Path(checkpoint.source).resolve()
-    copies, notes = companion_files(checkpoint, job.source, target) if run_directory else ([], [])
+    checkpoint, options = job.checkpoint, job.options
+    origin = origin_of(checkpoint)
+    if origin is None or not origin.members:
+        return _from_elsewhere(job)
+    world_size = checkpoint.topology.dp if options.world_size is None else options.world_size
+    stage = origin.members[0].stage if options.stage is None else options.stage
+    written = recut(replace(job, options=_recut(options, world_size, stage)))
     stems = tuple(f"{Path(file.path).stem}." for file in checkpoint.files)
     restated = {key for key in (*checkpoint.metadata, *checkpoint.optimizer_metadata) if key.startswith(stems)}
-    return Written(target, [*rank_notes(target), *notes], restated, copies, run_directory)
+    return _without_clipping(replace(written, restated=restated), checkpoint, stage)
 
 
-def _from_elsewhere(job: Job) -> Written:
-    """Return what becomes of a checkpoint of any other format."""
+def _from_elsewhere(job: Job) -> TargetFiles:
+    """Return the files of a checkpoint of any other format."""
     checkpoint, options = job.checkpoint, job.options
     stage = _known_stage(checkpoint) if options.stage is None else options.stage
     if options.world_size is None or stage is None:
@@ -88,18 +64,26 @@ def _from_elsewhere(job: Job) -> Written:
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)
-    restated = set(foreign.HANDLED)
     converted = foreign.as_deepspeed(checkpoint, stage=stage)
-    notes = foreign.notes(checkpoint, stage=stage)
-    strange = sorted(checkpoint.optimizer_metadata.keys() - restated)
+    strange = sorted(checkpoint.optimizer_metadata.keys() - foreign.HANDLED)
     if strange:
         raise UnsupportedError(
-            f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer keeps beside its state",
+            f"DeepSpeed's files have no place for {', '.join(strange[:4])}, which the optimizer has next to its state",
             path=checkpoint.source,
-            advice="convert to zckpt or dcp",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
     target = decide(converted, _recut(options, options.world_size, stage))
-    return Written(target, list(notes), restated, [], run_directory=True)
+    notes = foreign.notes(checkpoint, stage=stage)
+    written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=set(foreign.HANDLED))
+    return _without_clipping(written, checkpoint, stage)
+
+
+def _without_clipping(written: TargetFiles, checkpoint: Checkpoint, stage: int) -> TargetFiles:
+    """Add to the notes that ZeRO-3 does not keep `clip_grad`, where the source has one."""
+    if stage != 3 or "clip_grad" not in checkpoint.optimizer_metadata:
+        return written
+    note = "clip_grad is not kept by ZeRO-3, which clips as the training's configuration says"
+    return replace(written, notes=[*written.notes, note], restated={*(written.restated or ()), "clip_grad"})
 
 
 def _known_stage(checkpoint: Checkpoint) -> int | None:
@@ -117,21 +101,18 @@ def recut(job: Job) -> TargetFiles:
     checkpoint = job.checkpoint
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
     target = decide(checkpoint, job.options)
-    found = companion_files(checkpoint, job.source, target, roots=job.roots) if run_directory else ([], [])
-    copies, notes = found
-
-    def check() -> int:
-        from zckpt.formats.deepspeed.slice_check import check_slices
-
-        return check_slices(target)
-
+    copies: list[TargetFile] = []
+    notes: list[str] = []
+    if run_directory:
+        processes = target.world_size * len(target.ranks)
+        copies, notes = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
     return TargetFiles(
         target_files(target, copies, run_directory=run_directory),
         notes=[*rank_notes(target), *notes],
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
-        check=check,
+        check=lambda: check_slices(target.origin, len(target.ranks)),
     )
 
 

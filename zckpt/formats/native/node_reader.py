@@ -6,34 +6,17 @@ within its storage.
 
 from __future__ import annotations
 
+import binascii
 import math
+import struct
+from base64 import b64decode
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.native.node_kinds import (
-    BY_TAG,
-    BYTES,
-    ENTRIES,
-    FLAG,
-    INTEGER,
-    LIST,
-    MEMBERS,
-    PAIRS,
-    REQUIRED,
-    SIZES,
-    STORAGE,
-    TAG,
-    TEXT,
-    VALUE,
-    VALUES,
-    Field,
-    Json,
-    Kind,
-    Node,
-)
-from zckpt.formats.native.values import READERS, only_part, read_bytes, read_sizes, wrong
+from zckpt.formats.native.document import read_sizes, wrong
+from zckpt.formats.native.node_kinds import BY_TAG, REQUIRED, TAG, Field, Form, Json, Kind, Node
 from zckpt.torchfile import (
     MAX_ELEMENTS,
     Context,
@@ -42,6 +25,7 @@ from zckpt.torchfile import (
     NumpyArray,
     NumpyDType,
     NumpyScalar,
+    Size,
     Storage,
     Tensor,
     check_depth,
@@ -51,8 +35,12 @@ from zckpt.torchfile import (
 UNMADE: Node = object()
 """An immutable object of `objects` whose turn has not come."""
 
-JSON_TYPES = {TEXT: str, FLAG: bool, INTEGER: int, VALUES: list, LIST: list, PAIRS: list, SIZES: list, BYTES: str,
-              STORAGE: int, MEMBERS: list, ENTRIES: list}  # fmt: skip
+JSON_TYPES = {Form.TEXT: str, Form.FLAG: bool, Form.INTEGER: int, Form.BYTES: str, Form.STORAGE: int}
+"""What a field's JSON is; of the other forms a list."""
+
+
+MAX_HEX = 4096
+"""Characters of a large integer: those that torch files may have take half as many."""
 
 
 class NodeReader:
@@ -150,9 +138,9 @@ class NodeReader:
     def _fill(self, kind: Kind, found: dict[str, Json], shell: Node) -> None:
         for field in kind.fields:
             value = self._field(kind, field, found)
-            if field.form == ENTRIES:
+            if field.form == Form.ENTRIES:
                 self._enter(shell, value)
-            elif field.form == MEMBERS:
+            elif field.form == Form.MEMBERS:
                 shell.update(self._hashable(value, shell))
             else:
                 setattr(shell, field.name, value)
@@ -197,33 +185,33 @@ class NodeReader:
         if value is UNMADE:
             if field.default is REQUIRED:
                 raise DamagedFileError(f"{where} is missing")
-            return [] if field.form in (LIST, PAIRS) else field.default
-        if field.form == VALUE:
+            return [] if field.form in (Form.LIST, Form.PAIRS) else field.default
+        if field.form == Form.VALUE:
             made = self._value(value)
             if field.kinds and not isinstance(made, field.kinds):
                 raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(made).__name__)
             return made
-        if type(value) is not JSON_TYPES[field.form]:
-            raise wrong(where, field.form, value)
+        if type(value) is not JSON_TYPES.get(field.form, list):
+            raise wrong(where, field.form.value, value)
         if field.texts and value not in field.texts:
             raise wrong(where, "one of a few names", value)
         return self._formed(field.form, value, where)
 
-    def _formed(self, form: str, value: Json, where: str) -> Node:
-        if form in (VALUES, LIST, MEMBERS):
+    def _formed(self, form: Form, value: Json, where: str) -> Node:
+        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
             made = [self._value(one) for one in value]
-            return tuple(made) if form == VALUES else made
-        if form in (PAIRS, ENTRIES):
+            return tuple(made) if form == Form.VALUES else made
+        if form in (Form.PAIRS, Form.ENTRIES):
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
                 raise wrong(where, "[key, value] pairs", value)
             return [(self._value(key), self._value(one)) for key, one in value]
-        if form == SIZES:
+        if form == Form.SIZES:
             return read_sizes(value, where)
-        if form == BYTES:
+        if form == Form.BYTES:
             return read_bytes(value, where)
-        if form == STORAGE:
+        if form == Form.STORAGE:
             return self._storage(value)
-        if form == INTEGER and not 0 <= value <= MAX_ELEMENTS:
+        if form == Form.INTEGER and not 0 <= value <= MAX_ELEMENTS:
             raise wrong(where, "an integer from 0 to 2**63-1", value)
         return value
 
@@ -253,3 +241,110 @@ def _check_numpy(dtype: str, data: bytes, count: int) -> None:
     size = NumpyDType(dtype[1:]).itemsize
     if size is not None and len(data) != size * count:
         raise wrong(f"data of numpy's {dtype:.20}", f"{size * count} bytes", len(data))
+
+
+def parts(found: Mapping[str, Json], *names: str) -> list[Json]:
+    """Return the members of an object that has these and its kind, and no others.
+
+    Raises
+    ------
+    DamagedFileError
+        It has others.
+    """
+    if found.keys() - {TAG} != set(names):
+        raise wrong(str(found.get(TAG)), f"members {', '.join(names)}", sorted(found))
+    return [found[name] for name in names]
+
+
+def only_part(found: Mapping[str, Json], name: str) -> Json:
+    """Return the one member of an object; errors are those of `parts`."""
+    return parts(found, name)[0]
+
+
+def read_bytes(found: object, what: str) -> bytes:
+    """Return bytes from base64.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    try:
+        return b64decode(found, validate=True)  # type: ignore[arg-type]  # TypeError is caught
+    except (binascii.Error, ValueError, TypeError):
+        raise wrong(what, "base64", found) from None
+
+
+def _number(found: object, *kinds: type) -> Node:
+    if isinstance(found, dict) and found.get(TAG) in ("int", "float"):
+        found = READERS[found[TAG]](found)
+    if type(found) not in kinds:
+        raise wrong("number", " or ".join(kind.__name__ for kind in kinds), found)
+    return found
+
+
+def _integer(found: Mapping[str, Json]) -> object:
+    text = only_part(found, "hex")
+    if type(text) is not str or len(text) > MAX_HEX or not text.removeprefix("-").startswith("0x"):
+        raise wrong("hex of an int", "0x and digits", text)
+    try:
+        return int(text, 16)
+    except ValueError:
+        raise wrong("hex of an int", "0x and digits", text) from None
+
+
+def _float(found: Mapping[str, Json]) -> object:
+    text = only_part(found, "bits")
+    try:
+        (value,) = struct.unpack(">d", bytes.fromhex(text))
+    except (ValueError, TypeError, struct.error):
+        raise wrong("bits of a float", "16 hexadecimal digits", text) from None
+    return value
+
+
+def _text(found: Mapping[str, Json]) -> object:
+    data = only_part(found, "utf8")
+    try:
+        return read_bytes(data, "utf8 of a text").decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise wrong("utf8 of a text", "UTF-8", data) from None
+
+
+def _bytes(found: Mapping[str, Json]) -> object:
+    return read_bytes(only_part(found, "data"), "data of bytes")
+
+
+def _bytearray(found: Mapping[str, Json]) -> object:
+    return bytearray(read_bytes(only_part(found, "data"), "data of a bytearray"))
+
+
+def _complex(found: Mapping[str, Json]) -> object:
+    return complex(*(_number(part, float) for part in parts(found, "real", "imag")))
+
+
+def _range(found: Mapping[str, Json]) -> object:
+    start, stop, step = (_number(part, int) for part in parts(found, "start", "stop", "step"))
+    if step == 0:
+        raise wrong("step of a range", "another number", step)
+    return range(start, stop, step)
+
+
+def _slice(found: Mapping[str, Json]) -> object:
+    return slice(*(_number(part, int, type(None)) for part in parts(found, "start", "stop", "step")))
+
+
+def _size(found: Mapping[str, Json]) -> object:
+    return Size(read_sizes(only_part(found, "sizes"), "sizes of a size"))
+
+
+READERS: dict[str, Callable[[Mapping[str, Json]], object]] = {
+    "int": _integer,
+    "float": _float,
+    "text": _text,
+    "bytes": _bytes,
+    "bytearray": _bytearray,
+    "complex": _complex,
+    "range": _range,
+    "slice": _slice,
+    "size": _size,
+}

@@ -5,30 +5,15 @@ Storages that tensors below lie in are collected: their bytes go into a file of 
 
 from __future__ import annotations
 
+import math
+import struct
+from base64 import b64encode
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from zckpt.errors import PickleError, UnsupportedError
-from zckpt.formats.native.node_kinds import (
-    BY_CLASS,
-    BYTES,
-    ENTRIES,
-    LEAVES,
-    LIST,
-    MEMBERS,
-    PAIRS,
-    REQUIRED,
-    SIZES,
-    STORAGE,
-    TAG,
-    VALUE,
-    VALUES,
-    Field,
-    Json,
-    Kind,
-    Node,
-)
-from zckpt.formats.native.values import is_text, write_bytes, write_leaf, write_plain
+from zckpt.formats.native.document import is_text
+from zckpt.formats.native.node_kinds import BY_CLASS, LEAVES, REQUIRED, SAFE_INTEGER, TAG, Field, Form, Json, Kind, Node
 from zckpt.torchfile import (
     DType,
     FromFile,
@@ -36,6 +21,7 @@ from zckpt.torchfile import (
     Guard,
     MemoryFormat,
     Mentioned,
+    Size,
     Storage,
     Tensor,
     check_depth,
@@ -142,7 +128,7 @@ class NodeWriter:
 
     def _fields(self, found: dict[str, object], kind: Kind, node: Node, level: int, source: FromFile | None) -> None:
         for field in kind.fields:
-            if field.form in (MEMBERS, ENTRIES):
+            if field.form in (Form.MEMBERS, Form.ENTRIES):
                 value = node
             else:
                 value = getattr(node, field.name)
@@ -152,17 +138,17 @@ class NodeWriter:
 
     def _field(self, field: Field, value: Node, node: object, level: int, source: FromFile | None) -> object:
         form = field.form
-        if form == VALUE:
+        if form == Form.VALUE:
             return self._value(value, level + 1, source)
-        if form in (MEMBERS, ENTRIES) and type(value) is not tuple:
+        if form in (Form.MEMBERS, Form.ENTRIES) and type(value) is not tuple:
             self._check_keys(value)
-        if form in (VALUES, LIST, MEMBERS):
-            return self._values(_members(value) if form == MEMBERS else value, level, source)
-        if form in (PAIRS, ENTRIES):
-            return [self._values(pair, level, source) for pair in (value.items() if form == ENTRIES else value)]
-        if form == STORAGE:
+        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
+            return self._values(_members(value) if form == Form.MEMBERS else value, level, source)
+        if form in (Form.PAIRS, Form.ENTRIES):
+            return [self._values(pair, level, source) for pair in (value.items() if form == Form.ENTRIES else value)]
+        if form == Form.STORAGE:
             return self._storage(value, source, node)
-        return write_bytes(value) if form == BYTES else list(value) if form == SIZES else value
+        return write_bytes(value) if form == Form.BYTES else list(value) if form == Form.SIZES else value
 
     def _check_keys(self, container: Iterable[object]) -> None:
         """Refuse keys that the reader refuses."""
@@ -224,11 +210,11 @@ def _below(node: Node) -> Iterator[object]:
         yield from node
     kind = BY_CLASS.get(type(node))
     for field in kind.fields if kind is not None else ():
-        if field.form == VALUE:
+        if field.form == Form.VALUE:
             yield getattr(node, field.name)
-        elif field.form in (VALUES, LIST):
+        elif field.form in (Form.VALUES, Form.LIST):
             yield from getattr(node, field.name)
-        elif field.form == PAIRS:
+        elif field.form == Form.PAIRS:
             for pair in getattr(node, field.name):
                 yield from pair
 
@@ -247,7 +233,7 @@ def _has_plain_keys(node: dict[object, object]) -> bool:
 def _is_default(field: Field, value: object) -> bool:
     if field.default is REQUIRED:
         return False
-    if field.form in (VALUES, LIST, PAIRS, BYTES):
+    if field.form in (Form.VALUES, Form.LIST, Form.PAIRS, Form.BYTES):
         return not value
     return value is field.default or (type(value) is type(field.default) and value == field.default)
 
@@ -255,3 +241,34 @@ def _is_default(field: Field, value: object) -> bool:
 def _members(node: Iterable[object]) -> list[object]:
     """Return the members of a container; of a set in an order that is the same in every run, where they have one."""
     return in_order(node) if isinstance(node, (set, frozenset)) else list(node)
+
+
+def write_plain(node: Node) -> object:
+    """Return the JSON of None, a bool, a number or text."""
+    if type(node) is int and abs(node) > SAFE_INTEGER:
+        return {TAG: "int", "hex": hex(node)}
+    if type(node) is float and not math.isfinite(node):
+        return {TAG: "float", "bits": struct.pack(">d", node).hex()}
+    if type(node) is str and not is_text(node):
+        return {TAG: "text", "utf8": write_bytes(node.encode("utf-8", "surrogatepass"))}
+    return node
+
+
+def write_leaf(node: Node) -> dict[str, object]:
+    """Return the JSON of bytes, a bytearray, a complex number, a range, a slice or a `torch.Size`."""
+    tag = type(node).__name__.lower()
+    if isinstance(node, (bytes, bytearray)):
+        return {TAG: tag, "data": write_bytes(node)}
+    if isinstance(node, complex):
+        return {TAG: tag, "real": write_plain(node.real), "imag": write_plain(node.imag)}
+    if isinstance(node, Size):
+        return {TAG: tag, "sizes": list(node)}
+    bounds = {name: getattr(node, name) for name in ("start", "stop", "step")}
+    if not all(bound is None or type(bound) is int for bound in bounds.values()):
+        raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
+    return {TAG: tag, **{name: write_plain(bound) for name, bound in bounds.items()}}
+
+
+def write_bytes(data: bytes | bytearray) -> str:
+    """Return bytes as base64."""
+    return b64encode(data).decode()

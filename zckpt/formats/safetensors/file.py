@@ -25,8 +25,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim, Rule
-from zckpt.storage.files import is_file, opened, read_at, read_whole
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
@@ -116,12 +115,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return what a file begins with that holds tensors end to end: the header and its length.
-
-    Parameters
-    ----------
-    tensors : sequence of (name, dtype, shape)
-    metadata : mapping of str to str, optional
+    """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
 
     Raises
     ------

@@ -322,16 +322,13 @@ class _StandIns:
 
     def __call__(self, node: object) -> object:
         if isinstance(node, SlotTensor):
-            storage = self.storages.get(id(node))
-            if storage is None:
-                part = SlotPart(0, node.slot, node.label)
-                storage = self.storages[id(node)] = new_storage(node.dtype, node.slot.numel, [part])
-            return view(storage, node.slot.shape)
-        if isinstance(node, ValueTensor):
-            storage = self.storages.get(id(node))
-            if storage is None:
-                part_of = ValuePart(0, node.data)
-                numel = len(node.data) // itemsize(node.dtype)
-                storage = self.storages[id(node)] = new_storage(node.dtype, numel, [part_of])
-            return view(storage, node.shape)
-        return None
+            part: Part = SlotPart(0, node.slot, node.label)
+            numel, shape = node.slot.numel, node.slot.shape
+        elif isinstance(node, ValueTensor):
+            part = ValuePart(0, node.data)
+            numel, shape = len(node.data) // itemsize(node.dtype), node.shape
+        else:
+            return None
+        if id(node) not in self.storages:
+            self.storages[id(node)] = new_storage(node.dtype, numel, [part])
+        return view(self.storages[id(node)], shape)

@@ -8,19 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, listed
-from zckpt.formats.deepspeed.claims import MODEL_RULES
-from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.errors import DamagedFileError, ShardError, listed
+from zckpt.formats.deepspeed.groups import complete_aliases, zero_option
 from zckpt.formats.deepspeed.per_parameter import FrozenPadding
-from zckpt.formats.deepspeed.per_rank import keep_others
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
+from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
-from zckpt.formats.universal.folder_files import StoredFolder, read_folder
-from zckpt.formats.universal.groups import give_state, read_groups
-from zckpt.formats.universal.model_files import ModelFiles, read_models
+from zckpt.formats.universal.folders import StoredFolder, read_folder
+from zckpt.formats.universal.model_files import ModelFiles, give_state, read_groups, read_models
 from zckpt.formats.universal.writer import OWN_KEYS, STRUCTURE
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Topology
 from zckpt.state.inventory import IMPLIED, STATE, Rule
@@ -79,7 +77,7 @@ def read(directory: Path) -> Checkpoint:
     _place_untrained(checkpoint, models, shapes)
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
     checkpoint.parameters = _ordered(checkpoint, models)
-    _complete_aliases(checkpoint, models.first.shard.path)
+    complete_aliases(checkpoint.parameters, models.first.shard.path)
     _note_duplicates(checkpoint, models)
     _note_folders(checkpoint, directory / FOLDER)
     _note_ranks(checkpoint, models)
@@ -166,16 +164,6 @@ def _ordered(checkpoint: Checkpoint, models: ModelFiles) -> dict[str, Parameter]
     """Return the parameters in the model's order, and then those that its file does not name."""
     names = dict.fromkeys([*models.names(), *checkpoint.parameters])
     return {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
-
-
-def _complete_aliases(checkpoint: Checkpoint, path: str) -> None:
-    for name, parameter in checkpoint.parameters.items():
-        if parameter.tied_to is None:
-            continue
-        owner = checkpoint.parameters.get(parameter.tied_to)
-        if owner is None or owner.tied_to is not None:
-            raise LayoutError(f"{name} is tied to a parameter that is not there", path=path, found=parameter.tied_to)
-        parameter.shape, parameter.dtype = owner.shape, owner.dtype
 
 
 def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:

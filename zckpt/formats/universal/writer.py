@@ -32,7 +32,7 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.write_folders import INFO_KEY, Folder, folders, weight
+from zckpt.formats.universal.folders import INFO_KEY, Folder, folders, weight
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
 

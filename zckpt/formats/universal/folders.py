@@ -1,32 +1,132 @@
-"""What the folder of each parameter is to hold, as trees. Lays out nothing yet.
+"""The files of one parameter's folder, as tensors and single values.
 
-fp32.pt, SLOT.pt    {cat_dim, ..., param: tensor}; of a parameter that is not trained {param: tensor}
-step.pt             the number, or the tensor, by itself
-
-DeepSpeed's ZeRO-1 and 2 read every file of a folder, and need the same ones for all parameters of a group: a parameter
-that no step has reached gets zeros, as DeepSpeed itself has them. The values next to a tensor say how a tensor-parallel
-training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are those of `tp_rules`):
-
-    cat_dim               slices along this dimension
-    param_n_sub_params    that many equal sections along it, each sliced
-    sub_param_shape       sections of these sizes, each sliced
-    vocab_tensor          rows of a vocabulary, padded again for the number of ranks
+{param: tensor, cat_dim, vocab_tensor, ...}    DeepSpeed's ZeRO-1 and 2, and zckpt
+tensor                                         DeepSpeed's ZeRO-3: flat
+step.pt: number or tensor                      not of DeepSpeed's ZeRO-3
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from zckpt.codes import MISSING_FILE
 from zckpt.compare.optimizer_values import parameter_values
-from zckpt.errors import UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
-from zckpt.formats.torch_files.tensors import encode
+from zckpt.formats.torch_files.tensors import describe, encode, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor, new_storage, view
-from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Scalar, Slot
+from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
-from zckpt.torchfile import FromFile, Global, Object, plain
+from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.torchfile import FromFile, Global, Object, Tensor, TorchFile, plain, read_torchfile
+
+_RULES = (
+    *(
+        Rule((key, "**"), IMPLIED, "how the tensor is sliced")
+        for key in ("cat_dim", "vocab_tensor", "is_expert_param", "sub_param_shape", "param_n_sub_params")
+    ),
+    Rule((), STATE, "the step"),
+    Rule(("param",), STATE, "the step"),
+)
+"""Of the values in a folder's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a folder and what its file says of it."""
+
+    tensor: Tensor
+    path: str
+    flat: bool
+    padding_stripped: bool
+
+    def slot(self, name: str, shape: tuple[int, ...]) -> Slot:
+        """Return the tensor as a slot of a parameter.
+
+        State that is not per element keeps its own shape.
+
+        Raises
+        ------
+        LayoutError
+            It does not have as many elements as the parameter.
+        """
+        tensor = self.tensor
+        if tensor.shape == shape:
+            return slot_of(name, tensor, self.path)
+        if (self.flat or shape == ()) and tensor.numel == math.prod(shape) and tensor.is_contiguous:
+            span = span_of(tensor, self.path, Extent.whole(shape))
+            return Slot(name, tensor.dtype, shape, (span,) if tensor.numel else ())
+        if self.flat or name == MASTER:
+            raise LayoutError(
+                "does not have the parameter's shape",
+                path=self.path,
+                expected=f"{shape}, as in the model file",
+                found=tensor.shape,
+            )
+        return slot_of(name, tensor, self.path)
+
+
+@dataclass(slots=True)
+class StoredFolder:
+    """What the folder of a parameter holds; `tensors` by the slot's name."""
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
+    files: list[SourceFile] = field(default_factory=list)
+
+
+def read_folder(folder: Path) -> StoredFolder:
+    """Read the structure of a folder, and its step.
+
+    Raises
+    ------
+    LayoutError
+        It is not there.
+    DamagedFileError
+        A file of it holds something else.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(SUFFIX) and entry.is_file())
+    except FileNotFoundError:
+        names = []
+    except OSError as error:
+        raise SourceError("cannot be read", path=folder, found=error.strerror) from error
+    if MASTER_STEM + SUFFIX not in names:
+        raise LayoutError("no values of this parameter", path=folder / (MASTER_STEM + SUFFIX), expected="a file",
+                          code=MISSING_FILE, parameters=[folder.name])  # fmt: skip
+    found = StoredFolder()
+    for name in names:
+        _read_file(found, name.removesuffix(SUFFIX), read_torchfile(folder / name))
+    return found
+
+
+def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
+    root, path = file.root, file.path
+    if stem in (WEIGHT, MASTER):
+        raise UnsupportedError(f"a slot named {stem!r}, which means something else", path=path)
+    found.files.append(describe(file, "optimizer", rules=_RULES))
+    if stem == STEP_STEM and isinstance(root, (int, float)):
+        found.values[stem] = root
+        return
+    flat = isinstance(root, Tensor)
+    tensor = root if isinstance(root, Tensor) else root.get("param") if isinstance(root, dict) else None
+    if not isinstance(tensor, Tensor):
+        raise DamagedFileError("unexpected content", path=path, expected="a tensor, or a dict that has one as `param`",
+                               found=type(root).__name__)  # fmt: skip
+    content = root if isinstance(root, dict) else {}
+    if content.get("is_expert_param"):
+        raise UnsupportedError("experts placed by AutoEP", path=path)
+    if stem == STEP_STEM and tensor.shape == ():
+        (found.values[stem],) = read_scalars(path, [tensor])
+        return
+    name = MASTER if stem == MASTER_STEM else stem
+    found.tensors[name] = Stored(tensor, path, flat, content.get("vocab_tensor") is True)
+
 
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 

@@ -1,16 +1,4 @@
-"""Which of an optimizer's state is each rank's own: neither one value for each element nor one for a param group.
-
-An optimizer sees a rank's partition as one parameter. What it computes over "the parameter" differs by rank:
-
-    Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
-    bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
-                    (older: the same keys without that dict around them)
-
-What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
-
-What the files of all ranks have under one key is kept once. Where another rank has something else (a random state, a
-sampler's position), that is kept under the file's stem and the key: `zero_pp_rank_1_mp_rank_00_model_states.rng`.
-"""
+"""What the values in DeepSpeed's files are, for the inventory: some say how state is cut, others are state."""
 
 from __future__ import annotations
 
@@ -18,12 +6,66 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Scalar
-from zckpt.state.inventory import COPY, Rule
-from zckpt.state.rank_values import RankValue
+from zckpt.state.checkpoint import RankValue
+from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
+
+MODEL_RULES = (
+    *(
+        Rule((key, "**"), IMPLIED, "names and shapes of the model's tensors")
+        for key in ("buffer_names", "param_shapes", "frozen_param_shapes", "shared_params")
+    ),
+    *(
+        Rule((key, "**"), IMPLIED, "ranks and version of the run")
+        for key in ("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_version")
+    ),
+    *optimizer_rules("optimizer"),
+    *optimizer_rules("optimizer", "optimizer_state_dict"),
+)
+"""Of a model file: `module`, the fragments of frozen parameters and the client's keys need no rule."""
+
+_Z = "optimizer_state_dict"
+_CUT = (
+    "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "param_slice_mappings", "ds_version",
+    "ds_zero_partition_groups", "fp32_flat_groups", "single_partition_of_fp32_groups",
+)  # fmt: skip
+
+
+def shard_rules(*, first: bool) -> tuple[Rule, ...]:
+    """Return the rules of a rank's optimizer file; of the first rank's, hyperparameters are state."""
+    groups = (
+        (_Z, "base_optimizer_state", "param_groups"),
+        (_Z, "base_optimizer_param_groups"),
+        (_Z, "optimizer_state_dict", "param_groups"),
+    )
+    return (
+        *(Rule((*place, "*", "params", "**"), IMPLIED, "numbers of flat groups") for place in groups),
+        *(
+            Rule((*place, "*", "*", "**"), STATE, "hyperparameters")
+            if first
+            else Rule((*place, "**"), COPY, "hyperparameters, found to be the first rank's")
+            for place in groups
+        ),
+        Rule((_Z, "base_optimizer_state", "state", "*", "*"), STATE, "single values of a group"),
+        Rule((_Z, "base_optimizer_state", "*", "*"), STATE, "single values of a group"),
+        Rule(
+            (
+                _Z,
+                "base_optimizer_state_step",
+            ),
+            STATE,
+            "the step",
+        ),
+        Rule((_Z, "optimizer_state_dict", "state", "*", "*"), STATE, "single values of a group"),
+        *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
+        Rule(("ds_version",), IMPLIED, "ranks and version of the run"),
+        Rule(("ds_config", "**"), COPY, "the configuration, which the model file has"),
+    )
+
 
 FOLLOWS_FROM_STEPS = frozenset({"step", "mu_product", "eta", "mu"})
 """Single values that depend on hyperparameters and the number of steps only (torch 2.13: all, NAdam, ASGD)."""
