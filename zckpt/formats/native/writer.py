@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import UnsupportedError
 from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.formats.torch_files.tensors import slot_of_storage
+from zckpt.state import Checkpoint, Extent, Parameter, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned, Storage
@@ -227,10 +227,6 @@ def _storage(storage: Storage) -> dict[str, object]:
 
 def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
     """Return the entry of a storage: all its bytes, little-endian."""
-    storage, dtype = mentioned.storage, mentioned.dtype
-    if mentioned.path is None:
-        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
-    shape = (storage.nbytes // itemsize(dtype),)
-    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
-    slot = Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
-    return Entry(storage_key(number), slot, Extent.whole(shape), "uint8", (storage.nbytes,))
+    nbytes = mentioned.storage.nbytes
+    slot = slot_of_storage(mentioned)
+    return Entry(storage_key(number), slot, Extent.whole(slot.shape), "uint8", (nbytes,))
