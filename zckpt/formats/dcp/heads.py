@@ -1,8 +1,9 @@
 """Where the elements of a chunk are in its file, found from what is around them: in an item of its own, or in a blob.
 
-A checkpoint has few shapes of tensors and very many chunks of each. Two torch files of a tensor of one type and shape differ in its elements, in their checksum, which is in three places,
-and in the record that identifies the file. Nothing else of a file bears on where its elements are, and neither do
-those. So an item whose every other byte is that of one that was read before is the same with other elements.
+A checkpoint has few shapes of tensors and very many chunks of each. Two torch files of a tensor of one type and shape
+differ in its elements, in their checksum, which is in three places, and in the record that identifies the file. Nothing
+else of a file bears on where its elements are, and neither do those. So an item whose every other byte is that of one
+that was read before is the same with other elements.
 
 A writer that uses safetensors puts all tensors of a file in one blob, after its objects:
 
