@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 Failure = tuple[type[BaseException], str, dict[str, Any]]
 
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Under its name since torch 2.13, or before."""
+
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
 

@@ -27,10 +27,10 @@ from zckpt.optim.states import (
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
-from zckpt.optim.zero.files import experts_of, model_rank
+from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import Scaler, scaler_like
+from zckpt.optim.zero.stepping import Scaler, model_rank, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain

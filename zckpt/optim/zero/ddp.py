@@ -73,7 +73,7 @@ class DdpOptimizer(BackwardOptimizer):
         self._by_hook: list[tuple[GradBucket, Future[torch.Tensor]]] = []
         self.is_attached = True
         for group in self.groups:
-            group.adopt_weights()
+            group.take_weights()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; see `BackwardOptimizer.add_param_group`."""

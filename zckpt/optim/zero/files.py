@@ -1,10 +1,15 @@
-"""ZeroOptimizer in files: DeepSpeed's checkpoint directories are written, and any checkpoint is loaded.
-
-Each rank writes its own file, and reads only the bytes of its own partition.
+"""ZeroOptimizer in files: DeepSpeed's checkpoint directories, and which files have which experts.
 
     zero_pp_rank_D_mp_rank_MM_optim_states.pt           each rank: masters and state of its partitions
     mp_rank_MM_model_states.pt                          the first of the ranks that have part MM of the model
     layer_L_expert_E_mp_rank_MM_model_states.pt         the first of the ranks that have expert E of expert layer L
+
+Experts have local numbers in a rank's model, and global ones in files. Which rank of the expert-parallel ones this is,
+follows from the ranks that hold the same experts; DeepSpeed has two ways of assigning experts to dp ranks, ep by ep:
+
+    0 1 2 3 4 5   ep = 2: expert ranks     0 1 0 1 0 1     or, data before experts,     0 0 0 1 1 1
+
+Source: `deepspeed.utils.groups`, 0.19, and the files that its engine writes.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from zckpt.optim.tensors import bare
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import ModelParallel
+from zckpt.optim.zero.stepping import model_rank
 from zckpt.storage.durable import written_files
 from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
@@ -38,7 +43,7 @@ from zckpt.torchfile import DType, Object, OrderedMapping, Size
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
 
-_PREFIXES = {torch.bfloat16: "bf16_"}
+_SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Target) -> None:
@@ -52,10 +57,13 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
     ranks = every_rank(optimizer.process_group, parts)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
     with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
-        tensors = _tensors(model, names)
+        if model is None:
+            tensors = OrderedDict((name, p.detach()) for p, name in names.items())
+        else:
+            tensors = OrderedDict(bare(model).state)
         experts = experts_of(optimizer, names, list(tensors))
         config = _config(optimizer, experts)
-        prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
+        prefix = "bf16_" if optimizer.groups[0].flat.dtype == torch.bfloat16 else ""
         state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
         write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{part:02d}_optim_states.pt")
@@ -80,13 +88,6 @@ def refuse_parts(optimizer: ZeroOptimizer) -> None:
             advice='give format="deepspeed" (and for parts universal_checkpoint_info in extra, which says how they are '
             "cut); zckpt convert makes other formats of that",
         )
-
-
-def _tensors(model: torch.nn.Module | None, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors of the model, those of its experts too; without the model, the optimizer's."""
-    if model is None:
-        return OrderedDict((name, p.detach()) for p, name in names.items())
-    return OrderedDict(bare(model).state)
 
 
 def _expert_files(
@@ -116,8 +117,7 @@ def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
     }
     if experts.data_first:
         found["use_data_before_expert_parallelism"] = True
-    sections = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    section = sections.get(optimizer.groups[0].flat.dtype)
+    section = _SECTIONS.get(optimizer.groups[0].flat.dtype)
     if section is not None:
         found[section] = {"enabled": True}
     return found
@@ -271,13 +271,7 @@ class Place:
 
 
 def place_of(sharing: list[int], every: list[int]) -> Place:
-    """Return a rank's place from the ranks that hold the same experts, and all data-parallel ranks.
-
-    Raises
-    ------
-    UnsupportedError
-        They are assigned in another way than DeepSpeed's two.
-    """
+    """Return a rank's place, from the ranks that hold the same experts and all data-parallel ranks."""
     positions = sorted(every.index(rank) for rank in sharing)
     degree, first = len(every) // len(positions), positions[0]
     own = dist.get_rank() == every[first]
@@ -379,24 +373,8 @@ def _layer(name: str) -> str | None:
     return next(iter(experts_per_rank([name])), None)
 
 
-# --- slices
-
-
-def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
-    """Return which part of the model this rank has, and of how many."""
-    if model_parallel is None:
-        return 0, 1
-    return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
-
-
 def every_rank(process_group: dist.ProcessGroup, parts: int) -> Ranks:
-    """Return the ranks that save together: those of all parts of the model.
-
-    Raises
-    ------
-    UnsupportedError
-        The world has other ranks besides.
-    """
+    """Return the ranks that save together: those of all parts of the model, which must be the whole world."""
     if parts == 1:
         return Ranks(process_group)
     ranks = Ranks()

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.reduction import Reducer, Rules
-from zckpt.optim.zero.stepping import ModelParallel, Scaler
+from zckpt.optim.zero.stepping import ModelParallel, Scaler, model_rank
 
 if TYPE_CHECKING:
     from zckpt.optim.zero.backward import BackwardOptimizer
@@ -268,7 +268,7 @@ class GradientOptimizer(FlatOptimizer, Joinable):
     @property
     def is_model_parallel(self) -> bool:
         """Whether other ranks have other parts of the model."""
-        return self.model_parallel is not None and self.model_parallel.get_model_parallel_world_size() > 1
+        return model_rank(self.model_parallel)[1] > 1
 
     def _hook_all(self) -> None:
         this = weakref.ref(self)  # what hooks hold on to is never collected

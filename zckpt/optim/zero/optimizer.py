@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
-from zckpt.optim.zero.flat import STAGES, begin_gather, wait_for
-from zckpt.optim.zero.stateful import StatefulOptimizer
+from zckpt.optim.zero.flat import STAGES
+from zckpt.optim.zero.stateful import StatefulOptimizer, publish, wait_for
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
 
 logger = logging.getLogger(__name__)
@@ -253,9 +253,8 @@ class ZeroOptimizer(StatefulOptimizer):
         """Raise RuntimeError on all ranks if the norm is infinite because one has failed."""
         flag = torch.tensor([self._failed], dtype=torch.int32, device=self.groups[0].flat.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
-        model_parallel = self.model_parallel
-        if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=model_parallel.get_model_parallel_group())
+        if self.model_parallel is not None and self.is_model_parallel:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.model_parallel.get_model_parallel_group())
         if flag.item():
             raise WindowFailedError("backward failed on another rank: no rank has stepped")
 
@@ -266,10 +265,9 @@ class ZeroOptimizer(StatefulOptimizer):
         try:
             for local, group in zip(every, self.groups, strict=True):
                 self.optim.param_groups = [local]
-                group.adopt_weights()
+                group.take_weights()
                 stepping.step(self.optim, group, divisor)
-                self._round(group)
-                handles += begin_gather(group, self.allgather_bucket_size)
+                handles += publish(group, self.allgather_bucket_size)
         finally:
             self.optim.param_groups = every
         wait_for(handles)

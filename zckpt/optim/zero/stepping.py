@@ -39,6 +39,13 @@ class ModelParallel(Protocol):
         ...
 
 
+def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
+    """Return which part of the model this rank has, and of how many."""
+    if model_parallel is None:
+        return 0, 1
+    return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
+
+
 def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) -> bool:
     """Tell whether this rank counts a parameter: its own part of one, or, on the first rank, one that all have.
 
@@ -50,7 +57,7 @@ def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) ->
         return False
     if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False):
         return True
-    return model_parallel is None or model_parallel.get_model_parallel_rank() == 0
+    return model_rank(model_parallel)[0] == 0
 
 
 def global_norm(
@@ -93,7 +100,7 @@ def global_norm(
     handles = [dist.all_reduce(one, op=op, group=process_group, async_op=True) for one in partial]
     for handle in handles:
         handle.wait()
-    if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
+    if model_parallel is not None and model_rank(model_parallel)[1] > 1:
         for one in partial:
             dist.all_reduce(one, op=op, group=model_parallel.get_model_parallel_group())
     norms = partial if infinite else [one.pow(1.0 / norm_type) for one in partial]

@@ -1,9 +1,13 @@
-"""How updated parameters get from the rank that steps them to all others.
+"""What ranks send each other: updated parameters after a step; and state and gradients, where parameters change ranks.
 
 Parameters that are large go as they are. Small ones of a rank, of one device and element type, go together in a
 bucket. Where parameters are views of buckets (`parameters_as_bucket_view`), a bucket goes as it is, and on GPUs, if the
 ranks' shares are nearly equal, the buckets of all ranks are one buffer that a single all-gather completes. (Gloo's
 all-gather copies the whole buffer twice; it takes twice as long as gloo's broadcasts.)
+
+Of state, what each rank holds (keys, shapes, element types, numbers) is sent first. Then every tensor is sent to its
+target and to nobody else, one after the other: a rank that is not the target needs memory for one tensor at most, and
+that only where its bytes are not in one piece on a device that the backend can send from.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch.distributed as dist
 
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied
+from zckpt.optim.ranks import all_gather_flat
 from zckpt.optim.tensors import flat, is_dense
 
 DIRECT_NBYTES = 1 << 20
@@ -27,9 +32,6 @@ BUCKET_NBYTES = 8 << 20
 
 EVEN = 1.1
 """One all-gather serves where padding all shares to the largest one costs at most this factor."""
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Under its name since torch 2.13, or before."""
 
 Kind = tuple[torch.device, torch.dtype]
 
@@ -187,7 +189,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
     handles = []
     for gathered in exchange.gathered:
         own = gathered.tensor[rank * gathered.width : (rank + 1) * gathered.width]
-        handles.append(_all_gather(gathered.tensor, own, group=group, async_op=True))
+        handles.append(all_gather_flat(gathered.tensor, own, group=group, async_op=True))
     for bucket in exchange.buckets:
         tensor = _tensor(bucket, mine=bucket.rank == rank)
         sent.append((bucket, tensor))
@@ -403,31 +405,3 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], getattr(torch, kinds[0]).current_device())
-
-
-def _broadcast_object(
-    obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> Any:
-    """Return the object that one rank of the world has, on all ranks of a group; what is received is on `device`."""
-    gathered = [obj]
-    dist.broadcast_object_list(gathered, src=src_rank, group=group, device=torch.device(device))
-    if dist.get_rank() == src_rank:
-        return obj
-    return _recursive_copy_to_device(gathered[0], non_blocking=False, device=torch.device(device))
-
-
-def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
-    """Return a tree of lists, tuples and mappings with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, (list, tuple)):
-        made = [_recursive_copy_to_device(one, non_blocking, device) for one in value]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, Mapping):
-        return {key: _recursive_copy_to_device(one, non_blocking, device) for key, one in value.items()}
-    return value
-
-
-def _is_trainable(param: torch.Tensor) -> bool:
-    """Tell whether a parameter is trained."""
-    return param.requires_grad
