@@ -64,19 +64,33 @@ def read_groups(params: object) -> list[Group]:
         raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be an iterable of tensors or dicts, not {torch.typename(params)}")
-    given = list(params)
-    if not given:
-        raise ValueError("an empty parameter list")
-    if all(isinstance(one, dict) for one in given):
-        groups = [read_group(one) for one in given]
-    elif any(isinstance(one, dict) for one in given):
-        raise TypeError("params must be an iterable of tensors or of dicts, not of both")
-    else:
-        groups = [read_group({"params": given})]
+    groups = [read_group(one) for one in as_groups(params, "tensors")]
     if len({"param_names" in group for group in groups}) > 1:
         raise ValueError("either all param groups have names for their parameters or none has")
     _check_types([tensor for group in groups for tensor in group["params"]])
     return groups
+
+
+def as_groups(params: Iterable[Any], what: str) -> list[Group]:
+    """Return what an optimizer is given as dicts. Raises as `read_groups`; `what` says what parameters are."""
+    given = list(params)
+    if not given:
+        raise ValueError("an empty parameter list")
+    count = sum(isinstance(one, dict) for one in given)
+    if count not in (0, len(given)):
+        raise TypeError(f"params must be an iterable of {what} or of dicts, not of both")
+    return given if count else [{"params": given}]
+
+
+def with_names(group: Group) -> Group:
+    """Return a group with its parameters in a list of its own, and names apart. Raises as `read_groups`."""
+    members = list(group["params"])
+    named = [one for one in members if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)]
+    if not named:
+        return {**group, "params": members}
+    if len(named) != len(members):
+        raise ValueError("either all parameters of a group have names or none has")
+    return {**group, "params": [one[1] for one in named], "param_names": [one[0] for one in named]}
 
 
 def read_group(group: Group) -> Group:
@@ -88,13 +102,8 @@ def read_group(group: Group) -> Group:
         members = [members]
     if isinstance(members, (set, frozenset)):
         raise TypeError("parameters must have an order, which those of a set do not")
-    members = list(members)
-    named = [one for one in members if _is_pair(one)]
-    if named and len(named) != len(members):
-        raise ValueError("either all parameters of a group have names or none has")
-    made = {**group, "params": [one[1] for one in members] if named else members}
-    if named:
-        made["param_names"] = [one[0] for one in named]
+    made = with_names({**group, "params": members})
+    members = made["params"]
     for tensor in made["params"]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
@@ -117,15 +126,26 @@ def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _is_pair(one: object) -> bool:
-    return isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
-
-
 def _check_types(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
     types = {torch.typename(tensor) for tensor in tensors}
     if len(types) > 1 and not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
+
+
+def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
+    """Refuse state that is per element and of another shape than the parameter."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
+            continue
+        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
+            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
+        raise ValueError(
+            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
+            f"the parameter has {tuple(parameter.shape)}"
+        )
 
 
 SHOWN = 4

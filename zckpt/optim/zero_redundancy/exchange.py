@@ -38,15 +38,9 @@ Kind = tuple[torch.device, torch.dtype]
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters that one rank sends together.
+    """Parameters that one rank of the process group sends together.
 
-    Parameters
-    ----------
-    rank : int
-        In the process group.
-    tensor : Tensor or None
-        Flat, of which the parameters are views; None: packed when it is sent.
-    parameters : list of Tensor
+    `tensor` is flat, and the parameters are views of it; None: they are packed when they are sent.
     """
 
     rank: int
@@ -56,15 +50,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Gathered:
-    """A buffer of equal shares, [world size x width], that an all-gather completes.
-
-    Parameters
-    ----------
-    tensor : Tensor
-    width : int, elements
-    shares : list of Bucket
-        The parameters in it, by rank.
-    """
+    """A buffer of equal shares, [world size x width elements], that an all-gather completes; by rank what is in it."""
 
     tensor: torch.Tensor
     width: int
@@ -125,14 +111,9 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
-    """Return the exchange of parameters that become views of buckets; their `data` is moved there.
+    """Return the exchange of parameters, given by rank, that become views of buckets; their `data` is moved there.
 
-    Parameters
-    ----------
-    shares : sequence of sequence of Tensor
-        By rank.
-    gather : bool
-        Whether to gather shares at once that are nearly equal.
+    With `gather`, shares that are nearly equal are gathered at once.
     """
     exchange = Exchange()
     for (device, dtype), ranks in by_kind(shares).items():
@@ -142,10 +123,8 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bo
             continue
         if gather and width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            views = [
-                Bucket(rank, parameters, whole[rank * width : (rank + 1) * width])
-                for rank, parameters in enumerate(ranks)
-            ]
+            each = enumerate(zip(ranks, whole.split(width), strict=True))
+            views = [Bucket(rank, parameters, elements) for rank, (parameters, elements) in each]
             exchange.gathered.append(Gathered(whole, width, views))
         else:
             views = [
@@ -253,17 +232,16 @@ class Number:
 def collect(
     state: Mapping[int, Mapping[str, Any]], about: object, group: dist.ProcessGroup, to: int
 ) -> tuple[State, list[Any]] | None:
-    """Return the state of all ranks, on the CPU, on rank `to` of the group; None on the others.
+    """Return the state of all ranks on the CPU, and what each said, on rank `to` of the group; None on the others.
 
     Parameters
     ----------
     state : mapping
         This rank's state by global parameter number. Nothing of it is kept: tensors are copied.
     about : object
-        What else this rank has to say: small, and without tensors. The target gets a list of what all ranks said.
+        What else this rank has to say: small, and without tensors.
     group : ProcessGroup
     to : int
-        Rank in the group.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     gathered: list[Any] = [(_described(state), about)]
@@ -374,18 +352,18 @@ def _receive(
     source: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    place: torch.device | str,
+    to: torch.device | str,
 ) -> dict[str, Any]:
     """Return a parameter's state from another rank, on a device; what was on the CPU stays there."""
     found: dict[str, Any] = {}
     for key, about in described.items():
         if isinstance(about, Number):
-            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else place)
+            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else to)
         elif isinstance(about, Described):
             tensor = torch.empty_strided(about.shape, about.stride, dtype=about.dtype, device=device)
             if tensor.numel():
                 dist.recv(flat(tensor).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
-            found[key] = tensor.to("cpu" if about.on_cpu else place)
+            found[key] = tensor.to("cpu" if about.on_cpu else to)
         else:
             found[key] = about
     return found

@@ -17,11 +17,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim.param_groups import Group, copied, hyperparameters
+from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters
 from zckpt.optim.tensors import copied_like
 from zckpt.optim.zero_redundancy.partitioned import packed
-
-SHOWN = 4
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -93,21 +91,6 @@ def _numbers(index: int, saved: object, group: Group) -> list[int]:
         raise ValueError(f"param group {index} has other parameters in the state dict: {', '.join(only[:SHOWN])}")
     by_name = dict(zip(theirs, listed, strict=True))
     return [by_name[name] for name in ours]
-
-
-def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
-    """Refuse state that is per element and of another shape than the parameter."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
-    for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
-            continue
-        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
-            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
-        raise ValueError(
-            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
-            f"the parameter has {tuple(parameter.shape)}"
-        )
 
 
 def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, object]:
