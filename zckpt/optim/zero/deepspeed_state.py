@@ -48,7 +48,7 @@ class DeepSpeedState(dict[str, Any]):
 
 @dataclass
 class ShareAddress:
-    """Where a parameter's run of elements lies in a rank's partition."""
+    """Where a parameter's share lies in a rank's partition."""
 
     numel: int
     start: int
@@ -109,13 +109,7 @@ def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, S
 
 
 def read_states(given: object) -> list[Mapping[str, Any]]:
-    """Return the states of all ranks, or of this one, as files hold them or bare.
-
-    Raises
-    ------
-    TypeError
-        No state dict of ZeRO-1/2, or a list of them.
-    """
+    """Return the states of all ranks, or of this one, as files hold them or bare. Raises TypeError for others."""
     states = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     found = []
     for state in states:
@@ -220,16 +214,16 @@ def local_state(
 
 
 def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:
-    """Return this rank's part of partitions of any number of ranks, without padding."""
+    """Return this rank's elements of the partitions of any number of ranks, without padding."""
     begin, end = group.rank * group.partition, (group.rank + 1) * group.partition
-    parts = []
+    pieces = []
     at = 0
     for tensor in lean:
         low, high = max(begin - at, 0), min(end - at, tensor.numel())
         if low < high:
-            parts.append(tensor[low:high])
+            pieces.append(tensor[low:high])
         at += tensor.numel()
-    return torch.cat(parts) if parts else lean[0][:0]
+    return torch.cat(pieces) if pieces else lean[0][:0]
 
 
 def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -249,7 +243,8 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     made["loss_scaler"] = scaler_object(made["loss_scaler"])
     made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
     made["param_slice_mappings"] = [
-        {name: _fragment(address) for name, address in mapping.items()} for mapping in made["param_slice_mappings"]
+        {name: _new(_FRAGMENT, {"numel": its.numel, "start": its.start}) for name, its in mapping.items()}
+        for mapping in made["param_slice_mappings"]
     ]
     return made
 
@@ -261,10 +256,6 @@ def scaler_object(scaler: Scaler) -> Object:
     state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
     state.update(vars(scaler))
     return _new(Global(_SCALERS, "DynamicLossScaler"), state)
-
-
-def _fragment(address: ShareAddress) -> Object:
-    return _new(_FRAGMENT, {"numel": address.numel, "start": address.start})
 
 
 def _new(cls: Global, state: dict[object, object]) -> Object:

@@ -78,7 +78,6 @@ def global_norm(
         All data-parallel ranks.
     norm_type : float
         2.0 or infinity.
-    model_parallel : ModelParallel, optional
     failed : bool
         This rank has no gradients to speak of: the norm is infinite.
 
@@ -114,7 +113,7 @@ def global_norm(
 
 
 def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel | None) -> torch.Tensor:
-    """Return this rank's part of a group: the largest magnitude, or the sum of the powers of magnitudes."""
+    """Return this rank's contribution of a group: the largest magnitude, or the sum of the powers of magnitudes."""
     device = group.flat.device
     gradient = group.gradient
     counted = [f for f in group.own if is_counted(group.parameters[f.index], model_parallel)]
@@ -128,24 +127,15 @@ def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel |
 
 
 def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm in float64; in pieces, because torch converts all that it is given at once."""
-    parts = torch.split(values, NORM_PIECE)
-    pieces = [torch.linalg.vector_norm(one, ord=norm_type, dtype=torch.float64) for one in parts]
-    found: torch.Tensor = pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces), norm_type)
+    """Return the norm in float64; in pieces, because torch converts all that it gets at once."""
+    pieces = torch.split(values, NORM_PIECE)
+    norms = [torch.linalg.vector_norm(one, ord=norm_type, dtype=torch.float64) for one in pieces]
+    found: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return found
 
 
 def divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> float:
-    """Return what gradients are divided by: the loss scale, and what makes their norm at most `clip_grad`.
-
-    Parameters
-    ----------
-    norm : Tensor, ()
-        Of gradients that are scaled.
-    loss_scale : float
-    clip_grad : float
-        0 for no clipping.
-    """
+    """Return what gradients of a norm are divided by: the loss scale, and what makes their norm at most `clip_grad`."""
     if clip_grad <= 0.0:
         return loss_scale
     clip = ((norm / loss_scale) + 1e-6) / clip_grad
@@ -157,21 +147,7 @@ PIECE_OF_GPU = 1 << 25  # takes longer than its kernels' launches
 
 
 def step(optimizer: Optimizer, group: FlatGroup, divisor: float) -> None:
-    """Step a group's master with its gradients, without the loss scale and clipped.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The local one, whose only param group at present is that of the master.
-    group : FlatGroup
-    divisor : float
-        Of the gradients.
-
-    Raises
-    ------
-    RuntimeError
-        No gradients.
-    """
+    """Step a group's master with its gradients, divided by `divisor`; it is the optimizer's only one at present."""
     if group.gradient is None:
         raise RuntimeError("no gradients to step with")
     master = group.master
