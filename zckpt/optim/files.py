@@ -1,15 +1,19 @@
-"""Sharded optimizers in files: what `zckpt convert --to zero-redundancy` writes, by those who have the state.
+"""Sharded optimizers in files, and checkpoints opened for a live model and optimizer.
 
     save(optimizer, "run/step500", model=model)     on every rank of a ZeroRedundancyOptimizer
     load(optimizer, "run/step500", model=model)     the same, at any number of ranks
 
     save(optimizer, "run/step500")                  on the caller of a DistributedOptimizer: each of its workers writes
-    load(optimizer, "run/step500")                  and reads its own part, and no state goes through the caller
+    load(optimizer, "run/step500")                  and reads its own, and no state goes through the caller
 
     save(optimizer, "run/global_step500", model=model)      on every rank of a ZeroOptimizer: a checkpoint that
     load(optimizer, "run/global_step500", model=model)      DeepSpeed loads, too
 
 `load` takes a checkpoint of any format that zckpt reads. Parameters are found by name, and only their bytes are read.
+
+Files of `torch.optim` number their parameters, in the order in which the optimizer was given them. The live optimizer's
+order says which number is which, as in torch. The names that shapes and the model's order leave are second: where that
+order contradicts shapes, or masters that can be compared with weights have given the names.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def save(
     beside: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a sharded optimizer and its parameters, each rank or worker its own part; appears whole or not at all.
+    """Write a sharded optimizer and its parameters, each rank or worker its own; appears whole or not at all.
 
     Parameters
     ----------

@@ -1,9 +1,12 @@
-"""A live model's tensors by the names that it has without wrappers."""
+"""Live tensors: a model's by the names that it has without wrappers, what this rank has, and their order in memory.
+
+A fused optimizer needs state to lie in memory as its parameter does, or steps it out of order.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -62,11 +65,11 @@ def bare(model: torch.nn.Module) -> Bare:
     Raises
     ------
     UnsupportedError
-        Parts are in FullyShardedDataParallel: its tensors lie in a flat one, whose memory comes and goes.
+        FullyShardedDataParallel is in it: its tensors lie in a flat one, whose memory comes and goes.
     """
     if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
         raise UnsupportedError(
-            "the model is in FullyShardedDataParallel, whose parameters are parts of a flat one",
+            "the model is in FullyShardedDataParallel, whose parameters lie in a flat one",
             advice="use fully_shard, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
@@ -118,7 +121,7 @@ class ModelState:
     tied : dict of str to str
         Further names of parameters, and the first name of each.
     extra : dict of str to object
-        What modules keep beside tensors, by key.
+        What modules keep besides tensors, by key.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -161,15 +164,11 @@ def model_state(model: torch.nn.Module | None) -> ModelState:
 
 
 def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
-    """Give a module what it keeps beside tensors."""
-    for name, module in _modules(unwrapped(model)):
-        if key == (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE):
+    """Give the module that a key names what it keeps besides tensors."""
+    for name, module in unwrapped(model).named_modules(remove_duplicate=False):
+        bare_name = plain_name(name)
+        if key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
             module.set_extra_state(value)
-
-
-def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield plain_name(name), module
 
 
 def _is_extra(key: str) -> bool:
@@ -178,7 +177,7 @@ def _is_extra(key: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Elements of a tensor that this rank has.
+    """What this rank has of a tensor.
 
     Parameters
     ----------
@@ -209,7 +208,7 @@ def share_of(tensor: torch.Tensor, name: str) -> Share | None:
     if isinstance(tensor, DTensor):
         return _share_of_dtensor(tensor, name)
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"{name} is {tensor.layout}, of which no part can be told", advice="make it dense")
+        raise UnsupportedError(f"{name} is {tensor.layout}, whose elements have no order", advice="make it dense")
     shape = tuple(tensor.shape)
     return Share(shape, Extent.whole(shape), tensor.detach())
 
@@ -222,7 +221,7 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = tensor.to_local().detach()
     if len(chunks) > 1:
-        raise UnsupportedError(f"{name} has {len(chunks)} parts on one rank", found=tensor.placements)
+        raise UnsupportedError(f"{name} has {len(chunks)} boxes on one rank", found=tensor.placements)
     if not chunks:
         return None
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)

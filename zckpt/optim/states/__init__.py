@@ -39,14 +39,8 @@ NamedShare = tuple[str, str, Share]
 class Values:
     """State that is no tensor of elements.
 
-    Parameters
-    ----------
-    parameters : dict
-        By parameter and key; of this rank's parameters.
-    metadata : dict
-        What the optimizer keeps besides its state: a loss scaler.
-    zero_stage : int or None
-    loss_scale : float or None
+    `parameters` are this rank's, by parameter and key; `metadata` is what the optimizer keeps besides its state, such
+    as a loss scaler.
     """
 
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -72,7 +66,6 @@ class Source:
 
     Parameters
     ----------
-    checkpoint : OpenedCheckpoint
     path : str
         As the user gave it.
     param_groups : sequence of ParamGroup
@@ -103,11 +96,10 @@ class OptimizerState(Protocol):
     To save, every rank calls `groups`, `shares` and `values`, in this order and together with the others, since an
     optimizer may have to ask other ranks. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
     for a Restoring, which says what follows. Where the optimizer's parameters live on RPC workers (`is_remote`), only
-    their caller does all this, and each worker has an OptimizerState of its own part, with the shares and values.
+    their caller does all this, and each worker has an OptimizerState of its own parameters, with shares and values.
 
     Parameters
     ----------
-    optimizer : Optimizer
     process_group : ProcessGroup or None
         The optimizer's ranks; None: those of whoever saves or loads.
     is_remote : bool
@@ -171,18 +163,9 @@ class Restoring(ABC):
     check   what can be known before is checked
     read    elements are read into memory of their own: until here nothing has changed
     take    the optimizer gets them, on this rank
-    share   ranks tell each other what follows from it, when all have taken theirs
+    share   ranks send each other what follows from it, when all have taken theirs
 
-    Parameters
-    ----------
-    source : Source
-    optimizer : Optimizer
-    names : mapping
-        Of all its parameters.
-    wanted : list of Wanted
-        What will be read.
-    notes : list of str
-        What the checkpoint has not.
+    `names` are those of all parameters, `wanted` is what will be read, and `notes` say what the checkpoint has not.
     """
 
     source: Source

@@ -38,9 +38,6 @@ class Snapshot:
 
     Parameters
     ----------
-    groups : list of ParamGroup
-    shares : list of (str, str, Share)
-        Parameter, slot, and what this rank has of it.
     values : dict
         State that is no tensor of elements, by parameter and key.
     metadata : dict
@@ -114,10 +111,8 @@ class Optimizers:
                 found.metadata.setdefault(OPTIMIZERS, {})[name] = values.metadata
             stages.add(values.zero_stage)
             scales.add(values.loss_scale)
-        if len(stages) == 1:
-            found.zero_stage = stages.pop()
-        if len(scales) == 1:
-            found.loss_scale = scales.pop()
+        found.zero_stage = stages.pop() if len(stages) == 1 else None
+        found.loss_scale = scales.pop() if len(scales) == 1 else None
         return found
 
     def restore(
@@ -138,13 +133,12 @@ class Optimizers:
         UnsupportedError
             State that an optimizer has no way to keep.
         """
-        made = []
-        for name, (groups, metadata) in self._parts(checkpoint, path, strict=strict).items():
-            source = Source(checkpoint, path, groups, metadata, tag, listed, strict)
-            made.append(self.states[name].restore(source))
-        return made
+        return [
+            self.states[name].restore(Source(checkpoint, path, groups, metadata, tag, listed, strict))
+            for name, (groups, metadata) in self._each(checkpoint, path, strict=strict).items()
+        ]
 
-    def _parts(
+    def _each(
         self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""
@@ -187,7 +181,8 @@ class Optimizers:
         ours = list(self.states)
         if len(ours) != len(theirs):
             raise UsageError(
-                f"the checkpoint has {_count(theirs)}, and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
+                f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
+                f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
                 path=path,
                 expected=_listed(theirs),
                 found=_listed(ours),
@@ -286,10 +281,6 @@ def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
     if not isinstance(node, Mapping):
         return {}
     return {str(name): its for name, its in node.items() if isinstance(its, Mapping)}
-
-
-def _count(names: Sequence[str]) -> str:
-    return "1 optimizer" if len(names) == 1 else f"{len(names)} optimizers"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -118,7 +118,6 @@ class BackwardOptimizer(GradientOptimizer):
             self._syncs = before
 
     def _reduces(self) -> bool:
-        """Tell whether the present pass reduces gradients."""
         return self.stage == 2 or self._is_last()
 
     def _is_last(self) -> bool:
@@ -140,7 +139,6 @@ class BackwardOptimizer(GradientOptimizer):
     # --- passes
 
     def _begin_pass(self, graph: int | None = None) -> None:
-        """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
         self._sharded.take_out()
         if not self._window_is_open:
             self._window_is_open = True

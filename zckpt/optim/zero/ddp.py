@@ -42,7 +42,7 @@ class DdpOptimizer(BackwardOptimizer):
         model : DistributedDataParallel
         hook : callable, optional
             A communication hook that averages a bucket over all ranks, such as one that compresses; this optimizer then
-            takes its own part of what that returns.
+            takes what it owns of what that returns.
         state : object
             What the hook is called with.
 

@@ -1,4 +1,4 @@
-"""The optimizer: the step, state, and what ranks without inputs do."""
+"""The optimizer: its options, the step, and what ranks without inputs do."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class ZeroOptimizer(StatefulOptimizer):
         experts.
     model_parallel : object, optional
         With Megatron's `get_model_parallel_group`, `..._world_size` and `..._rank`: norms and overflows are those of
-        the whole model. Parameters of which each rank has a part have a true attribute `model_parallel`; the others
+        the whole model. Parameters of which each rank has a slice have a true attribute `model_parallel`; the others
         are counted once.
     round_robin_gradients : bool
-        Deal parameters to ranks in turns, so that each bucket has parts of every rank.
+        Assign parameters to ranks in turns, so that each bucket has elements of every rank.
     parameter_alignment : bool
         Let each parameter start on 16 bytes.
     fp16_master_weights_and_gradients : bool

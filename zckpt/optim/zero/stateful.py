@@ -1,4 +1,4 @@
-"""State of an optimizer over flat buffers: whole tensors by name, state dicts, and masters against weights."""
+"""State of an optimizer over flat buffers: whole tensors by name, state dicts, and weights made of masters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GRADIENT = "gradient"
 
 
 class StatefulOptimizer(DdpOptimizer):
-    """What gives state away and takes it in.
+    """Gives and loads state.
 
-    Weights lead: what somebody has written into them since the last step is taken into the masters before these are
-    stepped, given away or compared.
+    Weights lead: what somebody has written into them since the last step is copied into the masters before these are
+    stepped, saved or compared.
     """
 
     allgather_bucket_size: int
@@ -109,7 +109,7 @@ class StatefulOptimizer(DdpOptimizer):
         return held[slot]
 
     def adopt_weights(self) -> None:
-        """Take weights that were set since the last step into the masters, as the next step does; others stay."""
+        """Copy weights that were set since the last step into the masters, as the next step does; others stay."""
         for group in self.groups:
             group.take_weights()
 
