@@ -20,7 +20,7 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from zckpt.optim.param_groups import Group, as_groups, check_shapes, sync, with_names
+from zckpt.optim.param_groups import Group, as_groups, check_shapes, selected, sync, with_names
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
 from zckpt.optim.tensors import copied_like
 
@@ -78,12 +78,7 @@ class DistributedOptimizer(Optimizer):
         first = 0
         for group in self.param_groups:
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            part = hyperparameters_of(group)
-            part["params"] = [group["params"][i] for i in mine]
-            part["numbers"] = [first + i for i in mine]
-            if "param_names" in group:
-                part["param_names"] = [group["param_names"][i] for i in mine]
-            parts.append(part)
+            parts.append({**selected(group, mine), "numbers": [first + i for i in mine]})
             first += len(group["params"])
         return parts
 

@@ -29,6 +29,12 @@ def hyperparameters(group: Mapping[str, Any]) -> Group:
     return {key: value for key, value in group.items() if key not in OWN_KEYS}
 
 
+def selected(group: Group, chosen: Sequence[int]) -> Group:
+    """Return a group with some of its parameters, given by position."""
+    kept = {key: [group[key][index] for index in chosen] for key in OWN_KEYS if key in group}
+    return {**hyperparameters(group), **kept}
+
+
 def plain(group: Mapping[str, Any]) -> Group:
     """Return those hyperparameters that are no tensors; tensors are given by the user, on all ranks."""
     return {key: value for key, value in hyperparameters(group).items() if not isinstance(value, torch.Tensor)}
@@ -103,16 +109,16 @@ def read_group(group: Group) -> Group:
     if isinstance(members, (set, frozenset)):
         raise TypeError("parameters must have an order, which those of a set do not")
     made = with_names({**group, "params": members})
-    members = made["params"]
+    count = len(made["params"])
     for tensor in made["params"]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
         if tensor.layout != torch.strided:
             raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
-    if len(set(made["params"])) != len(members):
+    if len(set(made["params"])) != count:
         raise ValueError("a param group has a parameter twice, which two ranks would step")
-    if len(made.get("param_names", members)) != len(members):
-        raise ValueError(f"a param group has {len(made['param_names'])} names for {len(members)} parameters")
+    if "param_names" in made and len(made["param_names"]) != count:
+        raise ValueError(f"a param group has {len(made['param_names'])} names for {count} parameters")
     return made
 
 
@@ -157,16 +163,7 @@ Names = list[list[str]]
 def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor, str]) -> Names:
     """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
 
-    Parameters
-    ----------
-    groups : sequence of mapping
-    known : mapping
-        The names of the model's parameters.
-
-    Raises
-    ------
-    UsageError
-        Some have neither.
+    `known` are the names of the model's parameters. Raises UsageError: some have neither.
     """
     own = own_names(groups)
     for group in groups:
@@ -189,10 +186,7 @@ def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.T
 def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
     """Return the names that a DistributedOptimizer was given: those that its workers know.
 
-    Raises
-    ------
-    UsageError
-        It was given none.
+    Raises UsageError: it was given none.
     """
     if not all("param_names" in group for group in groups):
         raise UsageError("the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs")
@@ -211,13 +205,10 @@ def group_hyperparameters(
 
     Parameters
     ----------
-    checkpoint : OpenedCheckpoint
     groups : sequence of ParamGroup
         Its groups of this optimizer.
     names : list of list of str
         Of the optimizer's parameters that are trained.
-    path : path-like
-        For messages.
     optional : collection of str
         Parameters of the optimizer that may be missing on either side, since they have no state.
 

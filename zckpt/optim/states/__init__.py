@@ -204,10 +204,7 @@ class Restoring(ABC):
     def owner(self, parameter: torch.Tensor) -> Parameter | None:
         """Return the checkpoint's parameter for one of the optimizer's; None if there is none and need not be.
 
-        Raises
-        ------
-        UsageError
-            There is none, or it has another shape.
+        Raises UsageError: there is none, or it has another shape.
         """
         name, checkpoint, path = self.names[parameter], self.source.checkpoint, self.source.path
         there = name in checkpoint.parameters or name in checkpoint.buffers
@@ -228,10 +225,7 @@ class Restoring(ABC):
     def hyperparameters(self, names: Names, current: Sequence[Group]) -> list[Group]:
         """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
 
-        Raises
-        ------
-        UsageError
-            The checkpoint has other param groups.
+        Raises UsageError: the checkpoint has other param groups.
         """
         source = self.source
         try:
@@ -270,10 +264,7 @@ def as_torch(value: object) -> object:
 def as_stored(value: object) -> object:
     """Return a value that a file can hold; a tensor of one element as its number and type.
 
-    Raises
-    ------
-    UnsupportedError
-        A tensor of several elements.
+    Raises UnsupportedError: a tensor of several elements.
     """
     if isinstance(value, torch.Tensor):
         if value.dim():
@@ -307,10 +298,7 @@ WRAPPERS = {"accelerate.optimizer.AcceleratedOptimizer": "optimizer"}
 def state_class(optimizer: Optimizer) -> Any:
     """Return the class of an optimizer's state; its class, or else the nearest that it is derived from, decides.
 
-    Raises
-    ------
-    UsageError
-        It is no optimizer.
+    Raises UsageError: it is no optimizer.
     """
     for base in type(optimizer).__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
@@ -330,18 +318,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> OptimizerState:
-    """Return the state of an optimizer.
+    """Return the state of an optimizer; `known` are the names of the model's parameters.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    known : mapping
-        Names of the model's parameters.
-
-    Raises
-    ------
-    UsageError
-        A parameter has no name, or it is no optimizer.
+    Raises UsageError: a parameter has no name, or it is no optimizer.
     """
     made: OptimizerState = state_class(optimizer)(optimizer, known)
     return made

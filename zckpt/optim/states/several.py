@@ -199,13 +199,7 @@ class Optimizers:
 
 
 def named(given: Given) -> dict[str, Optimizer]:
-    """Return optimizers by name.
-
-    Raises
-    ------
-    UsageError
-        A name is no text, or empty.
-    """
+    """Return optimizers by name. Raises UsageError: a name is no text, or empty."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -223,10 +217,7 @@ def named(given: Given) -> dict[str, Optimizer]:
 def workers_of(given: Given) -> DistributedOptimizer | None:
     """Return the optimizer whose parameters live on RPC workers, if that is what is given.
 
-    Raises
-    ------
-    UsageError
-        It is given with others.
+    Raises UsageError: it is given with others.
     """
     every = named(given)
     remote: list[Any] = [one for one in every.values() if state_class(one).is_remote]
@@ -238,10 +229,7 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
 def process_group_of(given: Given) -> dist.ProcessGroup | None:
     """Return the process group of all optimizers that have one.
 
-    Raises
-    ------
-    UsageError
-        They have several, of other ranks.
+    Raises UsageError: they have several, of other ranks.
     """
     groups = [one for one in (getattr(each, "process_group", None) for each in named(given).values()) if one]
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:

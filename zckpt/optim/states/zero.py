@@ -196,10 +196,7 @@ class ZeroRestoring(Restoring):
     def _scaler(self) -> Scaler:
         """Return the loss scaler that the checkpoint has, or else the optimizer's.
 
-        Raises
-        ------
-        DamagedFileError
-            It has one that cannot be.
+        Raises DamagedFileError: it has one that cannot be.
         """
         found = self.source.metadata.get("loss_scaler")
         node = found.node if isinstance(found, FromFile) else found
@@ -214,10 +211,7 @@ class ZeroRestoring(Restoring):
     def _state(self, group: FlatGroup, owners: Sequence[Parameter | None]) -> dict[str, Any]:
         """Return the state of a flat master: room for this rank's part of each slot, and what is one value for all.
 
-        Raises
-        ------
-        UsageError
-            A value is not the same for all parameters, or a tensor not one value for each element.
+        Raises UsageError: a value is not the same for all parameters, or a tensor not one value for each element.
         """
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         _read_numbers(every, owners)

@@ -95,10 +95,7 @@ class Reducer:
     def ready(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready; reduce what is complete.
 
-        Raises
-        ------
-        RuntimeError
-            The gradient has been reduced already in this backward.
+        Raises RuntimeError: the gradient has been reduced already in this backward.
         """
         if self._buckets is None:
             self._times[parameter] = self._times.get(parameter, 0) + 1

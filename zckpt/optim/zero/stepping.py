@@ -317,10 +317,7 @@ def read_scaler(given: float | Scaler) -> Scaler:
 def scaler_like(scaler: Scaler, found: object) -> Scaler:
     """Return the scaler that a checkpoint's object of any class describes by its attributes, or else the one given.
 
-    Raises
-    ------
-    ValueError
-        It describes none that works: a scale that is not above 0, or an attribute of another type.
+    Raises ValueError: it describes none that works: a scale that is not above 0, or an attribute of another type.
     """
     values = found if isinstance(found, dict) else getattr(found, "__dict__", None)
     if not isinstance(values, dict) or not _is_number(values.get("cur_scale")):

@@ -123,7 +123,7 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bo
             continue
         if gather and width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            each = enumerate(zip(ranks, whole.split(width), strict=True))
+            each = enumerate(zip(ranks, torch.split(whole, width), strict=True))
             views = [Bucket(rank, parameters, elements) for rank, (parameters, elements) in each]
             exchange.gathered.append(Gathered(whole, width, views))
         else:

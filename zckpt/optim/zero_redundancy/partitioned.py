@@ -1,4 +1,4 @@
-"""An optimizer in parts: which rank has which parameters of each param group, and its local optimizer of them."""
+"""Which rank has which parameters of each param group, and its local optimizer of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.param_groups import Group, copied, hyperparameters
+from zckpt.optim.param_groups import Group, copied, selected
 from zckpt.optim.zero_redundancy import exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
 from zckpt.state.partition import greedy_partition
@@ -33,7 +33,7 @@ def groups_of_ranks(groups: Sequence[Group], world_size: int) -> list[list[Group
     """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` assigns parameters."""
     numels = [[p.numel() for p in group["params"]] for group in groups]
     return [
-        [_part(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
+        [selected(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
         for indices in greedy_partition(numels, world_size)
     ]
 
@@ -47,15 +47,8 @@ def groups_of_shares(groups: Sequence[Group], shares: Sequence[Sequence[torch.Te
         members = group["params"]
         indices = sorted(range(len(members)), key=lambda i, members=members: order.get(members[i], len(order)))  # type: ignore[misc]
         for rank, made in enumerate(found):
-            made.append(_part(group, [i for i in indices if owner.get(members[i], 0) == rank]))
+            made.append(selected(group, [i for i in indices if owner.get(members[i], 0) == rank]))
     return found
-
-
-def _part(group: Group, chosen: Sequence[int]) -> Group:
-    made = {**hyperparameters(group), "params": [group["params"][index] for index in chosen]}
-    if "param_names" in group:
-        made["param_names"] = [group["param_names"][index] for index in chosen]
-    return made
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -221,7 +214,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._exchange = None
 
     def _build_buckets(self) -> None:
-        """Move parameters into buckets, if that is wanted."""
+        """Move parameters into buckets, if they are to be views of these."""
         if self.parameters_as_bucket_view:
             self._exchange = self._make_exchange()
 
