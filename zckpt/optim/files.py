@@ -138,13 +138,10 @@ def open_for(
 
     Parameters
     ----------
-    path : path-like
     live : collection of str
         Names of the model's tensors.
     order : sequence of sequence of str
         Of the live optimizer; empty: there is none.
-    tag : str, optional
-        As for `open`.
     names : sequence of str, optional
         Given by the user, in the order of the optimizer that was saved.
     strict : bool
@@ -157,7 +154,9 @@ def open_for(
     SourceError
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
-    found = _open(path, live, order, tag=tag, names=names, strict=strict)
+    own = [name for group in order for name in group]
+    found = open_checkpoint(path, tag=tag, names=names) if names is not None else _open(path, order, tag, strict=strict)
+    like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(
             f"{listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer here can "
@@ -168,18 +167,8 @@ def open_for(
     return found
 
 
-def _open(
-    path: str | os.PathLike[str],
-    live: Collection[str],
-    order: Order,
-    *,
-    tag: str | None,
-    names: Sequence[str] | None,
-    strict: bool,
-) -> OpenedCheckpoint:
-    every = list(dict.fromkeys([*live, *(name for group in order for name in group)]))
-    if names is not None:
-        return _like(open_checkpoint(path, tag=tag, names=names), every)
+def _open(path: str | os.PathLike[str], order: Order, tag: str | None, *, strict: bool) -> OpenedCheckpoint:
+    """Open a checkpoint with the optimizer's names for numbers, where numbers are all that it has."""
     own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=tag)
@@ -187,22 +176,17 @@ def _open(
         if not own:
             raise
         try:
-            return _like(open_checkpoint(path, tag=tag, names=own), every)
+            return open_checkpoint(path, tag=tag, names=own)
         except ZckptError:
             raise error from None
     if not own or not found.is_numbered:
-        return _like(found, every)
+        return found
     try:
-        return _like(_numbered(found, path, order, tag), every)
+        return _numbered(found, path, order, tag)
     except UsageError:
         if strict:
             raise
-        return _like(found, every)
-
-
-def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
-    like_model(found, names)
-    return found
+        return found
 
 
 def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, tag: str | None) -> OpenedCheckpoint:

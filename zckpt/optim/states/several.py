@@ -6,7 +6,7 @@ param groups of all follow each other, optimizer after optimizer, and each says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,12 +85,7 @@ class Optimizers:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters by name."""
-        return {
-            name: parameter
-            for state in self.states.values()
-            for names, group in zip(state.names(), state.optimizer.param_groups, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+        return {name: parameter for state in self.states.values() for name, parameter in _members(state)}
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has of all. All ranks call it together."""
@@ -242,18 +237,23 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
     owners: dict[int, str] = {}
     called: dict[str, str] = {}
     for name, state in states.items():
-        for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
-            for parameter, its in zip(group["params"], names, strict=True):
-                other = owners.setdefault(id(parameter), name)
-                if other != name:
-                    raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
-                other = called.setdefault(its, name)
-                if other != name:
-                    raise UsageError(
-                        f"parameters of two optimizers have the name {its}",
-                        found=_listed([other, name]),
-                        advice="give the model that has both, or names of their own",
-                    )
+        for its, parameter in _members(state):
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
+            other = called.setdefault(its, name)
+            if other != name:
+                raise UsageError(
+                    f"parameters of two optimizers have the name {its}",
+                    found=_listed([other, name]),
+                    advice="give the model that has both, or names of their own",
+                )
+
+
+def _members(state: OptimizerState) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter of an optimizer with its name."""
+    for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
+        yield from zip(names, group["params"], strict=True)
 
 
 def _had_one(checkpoint: OpenedCheckpoint) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,6 +20,9 @@ from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
 from zckpt.torchfile import DType, Global, Object
+
+if TYPE_CHECKING:
+    from zckpt.optim.zero.stateful import StatefulOptimizer
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form this is."""
@@ -54,31 +57,27 @@ class ShareAddress:
     start: int
 
 
-def make_state_dict(
-    optimizer: FlatOptimizer,
-    names: Mapping[torch.Tensor, str],
-    *,
-    elastic: bool,
-    loss_scaler: object,
-    overflow: bool,
-    clip_grad: float,
-    stage: int,
-) -> dict[str, Any]:
+def settings(optimizer: StatefulOptimizer) -> dict[str, Any]:
+    """Return what DeepSpeed keeps besides the state."""
+    return {
+        "loss_scaler": optimizer.loss_scaler,
+        "dynamic_loss_scale": bool(getattr(optimizer.loss_scaler, "dynamic", False)),
+        "overflow": optimizer.overflow,
+        "clip_grad": optimizer.clip_grad,
+    }
+
+
+def make_state_dict(optimizer: StatefulOptimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
     """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
     groups = optimizer.groups
-    made: dict[str, Any] = {
-        "loss_scaler": loss_scaler,
-        "dynamic_loss_scale": bool(getattr(loss_scaler, "dynamic", False)),
-        "overflow": overflow,
-        "clip_grad": clip_grad,
-    }
-    if elastic:
+    made = settings(optimizer)
+    if optimizer.elastic_checkpoint:
         made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
         made[STEP] = _step(optimizer)
     else:
         made[STATE] = optimizer.optim.state_dict()
     made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
-    made["zero_stage"] = stage
+    made["zero_stage"] = optimizer.stage
     made["group_paddings"] = [group.padding for group in groups]
     made["param_alignment_paddings"] = [list(group.pads) for group in groups]
     made["partition_count"] = [group.world_size for group in groups]
@@ -88,7 +87,7 @@ def make_state_dict(
 
 
 def _step(optimizer: FlatOptimizer) -> Any:
-    """Return what DeepSpeed wants to find in elastic state of whatever optimizer, and puts into all param groups."""
+    """Return the step that DeepSpeed expects in elastic state of any optimizer, and puts into all param groups."""
     for group, flat in zip(optimizer.optim.param_groups, optimizer.groups, strict=True):
         step = group.get("step", optimizer.optim.state.get(flat.master, {}).get("step"))
         if step is not None:

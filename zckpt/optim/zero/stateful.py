@@ -141,15 +141,7 @@ class StatefulOptimizer(DdpOptimizer):
         """Return `state_dict()` with other names of the parameters."""
         param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
         self.adopt_weights()
-        return deepspeed_state.make_state_dict(
-            self,
-            names,
-            elastic=self.elastic_checkpoint,
-            loss_scaler=self.loss_scaler,
-            overflow=self.overflow,
-            clip_grad=self.clip_grad,
-            stage=self.stage,
-        )
+        return deepspeed_state.make_state_dict(self, names)
 
     @torch.no_grad()
     def load_state_dict(
