@@ -63,7 +63,7 @@ class DistributedOptimizer(Optimizer):
                 if parameter.owner() not in self._workers:
                     self._workers.append(parameter.owner())
         made = [
-            rpc.rpc_async(worker, _make, args=(optimizer_class, self._part(worker), args, kwargs))
+            rpc.rpc_async(worker, _make, args=(optimizer_class, self._groups_of(worker), args, kwargs))
             for worker in self._workers
         ]
         self.remote_optimizers: list[Any] = _wait(made)
@@ -72,15 +72,15 @@ class DistributedOptimizer(Optimizer):
             self.defaults = defaults
             sync(theirs, self.param_groups)
 
-    def _part(self, worker: Worker) -> list[Group]:
+    def _groups_of(self, worker: Worker) -> list[Group]:
         """Return the param groups with the parameters of one worker, and their numbers."""
-        parts = []
+        groups = []
         first = 0
         for group in self.param_groups:
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            parts.append({**selected(group, mine), "numbers": [first + i for i in mine]})
+            groups.append({**selected(group, mine), "numbers": [first + i for i in mine]})
             first += len(group["params"])
-        return parts
+        return groups
 
     @property
     def num_workers(self) -> int:
@@ -134,8 +134,8 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, on the CPU of the caller, as `torch.optim` has it, numbered over all groups."""
         state: State = {}
-        for part in self.call(LocalOptimizer.state):
-            state.update(part)
+        for theirs in self.call(LocalOptimizer.state):
+            state.update(theirs)
         groups, first = [], 0
         for group in self.param_groups:
             numbers = list(range(first, first + len(group["params"])))
@@ -153,15 +153,15 @@ class DistributedOptimizer(Optimizer):
         """
         numbers = _check(state_dict, self.param_groups)
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
-        parts = [self._numbers(one.owner()) for one in self.remote_optimizers]
-        shares = [{n: state[n] for n in mine if n in state} for mine in parts]
+        held = [self._numbers(one.owner()) for one in self.remote_optimizers]
+        shares = [{n: state[n] for n in mine if n in state} for mine in held]
         hyperparameters = [hyperparameters_of(group) for group in state_dict["param_groups"]]
         for function in (LocalOptimizer.check, LocalOptimizer.load):
             self.call_each(function, [(share, hyperparameters) for share in shares])
         sync(hyperparameters, self.param_groups)
 
     def _numbers(self, worker: Worker) -> list[int]:
-        return [number for part in self._part(worker) for number in part["numbers"]]
+        return [number for group in self._groups_of(worker) for number in group["numbers"]]
 
 
 class LocalOptimizer:

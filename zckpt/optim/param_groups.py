@@ -21,7 +21,7 @@ from zckpt.state import ParamGroup, Scalar
 Group = dict[str, Any]
 
 OWN_KEYS = ("params", "param_names")
-"""What a param group says of its parameters, which each rank's groups have a part of."""
+"""What a param group says of its parameters, of which each rank's groups have some."""
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Group:

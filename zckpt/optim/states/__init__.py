@@ -198,7 +198,7 @@ class Restoring(ABC):
     def take(self) -> None:
         """Give the optimizer what was read, on this rank."""
 
-    def share(self) -> None:  # noqa: B027  # most optimizers have nothing to tell
+    def share(self) -> None:  # noqa: B027  # most optimizers have nothing to send
         """Bring what follows from it to all ranks."""
 
     def owner(self, parameter: torch.Tensor) -> Parameter | None:

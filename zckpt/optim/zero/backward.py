@@ -27,7 +27,7 @@ class WindowFailedError(RuntimeError):
 
 
 class BackwardOptimizer(GradientOptimizer):
-    """Takes gradients from backward and keeps this rank's part of their average."""
+    """Takes gradients from backward and keeps this rank's partition of their average."""
 
     # --- what users call
 
@@ -159,7 +159,7 @@ class BackwardOptimizer(GradientOptimizer):
         self._end_pass()
 
     def _refuse_nested(self) -> NoReturn:
-        """Raise RuntimeError. Only `backward` can tell a backward inside of another from one that comes after it."""
+        """Raise RuntimeError. Only `backward` knows whether a backward is inside of another or after it."""
         self._failed = True
         raise RuntimeError(
             "a backward has run inside of another, as reentrant checkpoints make it; let the optimizer run the outer "

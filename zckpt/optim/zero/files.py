@@ -1,7 +1,7 @@
 """ZeroOptimizer in files: DeepSpeed's checkpoint directories, and which files have which experts.
 
     zero_pp_rank_D_mp_rank_MM_optim_states.pt           each rank: masters and state of its partitions
-    mp_rank_MM_model_states.pt                          the first of the ranks that have part MM of the model
+    mp_rank_MM_model_states.pt                          the first of the ranks that have slice MM of the model
     layer_L_expert_E_mp_rank_MM_model_states.pt         the first of the ranks that have expert E of expert layer L
 
 Experts have local numbers in a rank's model, and global ones in files. Which rank of the expert-parallel ones this is,
@@ -49,12 +49,12 @@ _SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Target) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
-    `names` are those of all parameters. Experts are written once each, and each part of a model-parallel model by its
+    `names` are those of all parameters. Experts are written once each, and each slice of a model-parallel model by its
     ranks. Errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
     """
     path, model, beside = target.path, target.model, target.beside
-    part, parts = model_rank(optimizer.model_parallel)
-    ranks = every_rank(optimizer.process_group, parts)
+    mp_rank, slices = model_rank(optimizer.model_parallel)
+    ranks = every_rank(optimizer.process_group, slices)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
     with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
         if model is None:
@@ -66,22 +66,22 @@ def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Ta
         prefix = "bf16_" if optimizer.groups[0].flat.dtype == torch.bfloat16 else ""
         state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
-        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{part:02d}_optim_states.pt")
+        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
         if optimizer.rank == 0:
             dense = OrderedDict((name, value) for name, value in tensors.items() if experts.file_of(name) is None)
             about = {**_model(optimizer, model, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 about["num_experts"] = experts.counts
-            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{part:02d}_model_states.pt")
+            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{mp_rank:02d}_model_states.pt")
         for (layer, expert), its in _expert_files(tensors, experts).items():
-            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{part:02d}_model_states.pt")
+            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt")
     if ranks.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Raise UnsupportedError for experts and parts of models, of which only DeepSpeed's files say what they are of."""
+    """Raise UnsupportedError for experts and slices of models, of which only DeepSpeed's files say what they are of."""
     if model_rank(optimizer.model_parallel)[1] > 1 or any(group.is_expert for group in optimizer.groups):
         raise UnsupportedError(
             "experts, or a model whose parts lie on several ranks, are saved in DeepSpeed's files",
@@ -142,7 +142,7 @@ def _model(
         OrderedDict((names[p], p.shape) for p in group["params"] if p in optimizer._place)
         for group in optimizer.param_groups
     ]
-    parts = model_rank(optimizer.model_parallel)[1]
+    slices = model_rank(optimizer.model_parallel)[1]
     tied: dict[str, str] = {}
     frozen = {name: p for p, name in names.items() if p not in optimizer._place and not is_expert(name)}
     buffers: list[str] = []
@@ -172,8 +172,8 @@ def _model(
         "global_steps": step or 0,
         "global_samples": 0,
         "dp_world_size": optimizer.world_size,
-        "mp_world_size": parts,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": parts},
+        "mp_world_size": slices,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": slices},
         "ds_version": VERSION,
     }
 
@@ -243,9 +243,9 @@ class _Tree:
     def _storage(self, tensor: torch.Tensor) -> NewStorage:
         storage = tensor.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        parts = [ValuePart(0, memory.numpy().data)] if storage.nbytes() else []
+        values = [ValuePart(0, memory.numpy().data)] if storage.nbytes() else []
         dtype = str(tensor.dtype).removeprefix("torch.")
-        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), parts)
+        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), values)
         self.storages[storage.data_ptr()] = made
         return made
 
@@ -373,16 +373,16 @@ def _layer(name: str) -> str | None:
     return next(iter(experts_per_rank([name])), None)
 
 
-def every_rank(process_group: dist.ProcessGroup, parts: int) -> Ranks:
-    """Return the ranks that save together: those of all parts of the model, which must be the whole world."""
-    if parts == 1:
+def every_rank(process_group: dist.ProcessGroup, slices: int) -> Ranks:
+    """Return the ranks that save together: those of all slices of the model, which must be the whole world."""
+    if slices == 1:
         return Ranks(process_group)
     ranks = Ranks()
-    expected = dist.get_world_size(process_group) * parts
+    expected = dist.get_world_size(process_group) * slices
     if ranks.world_size != expected:
         raise UnsupportedError(
             "a model in parts is saved by all ranks of the world together",
-            expected=f"{expected} ranks, {expected // parts} for each of {parts} parts",
+            expected=f"{expected} ranks, {expected // slices} for each of {slices} parts",
             found=ranks.world_size,
         )
     return ranks

@@ -41,7 +41,7 @@ PIECE_OF_GPU = 1 << 25  # each of them is waited for
 
 @dataclass(eq=False)
 class FlatGroup:
-    """One param group's flat buffer, of which the parameters are views, and this rank's part of its masters.
+    """One param group's flat buffer, of which the parameters are views, and this rank's partition of its masters.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ NORM_PIECE = 1 << 20  # elements, 8 MiB of float64
 
 
 class ModelParallel(Protocol):
-    """The ranks that hold the other parts of the model, as Megatron's `mpu` names them."""
+    """The ranks that hold the other slices of the model, as Megatron's `mpu` names them."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the ranks that hold the model together."""
@@ -40,14 +40,14 @@ class ModelParallel(Protocol):
 
 
 def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
-    """Return which part of the model this rank has, and of how many."""
+    """Return which slice of the model this rank has, and of how many."""
     if model_parallel is None:
         return 0, 1
     return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
 
 
 def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) -> bool:
-    """Tell whether this rank counts a parameter: its own part of one, or, on the first rank, one that all have.
+    """Tell whether this rank counts a parameter: its own slice of one, or, on the first rank, one that all have.
 
     Notes
     -----
@@ -193,7 +193,7 @@ def _step_pieces(
             optimizer.step()
             master.grad = None
             _keep(optimizer.state.get(master, {}), flat, whole.shape, where)
-    except BaseException:  # never is there state of a piece beside the whole master
+    except BaseException:  # never leave state of a piece for the whole master
         optimizer.state.pop(master, None)
         if known:
             optimizer.state[master] = {key: flat.get(key, before.get(key)) for key in known}

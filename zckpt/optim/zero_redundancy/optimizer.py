@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step this rank's share and tell nobody.
+        """Step this rank's share and send nothing.
 
         With `gradients`, one for each of its parameters in order, those are used and parameters without one left alone.
         """
@@ -235,8 +235,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
         dist.all_gather(gathered, mine, group=self.process_group)
         active = [rank for rank, one in enumerate(gathered) if one.item()]
-        for rank, part in enumerate(self._partition_parameters()):
-            share = [p for group in part for p in group["params"]]
+        for rank, groups in enumerate(self._partition_parameters()):
+            share = [p for group in groups for p in group["params"]]
             if rank in active or not share:
                 continue
             if self.rank == active[0]:
@@ -273,7 +273,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._consolidated = {"state": whole, "param_groups": made}
 
     def release_state_dict(self) -> None:
-        """Let go of the consolidated copy; `state_dict()` is then this rank's own part again."""
+        """Release the consolidated copy; `state_dict()` is then this rank's own part again."""
         self._consolidated = None
 
     def _local_part(self) -> dict[int, dict[str, Any]]:
@@ -312,7 +312,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         ----------
         state_dict : mapping
             Of this class, of torch's, or of the unsharded optimizer, whole; or this rank's own part, with which all
-            ranks take over which of them has which parameter. It is not written to, and nothing of it is kept. State
+            ranks also restore which of them has which parameter. It is not written to, and nothing of it is kept. State
             that it does not have is cleared.
 
         Raises

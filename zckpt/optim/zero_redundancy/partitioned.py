@@ -108,8 +108,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
         if self._ranks is None:
             self._ranks = {
                 parameter: rank
-                for rank, part in enumerate(self._partition_parameters())
-                for group in part
+                for rank, groups in enumerate(self._partition_parameters())
+                for group in groups
                 for parameter in group["params"]
             }
         return self._ranks
@@ -130,7 +130,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
     @property
     def shares(self) -> list[int]:
         """Elements that each rank steps; a step takes as long as the largest share."""
-        return [sum(p.numel() for group in part for p in group["params"]) for part in self._partition_parameters()]
+        return [sum(p.numel() for group in groups for p in group["params"]) for groups in self._partition_parameters()]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
@@ -157,8 +157,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._build_buckets()
 
     def _init_local_optimizer(self) -> None:
-        part = [dict(group) for group in self._partition_parameters()[self.rank]]
-        self.optim = self._optim_constructor(part, **self._optim_defaults)
+        own = [dict(group) for group in self._partition_parameters()[self.rank]]
+        self.optim = self._optim_constructor(own, **self._optim_defaults)
         if not isinstance(self.optim, Optimizer):
             raise ValueError(  # noqa: TRY004  # as torch
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}; functional "
@@ -191,14 +191,14 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._build_buckets()
 
     def _about_groups(self, preferred: int = 0) -> tuple[dict[int, Group], list[int]]:
-        """Return the hyperparameters that this rank has to tell others, by group, and who tells them of each group.
+        """Return the hyperparameters that this rank sends to others, by group, and the rank that sends each group's.
 
         Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
         """
-        part = self._partition_parameters()
+        partition = self._partition_parameters()
         ranks = (preferred, *range(self.world_size))
         holders = [
-            next((rank for rank in ranks if part[rank][index]["params"]), preferred)
+            next((rank for rank in ranks if partition[rank][index]["params"]), preferred)
             for index in range(len(self.param_groups))
         ]
         every = enumerate(zip(self.param_groups, holders, strict=True))
@@ -220,8 +220,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
 
     def _make_exchange(self) -> exchange.Exchange:
         shares = [
-            [p for group in part for p in group["params"] if p in self._trained]
-            for part in self._partition_parameters()
+            [p for group in groups for p in group["params"] if p in self._trained]
+            for groups in self._partition_parameters()
         ]
         if not self.parameters_as_bucket_view:
             return exchange.plain_exchange(shares)

@@ -101,7 +101,7 @@ def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, objec
 def saved_ranks(
     state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], rank: int, world_size: int
 ) -> dict[torch.Tensor, int] | None:
-    """Return which rank had each parameter when a part was made; None for a whole dict.
+    """Return which rank had each parameter when a part was saved; None for a whole dict.
 
     Raises
     ------
@@ -267,9 +267,9 @@ def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterab
     if strange:
         raise ValueError(f"the state dict has parameters that the optimizer has not: {', '.join(strange[:SHOWN])}")
     for label in (str(called[number]) for number in own):
-        wanted, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
-        if wanted is not None and set(wanted) != set(there):
-            differing = sorted(set(wanted) ^ set(there))
+        saved_keys, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
+        if saved_keys is not None and set(saved_keys) != set(there):
+            differing = sorted(set(saved_keys) ^ set(there))
             raise ValueError(
                 f"the checkpoint has other state of {label} than was read: {', '.join(differing[:SHOWN])}; "
                 f"read into sharded_state_dict(metadata), which has room for what the checkpoint has"
