@@ -27,15 +27,7 @@ PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A model's own tensors, not copies, by the names of the bare model.
-
-    Parameters
-    ----------
-    state : dict
-        What `state_dict` has.
-    parameters : dict of str to Parameter
-        Under all of their names.
-    """
+    """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names."""
 
     state: dict[str, Any]
     parameters: dict[str, torch.nn.Parameter]
@@ -110,18 +102,10 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class ModelState:
-    """A model's tensors.
+    """A model's tensors by their first names, a DTensor where one is sharded.
 
-    Parameters
-    ----------
-    tensors : dict of str to Tensor
-        By name: parameters and persistent buffers, each under its first name; a DTensor where it is sharded.
-    parameters : set of str
-        Which of them are parameters.
-    tied : dict of str to str
-        Further names of parameters, and the first name of each.
-    extra : dict of str to object
-        What modules keep besides tensors, by key.
+    `parameters` are the names of those that are no buffers; `tied` has the further names of parameters, with the first
+    name of each; `extra` is what modules keep besides tensors, by key.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -288,15 +288,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts that a rank has.
-
-    Parameters
-    ----------
-    per_rank : dict of str to int
-        How many of each layer, by what its parameters' names begin with; in the model's order.
-    places : dict of str to Place
-        Of each layer.
-    """
+    """The experts that a rank has: how many of each layer, by its names' prefix, in the model's order; and where."""
 
     per_rank: dict[str, int]
     places: dict[str, Place]
@@ -332,7 +324,6 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
 
     Parameters
     ----------
-    optimizer : FlatOptimizer
     names : mapping
         Of its parameters, as this rank's model has them.
     order : list of str, optional

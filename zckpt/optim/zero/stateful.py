@@ -216,16 +216,8 @@ def _is_flat(held: object, group: FlatGroup) -> bool:
 def publish(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
     """Make this rank's weights of its masters, and begin to send them to all ranks. They all call it together.
 
-    Parameters
-    ----------
-    group : FlatGroup
-    bucket_size : int, elements
-        Of the buffer that go at once, over all ranks.
-
-    Returns
-    -------
-    list of Work
-        To be waited for before the weights are used.
+    So many elements of the buffer go at once, over all ranks. What is returned is to be waited for before the weights
+    are used.
     """
     master = group.master.detach()
     if master.device == group.flat.device or not group.flat.is_cuda:

@@ -273,10 +273,8 @@ def move(
 
     Parameters
     ----------
-    state : mapping
-        This rank's state by parameter number.
-    about : object
-        What else this rank has to say: small, and without tensors.
+    state, about : mapping, object
+        As for `collect`.
     parameters : sequence of Tensor
         All of them: state goes to the device of its parameter.
     before, after : sequence of int

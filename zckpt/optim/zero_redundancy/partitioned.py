@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -92,9 +93,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _forget(self) -> None:
         """Forget what follows from the param groups."""
         self._partition: list[list[Group]] | None = None
-        self._ranks: dict[torch.Tensor, int] | None = None
-        self._indices: dict[torch.Tensor, int] | None = None
         self._exchange: exchange.Exchange | None = None
+        for cached in ("_param_to_rank", "_param_to_index"):
+            self.__dict__.pop(cached, None)
 
     def _partition_parameters(self) -> list[list[Group]]:
         """Return the param groups of each rank."""
@@ -102,30 +103,26 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._partition = groups_of_ranks(self.param_groups, self.world_size)
         return self._partition
 
-    @property
+    @cached_property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """The rank that steps each parameter."""
-        if self._ranks is None:
-            self._ranks = {
-                parameter: rank
-                for rank, groups in enumerate(self._partition_parameters())
-                for group in groups
-                for parameter in group["params"]
-            }
-        return self._ranks
+        return {
+            parameter: rank
+            for rank, groups in enumerate(self._partition_parameters())
+            for group in groups
+            for parameter in group["params"]
+        }
 
     @property
     def _index_to_param(self) -> list[torch.Tensor]:
         """Parameters by number: position over all groups, in order."""
         return list(self._param_to_index)
 
-    @property
+    @cached_property
     def _param_to_index(self) -> dict[torch.Tensor, int]:
         """The number of each parameter."""
-        if self._indices is None:
-            every = chain.from_iterable(group["params"] for group in self.param_groups)
-            self._indices = {parameter: index for index, parameter in enumerate(every)}
-        return self._indices
+        every = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {parameter: index for index, parameter in enumerate(every)}
 
     @property
     def shares(self) -> list[int]:
