@@ -121,6 +121,8 @@ def load(
     ranks.do(restoring.share, spoiled=SPOILED)
 
 
+# --- opening
+
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""
 

@@ -18,6 +18,9 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.tensors import own_names
 from zckpt.state import ParamGroup, Scalar
 
+SHOWN = 4
+"""How many names a message lists."""
+
 Group = dict[str, Any]
 
 OWN_KEYS = ("params", "param_names")
@@ -154,7 +157,7 @@ def check_shapes(number: object, values: object, parameter: torch.Tensor) -> Non
         )
 
 
-SHOWN = 4
+# --- names
 
 Names = list[list[str]]
 """The names of each param group's parameters, in the optimizer's order."""

@@ -159,6 +159,9 @@ def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
+# --- what this rank has
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """What this rank has of a tensor.
@@ -230,6 +233,9 @@ def _replicas(tensor: DTensor) -> tuple[int, ...]:
 def world_rank() -> int:
     """Return this rank's number in the world."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+# --- in memory
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -178,6 +178,8 @@ def _model(
     }
 
 
+# --- one file
+
 PLAIN = (str, int, float, bool, complex, bytes, type(None))
 
 
@@ -248,6 +250,9 @@ class _Tree:
         made = new_storage(dtype, storage.nbytes() // tensor.element_size(), values)
         self.storages[storage.data_ptr()] = made
         return made
+
+
+# --- experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,9 +163,6 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
             here.copy_(wire.view(here.dtype).view(here.shape))
 
 
-STAGES = (1, 2)
-
-
 class FlatOptimizer(Optimizer):
     """Param groups of the model's parameters, and a local optimizer of this rank's partition of each."""
 
@@ -333,6 +330,8 @@ _BOUND = (
     "a new one of the copied parameters and give it this one's state_dict()"
 )
 
+
+# --- optimizers that look at whole tensors
 
 NAMES = frozenset(
     [

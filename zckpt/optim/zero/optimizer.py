@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
-from zckpt.optim.zero.flat import STAGES
 from zckpt.optim.zero.stateful import StatefulOptimizer, publish, wait_for
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
 
@@ -292,7 +291,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
 def _check_choices(*, stage: int, norm_type: float, gradient_predivide_factor: float | None) -> None:
     """Raise ValueError for an option that has few values, or half of them."""
-    if stage not in STAGES:
+    if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, not {stage!r}")
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")

@@ -210,6 +210,9 @@ State = dict[int, dict[str, Any]]
 """State by global parameter number: position over all groups, in order."""
 
 
+# --- state and gradients
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU."""
