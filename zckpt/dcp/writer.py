@@ -30,10 +30,9 @@ from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
-from zckpt.training.parts import key_of
+from zckpt.training.directory import check_pieces, entries_of, write_rank
+from zckpt.training.pieces import key_of
 from zckpt.training.values import Values
-from zckpt.training.whole import check_pieces, entries_of
-from zckpt.training.writing import write_rank
 from zckpt.version import __version__
 
 IDENTITY_NAME = "identity"

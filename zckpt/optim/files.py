@@ -34,8 +34,8 @@ from zckpt.optim.states import Restoring, Target
 from zckpt.optim.states.several import Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import bare
 from zckpt.state import MASTER
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import like_model
-from zckpt.state.rank_values import listed
 
 SPOILED = "the optimizer is in part the checkpoint's and must not be used: load a sound checkpoint, or make another"
 
@@ -161,8 +161,8 @@ def open_for(
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(
-            f"{listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer here can "
-            f"take it over",
+            f"{keys_listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer "
+            f"here can take it over",
             path=path,
             advice="load the model alone, or resume in the program that saved it",
         )

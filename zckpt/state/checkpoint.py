@@ -15,18 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from zckpt.errors import SHOWN_PATH, shortened, without_controls
+from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
-from zckpt.state.rank_values import RankValue
-from zckpt.state.spans import Slot
-
-if TYPE_CHECKING:
-    from zckpt.state.cuts import Ranges
+from zckpt.state.spans import Padding, PaddingSpan, Slot
 
 WEIGHT = "weight"
 MASTER = "master"
+
+SHOWN_KEYS = 6
+"""Of optimizer state in a message; more are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,37 @@ class ParamGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RankValue:
+    """One such value.
+
+    Parameters
+    ----------
+    key : str
+        The optimizer's own.
+    group : int
+        The param group.
+    part : int
+        Which tensor of the group it is of, where a rank's share of the group is in several.
+    rank, mp_rank : int
+        The data- and the model-parallel rank.
+    value : object
+        A number, a Scalar, or a `torchfile.FromFile`: a tree and the file in which its tensors lie.
+    """
+
+    key: str
+    group: int
+    part: int
+    rank: int
+    mp_rank: int
+    value: object
+
+
+def keys_listed(values: Iterable[RankValue]) -> str:
+    """Return the optimizer's keys of such values, each once, for a message."""
+    return listed(list(dict.fromkeys(value.key for value in values)), most=SHOWN_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Data-, tensor-, pipeline- and expert-parallel degrees."""
 
@@ -104,51 +133,6 @@ class Topology:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingSpan:
-    """Contiguous bytes of a file that are padding of one slot."""
-
-    slot: str
-    path: str
-    offset: int
-    nbytes: int
-
-
-@runtime_checkable
-class PaddingRule(Protocol):
-    """Padding of many files that is worked out file by file: there may be millions of places."""
-
-    def __iter__(self) -> Iterator[PaddingSpan]:
-        """Yield all of it."""
-
-    @property
-    def is_large(self) -> bool:
-        """Whether to ask for it file by file."""
-
-    def within(self, path: str) -> Iterator[Ranges]:
-        """Yield where in one file it is, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Elements of one rank's partition of one param group that belong to no parameter.
-
-    Parameters
-    ----------
-    rank, group : int
-    numel : int, elements
-    nbytes : int, bytes
-    zeros : tuple of PaddingSpan
-        Where it is, as far as the program that writes it makes it zero and keeps it so.
-    """
-
-    rank: int
-    group: int
-    numel: int
-    nbytes: int
-    zeros: tuple[PaddingSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +209,7 @@ class SourceFile:
 
 @dataclass(slots=True, repr=False)
 class Checkpoint:
-    """The logical state of a checkpoint, with the place of every element; made by an adapter.
+    """The logical state of a checkpoint, and where every element lies; an adapter makes it.
 
     Parameters
     ----------
@@ -240,7 +224,7 @@ class Checkpoint:
     parameters, buffers : dict of str to Parameter
         In the model's order.
     unnamed : dict of str to Parameter
-        Optimizer state of parameters that the file knows by number only and whose name cannot be told, by number.
+        Optimizer state of parameters that the file knows by number only and whose name is unknown, by number.
     param_groups : list of ParamGroup
     per_rank : list of RankValue
         State of the optimizer that other ranks could do nothing with; empty almost always.
@@ -256,7 +240,7 @@ class Checkpoint:
         Everything else the files hold, by key: client state, scheduler, random states; inert. A value that is more
         than plain data is a `torchfile.FromFile`: a tree and the file in which its tensors lie.
     optimizer_metadata : dict
-        What the optimizer keeps beside its state, in the same form: loss scaler, clipping.
+        What the optimizer keeps besides its state, in the same form: loss scaler, clipping.
     origin : object
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
@@ -266,9 +250,9 @@ class Checkpoint:
     claims : dict of str to Claim
         What other files are that belong to it, by path: an index, `latest`.
     duplicates : list of Duplicate
-        Copies that the files hold beside what is read.
+        Copies that the files hold besides what is read.
     leftovers : dict of str to str
-        Files among the checkpoint's that are not part of it, by path, and what is said of them in `warnings`.
+        Files among the checkpoint's that do not belong to it, by path, and what `warnings` say of them.
     wrapped : dict of str to str
         Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
     is_numbered : bool

@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own part of a checkpoint in zckpt's format; the first makes it whole, at the end.
+"""`save`: every rank writes its share of a checkpoint in zckpt's format; the first makes it whole, at the end.
 
     first rank      creates the partial directory and sends its name
     every rank      writes its file there, and says to the first what is in it
@@ -26,11 +26,10 @@ from zckpt.optim.states import Target, state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.state import WEIGHT
-from zckpt.training import whole
-from zckpt.training.other_state import random_states
-from zckpt.training.parts import Part, Staging, divide, entries
+from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
+from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states
+from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.values import Values
-from zckpt.training.writing import Prepared, save_workers, write
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
@@ -114,10 +113,10 @@ def save(
     fingerprint: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
-    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its own part.
+    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its share.
 
-    What several ranks have is written once, each of them a part. The checkpoint appears whole or not at all, and has
-    the states of each rank's random number generators.
+    Each of the ranks that have the same writes some of it. The checkpoint appears whole or not at all, and has the
+    states of each rank's random number generators.
 
     Parameters
     ----------
@@ -143,7 +142,7 @@ def save(
     overwrite : bool
         Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
     fingerprint : bool
-        Record the fingerprint with it: what has been written is read again, each rank a part. In zckpt's format only.
+        Record the fingerprint with it, in zckpt's format only: each rank reads some of what was written again.
     process_group : ProcessGroup, optional
         The ranks that save; by default the optimizer's, else the whole world.
 
@@ -155,48 +154,44 @@ def save(
     Raises
     ------
     UsageError
-        Something cannot be told by name, a parameter is in two optimizers, or the format does not suit the optimizer.
+        Something has no name, a parameter is in two optimizers, or the format does not suit the optimizer.
     UnsupportedError
         Something that only a pickle could hold.
     TargetError
         The directory exists or cannot be written: on all ranks, if on one.
     """
-    _BACKGROUND.finish()
-    check_directory(Path(path))
-    if format not in FORMATS:
-        raise UsageError(
-            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
-        )
-    given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
-    if format != "zckpt":
-        if fingerprint:
-            raise _no_fingerprint(f"format {format}")
-        _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
-        return None
-    return save_own(
-        Path(path), model, optimizer, given, process_group,
-        async_=async_, overwrite=overwrite, fingerprint=fingerprint,
-    )  # fmt: skip
+    return save_given(
+        Path(path),
+        model,
+        optimizer,
+        {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
+        process_group,
+        format=format,
+        async_=async_,
+        overwrite=overwrite,
+        fingerprint=fingerprint,
+    )
 
 
-def save_own(
+def save_given(
     path: Path,
     model: torch.nn.Module | None,
     optimizer: Given,
     given: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     *,
+    format: str = "zckpt",  # noqa: A002  # as elsewhere
     async_: bool,
     overwrite: bool,
     fingerprint: bool,
     identity: str | None = None,
 ) -> Saving | None:
-    """Save in zckpt's own format; results and errors are those of `save`.
+    """Save as `save` does, with the id of the checkpoint given.
 
     Parameters
     ----------
     path : Path
-    model, optimizer, process_group, async_, overwrite, fingerprint
+    model, optimizer, process_group, format, async_, overwrite, fingerprint
         As for `save`.
     given : mapping
         `scheduler`, `grad_scaler`, `extra` and `step`.
@@ -204,6 +199,16 @@ def save_own(
         The id that the document gets, of the first rank; by default a new one.
     """
     _BACKGROUND.finish()
+    check_directory(path)
+    if format not in FORMATS:
+        raise UsageError(
+            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
+        )
+    if format != "zckpt":
+        if fingerprint:
+            raise _no_fingerprint(f"format {format}")
+        _save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
+        return None
     workers = workers_of(optimizer)
     if workers is not None:
         if async_:
@@ -251,12 +256,12 @@ def _save_as(
     Raises
     ------
     UsageError
-        The format is not one for this optimizer, or has place for one only.
+        The format is not one for this optimizer, or has room for one only.
     """
     every = named(optimizer)
     if len(every) > 1:
         raise UsageError(
-            f"format {form} has place for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
+            f"format {form} has room for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
         )
     for one in every.values():
         if state_class(one).writes != form:
@@ -269,11 +274,11 @@ def _save_as(
         raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
     others = {
         key: given[name].state_dict()
-        for key, name in ((whole.SCHEDULER, "scheduler"), (whole.GRAD_SCALER, "grad_scaler"))
+        for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
         if given[name] is not None
     }
     if given["extra"] is not None:
-        others[whole.EXTRA] = dict(given["extra"])
+        others[EXTRA] = dict(given["extra"])
     tensors = model_state(model)
     for state in Optimizers(optimizer, tensors.names()).states.values():
         state.write(Target(path, model, given["step"], others, overwrite))
@@ -300,10 +305,10 @@ def _prepare(
         if share is not None:
             shares.append((name, WEIGHT, share))
     held = divide([*shares, *state.shares], world_rank(), ranks.members)
-    values = Values()
-    about = whole.Whole(tensors, state, given, values, ranks.world_size, others={})
+    values = Values(copied=staging is not None)
+    about = Whole(tensors, state, given, ranks.world_size, others={})
     if ranks.rank == 0:
-        about.others = whole.other_values(given, tensors, values)
-    part = Part([piece for piece, _ in held], state.values, random_states())
-    stored = whole.storage_entries(about.others, values)
-    return Prepared(part, [*stored, *entries(held, staging)], about)
+        about.others = other_values(given, tensors, values)
+    own = RankState([piece for piece, _ in held], state.values, random_states())
+    stored = storage_entries(about.others, values)
+    return Prepared(own, [*stored, *entries(held, staging)], about)

@@ -12,7 +12,7 @@ from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_parts
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
+from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor
@@ -152,7 +152,7 @@ def _views(group: TargetGroup) -> dict[str, Tensor]:
     dtypes = {p.dtype for p in parameters}
     if len(dtypes) != 1:
         return {}
-    parts: list[SlotPart] = []
+    parts: list[SlotContent] = []
     for start, p in zip(starts, parameters, strict=False):
         parts += slot_parts(_weight(p), p.name, 0, start, p.numel)
     storage = new_storage(dtypes.pop(), group.partition * group.shared_by, parts)

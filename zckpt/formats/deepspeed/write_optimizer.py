@@ -10,7 +10,7 @@ from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, ValueTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import (
     FlatShare,
@@ -22,10 +22,10 @@ from zckpt.state.partition import (
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import PackRow
+    from zckpt.engine.packs import PackedSlot
 
 
-def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
     """Yield what of a run of a parameter's elements a slot has: all, or none of a vocabulary's padding rows.
 
     Parameters
@@ -41,7 +41,7 @@ def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) ->
     """
     count = min(numel, slot.numel - start)
     if count > 0:
-        yield SlotPart(position, slot, label, Extent.flat(slot.shape, start, count))
+        yield SlotContent(position, slot, label, Extent.flat(slot.shape, start, count))
 
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -227,7 +227,7 @@ def _keeps_whole(target: Target, group: TargetGroup) -> bool:
 
 def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     """Return one slot of whole parameters, end to end."""
-    parts: list[SlotPart] = []
+    parts: list[SlotContent] = []
     at = 0
     for p in parameters:
         parts += _parts(p, key, 0, at, p.numel)
@@ -235,7 +235,7 @@ def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     return view(new_storage(_dtype(list(parameters), key), at, parts), (at,))
 
 
-def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
     slot = parameter.slots.get(key)
     if slot is not None:
         yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
@@ -292,11 +292,11 @@ class _Shards:
     def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
         """Return one rank's shards of one slot."""
         row, numel = self._rows[key], self.starts[-1]
-        parts: list[Part] = list(self._parts(key, rank)) if row is None else [PackPart(0, row.share(rank))]
+        parts: list[Content] = list(self._parts(key, rank)) if row is None else [PackContent(0, row.share(rank))]
         storage = new_storage(_dtype(self.parameters, key), numel, parts)
         return view(storage, (numel,), like=like)
 
-    def _row(self, key: str) -> PackRow | None:
+    def _row(self, key: str) -> PackedSlot | None:
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
         slots = [p.slots.get(key) for p in self.parameters if p.numel]
         rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
@@ -308,14 +308,14 @@ class _Shards:
             one.numel != numel for one, numel in zip(cuts, numels, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
-        from zckpt.engine.packs import PackRow
+        from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts
 
         shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
-        return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
-    def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
+    def _parts(self, key: str, rank: int) -> Iterator[SlotContent]:
         for p, at in zip(self.parameters, self.starts, strict=False):
             start, count = shard_share(p.numel, self.world_size, rank)
             yield from _parts(p, key, start, at, count)

@@ -1,4 +1,4 @@
-"""What this rank writes: of what several ranks have, each a part of about the same size."""
+"""What this rank writes: of what several ranks have, each writes about as much."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def key_of(slot: str, name: str) -> str:
 
 
 @dataclass(slots=True)
-class Part:
+class RankState:
     """What a rank writes, as the first rank has to know it.
 
     Parameters
