@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
 from zckpt.formats.torch_files.tensors import describe, encode, read_scalars, slot_of, span_of

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
