@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pickle
 import shutil
@@ -13,10 +14,18 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
-settings.register_profile("zckpt", deadline=None)  # how long an example takes is no property of the product
+# How long an example takes is no property of the product. `make test-all` draws more of them.
+settings.register_profile("zckpt", deadline=None, max_examples=50)
+settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("zckpt")
 
 T = TypeVar("T")
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage during the tests look at what every test module imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
