@@ -16,13 +16,11 @@ import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.registry import find_format
 from zckpt.optim.model_state import Stateful, set_extra
 from zckpt.state import Checkpoint
 from zckpt.training.values import value_of
 from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF
-
-OF_DEEPSPEED = "lr_scheduler"
-"""A key of DeepSpeed's own, among those that are the client's."""
 
 
 @dataclass(slots=True)
@@ -94,9 +92,9 @@ def read_other_state(
             taken.add(key)
         else:
             found.missing.append(f"the checkpoint has no state of a {name}: it goes on as it is")
-    if checkpoint.format == "deepspeed":
-        taken.add(OF_DEEPSPEED)
     if not ours:
+        by = find_format(checkpoint.format)
+        taken |= by.own_metadata if by is not None else set()
         found.extra = {key: value for key, value in values.items() if key not in taken}
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)

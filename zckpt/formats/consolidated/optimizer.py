@@ -85,7 +85,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
             "the values besides the tensors are too many for a safetensors file",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
-            advice="write a .pt file",
+            advice="give the target a name that ends in .pt",
         )
     metadata = {
         GROUPS: json.dumps(groups),

@@ -98,7 +98,7 @@ def _names(model: ModelShard) -> dict[str, tuple[int, ...] | None]:
 
 
 def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple[int, ...] | None]) -> str:
-    """Return the model's name for an entry of a layer file."""
+    """Return the model's name for a key of a layer file."""
     name = f"{shard.layer}.{key}"
     if name in known:
         return name
@@ -111,7 +111,7 @@ def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple
 
 
 def _within(name: str) -> str:
-    """Return the part of `tied_modules.<key>.<name>` that is the name within the layer."""
+    """Return what of `tied_modules.<key>.<name>` is the name within the layer."""
     return name[len(TIED) :].partition(".")[2]
 
 

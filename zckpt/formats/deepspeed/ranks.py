@@ -68,7 +68,7 @@ def select(
     """Return one optimizer file for each data-parallel rank, in order, and which files are left aside and why.
 
     Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside with a warning.
-    Those that tell of the same one are replicas (MiCS cuts over a part of the ranks); one set is enough.
+    Those that tell of the same one are replicas (MiCS cuts over some of the ranks); one set is enough.
 
     Raises
     ------
@@ -98,12 +98,10 @@ def problems(
 
     Parameters
     ----------
-    directory : Path
     models : sequence of ModelShard
         At least one.
     shards : sequence of OptimizerShard
         Those that can be read.
-    mp_rank : int
     present : collection of int
         Ranks of which a file is there that cannot be read.
     """
@@ -214,7 +212,7 @@ def _code(what: str) -> str:
 
 
 def _shown(usual: str, odd: str) -> tuple[str, str]:
-    """Return the first place in which two long texts differ, from the word before it on."""
+    """Return where two long texts first differ, from the word before it on."""
     if max(len(usual), len(odd)) <= SHOWN_CHARACTERS:
         return usual, odd
     at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), min(len(usual), len(odd)))

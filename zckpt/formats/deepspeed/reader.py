@@ -45,7 +45,7 @@ EXTRA_STATE_KEY = "module_extra_state"
 """Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
 
 OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What an optimizer file holds beside the optimizer's state and how it is cut."""
+"""What an optimizer file holds besides the optimizer's state and how it is cut."""
 
 
 KEPT_KEYS = (
@@ -60,7 +60,6 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
     Parameters
     ----------
-    directory : TagDirectory
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for files that have only numbers (stage 0).
     tp_rules : Path, optional

@@ -10,7 +10,7 @@ padding           ZeRO-1, 2: the masters' always. The slots' where DeepSpeed tak
 rigid   base_optimizer_state = {state: {group: {slot: p elements, step}}, param_groups}
 lean    base_optimizer_state = [{slot: p - padding elements, step}, ...]      as DeepSpeed's elastic option writes it
         base_optimizer_state_step                   without which no DeepSpeed loads a list
-        base_optimizer_param_groups                 hyperparameters: DeepSpeed has no place for them, and no need
+        base_optimizer_param_groups                 hyperparameters: DeepSpeed does not look for them, and no need
 
 Each rank loads its own file and pads what it finds. What DeepSpeed 0.19.8 makes of a lean file is not always what
 was saved, and then the slots stay as they are and only the masters lose their padding, which it always gives back:
@@ -59,7 +59,6 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         As read from `source`.
     source : Path
         The directory as the user named it.
-    request : Request
 
     Raises
     ------
@@ -267,7 +266,7 @@ def _is_loaded(value: object, partition: int) -> bool:
 
 
 def optimizer_content(file: TorchFile) -> dict[object, object]:
-    """Return the optimizer's part of an optimizer file; empty where there is none."""
+    """Return the optimizer's content of its file; empty where there is none."""
     top = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     return top if isinstance(top, dict) else {}
 
@@ -277,11 +276,8 @@ def drop_padding(file: TorchFile, layout: LeanLayout, slots: Sequence[str], edit
 
     Parameters
     ----------
-    file : TorchFile
-    layout : LeanLayout
     slots : sequence of str
         Keys that have one value per element.
-    edited : Edited
     """
     z = optimizer_content(file)
     masters = z["single_partition_of_fp32_groups"]
@@ -309,14 +305,14 @@ def _edit_slots(z: dict[object, object], layout: LeanLayout, slots: Sequence[str
         base[:] = states
         return
     edited.changed = True
-    made: dict[object, object] = {}
+    content: dict[object, object] = {}
     for key, value in z.items():
-        made[key] = states if key == "base_optimizer_state" else value
+        content[key] = states if key == "base_optimizer_state" else value
         if key == "base_optimizer_state" and isinstance(base, dict):
             groups = base["param_groups"]
-            made |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
+            content |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
     z.clear()
-    z.update(made)
+    z.update(content)
 
 
 def _cut(tensor: object, length: int, edited: Edited) -> object:

@@ -68,7 +68,6 @@ class TargetGroup:
 
     Parameters
     ----------
-    index : int
     values : ParamGroup
         Its hyperparameters and single values.
     experts : list of list of Parameter
@@ -87,7 +86,7 @@ class TargetGroup:
     shared_by: int
 
     def of(self, rank: int) -> list[Parameter]:
-        """Return the parameters of which a data-parallel rank holds a part."""
+        """Return the parameters of which a data-parallel rank holds elements."""
         return self.experts[rank % len(self.experts)]
 
     def position(self, rank: int) -> int:
@@ -116,15 +115,13 @@ class TargetRank:
 
     Parameters
     ----------
-    mp_rank : int
     models : sequence of ModelShard
-        The source's model files from which everything is carried that is not made again, by data-parallel rank; a rank
-        that is not there takes from the first.
+        The source's model files, from which the rest is carried, by data-parallel rank; a rank that is not there
+        takes from the first.
     members : sequence of OptimizerShard
         The same for optimizer files.
     parameters, buffers : dict of str to Parameter
         In this rank's shapes.
-    groups : list of TargetGroup
     """
 
     mp_rank: int

@@ -1,7 +1,7 @@
 """What each rank of the target has: its param groups, and its parameters, whole or sliced.
 
 At an unchanged tensor-parallel degree nothing is put together: every rank's values stay what they are, also those
-that drift apart and the padding rows of a vocabulary. Dense groups stay as they are, those of experts are made again
+that drift apart and the padding rows of a vocabulary. Dense groups stay as they are, those of experts are split again
 for another number of expert ranks.
 
 DeepSpeed splits experts off each param group that the user makes, in the model's order, names the new group after
@@ -76,8 +76,8 @@ def units(
             path=checkpoint.source,
             found=", ".join(map(str, degrees)),
         )
-    for (source, _), run in groupby(enumerate(groups), lambda item: _kind(origin, *item)):
-        alike = [group for _, group in run]
+    for (source, _), neighbours in groupby(enumerate(groups), lambda item: _kind(origin, *item)):
+        alike = [group for _, group in neighbours]
         if source is None:
             found += [Unit(group, [group.parameters], {}) for group in alike]
             continue
@@ -112,14 +112,14 @@ def _expert_units(
     groups: Sequence[ParamGroup], source: int, degree: int, parameters: Mapping[str, Parameter], path: str
 ) -> list[Unit]:
     """Return what becomes of groups of experts that follow each other and differ in their parameters only."""
-    parts = [_by_rank(group.parameters, source) for group in groups]
+    members = [_by_rank(group.parameters, source) for group in groups]
     totals = experts_per_rank(parameters)
     per_rank = {layer: total // degree for layer, total in totals.items()}
     if degree == source:
-        return [Unit(group, part, per_rank) for group, part in zip(groups, parts, strict=True)]
-    joined = [[name for part in parts for name in part[rank]] for rank in range(source)]
+        return [Unit(group, names, per_rank) for group, names in zip(groups, members, strict=True)]
+    joined = [[name for names in members for name in names[rank]] for rank in range(source)]
     split = [len(one) for one in expert_groups([parameters[name].numel for name in joined[0]])]
-    by_size = split == [len(part[0]) for part in parts]
+    by_size = split == [len(names[0]) for names in members]
     if len(groups) > 1 and not by_size:
         return [unit for group in groups for unit in _expert_units([group], source, degree, parameters, path)]
     spread = spread_experts(joined, degree, path)
@@ -176,8 +176,6 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-    origin : Origin
     degree : int
         Tensor-parallel ranks of the target.
     rows : int or None
@@ -257,17 +255,17 @@ def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> l
 def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> Parameter:
     """Return a vocabulary with as many rows as the target has; rows that the source does not have are in no slot."""
     present = parameter.shape[0] if parameter.shape else 0
-    wanted = -(-present // degree) * degree if rows is None else rows
+    padded = -(-present // degree) * degree if rows is None else rows
     least = min(rules.vocabulary_size or 0, present)
-    if wanted < least or wanted % degree:
+    if padded < least or padded % degree:
         raise UsageError(
             f"unusable padded size of vocabulary {parameter.name}",
             expected=f"at least {least} rows and a multiple of {degree}",
-            found=wanted,
+            found=padded,
         )
-    kept = min(wanted, present)
+    kept = min(padded, present)
     slots = {key: _first_rows(slot, kept) for key, slot in parameter.slots.items()}
-    return replace(parameter, shape=(wanted, *parameter.shape[1:]), slots=slots)
+    return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
 
 
 def _first_rows(slot: Slot, rows: int) -> Slot:

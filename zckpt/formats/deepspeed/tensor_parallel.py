@@ -87,7 +87,6 @@ class VocabularyPadding:
     ----------
     states : sequence of RankState
         By tensor-parallel rank.
-    rules : Rules
     """
 
     states: Sequence[RankState]
@@ -132,13 +131,13 @@ def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[
 
 
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
-    """Return the error for slices that no rule places."""
+    """Return the error for slices that no rule names."""
     shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
     return UnsupportedError(
         f"tensor-parallel slices of {len(names)} parameters ({shown}) and no rules {what}",
         path=path,
         expected="universal_checkpoint_info in the model file",
-        advice="`zckpt reshard` takes them from a file: --tp-rules FILE",
+        advice="give them with --tp-rules FILE",
     )
 
 
@@ -201,7 +200,6 @@ def moved(spans: Iterable[Span], dim: int, shares: Sequence[Share]) -> tuple[Spa
 
     Parameters
     ----------
-    spans : iterable of Span
     dim : int
         The dimension that the shares divide; the tensors agree in all others.
     shares : sequence of Share
@@ -252,7 +250,6 @@ def check_slices(origin: Origin, degree: int) -> int:
 
     Parameters
     ----------
-    origin : Origin
     degree : int
         Tensor-parallel ranks of the target; at the source's own nothing is put together.
 

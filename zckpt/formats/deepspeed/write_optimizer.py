@@ -1,4 +1,4 @@
-"""Runs of a parameter's elements as parts of a storage that is to be written."""
+"""The optimizer files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form."""
 
 from __future__ import annotations
 
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
 
 
 def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
-    """Yield what of a run of a parameter's elements a slot has: all, or none of a vocabulary's padding rows.
+    """Yield what a slot has of an extent of a parameter: all, or none of a vocabulary's padding rows.
 
     Parameters
     ----------
     slot : Slot
         Of the parameter's shape, or with fewer rows: what it does not have stays zero.
-    label : str
     start : int, elements
-        Of the run, in the parameter.
+        Of the extent, in the parameter.
     position : int, elements
-        Of the run, in the storage.
+        Of the extent, in the storage.
     numel : int, elements
     """
     count = min(numel, slot.numel - start)
@@ -64,17 +63,17 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     """Return the content of one rank's optimizer file."""
     source = mp.members[0]
     old = source.content
-    made = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
+    cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
     same = (source.stage == 3) == (target.stage == 3)
     keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
-    content = {key: made[key] if key in made else FromFile.of(source.file, old[key]) for key in keys
-               if key in made or key in old}  # fmt: skip
+    content = {key: cut[key] if key in cut else FromFile.of(source.file, old[key]) for key in keys
+               if key in cut or key in old}  # fmt: skip
     root = source.file.root
     top = root if isinstance(root, dict) else {}
-    made = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
-    return {key: made[key] if key in made else FromFile.of(source.file, value) for key, value in top.items()}
+    written = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
+    return {key: written[key] if key in written else FromFile.of(source.file, value) for key, value in top.items()}
 
 
 def config_tree(target: Target) -> object:
@@ -121,12 +120,12 @@ def _slot_keys(parameters: list[Parameter]) -> list[str]:
     return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
-def _own_values(target: Target, mp: TargetRank, rank: int, part: int) -> dict[object, object]:
+def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
     """Return the state that one rank has of its own, as its file has it."""
     return {
         one.key: _value(one.value)
         for one in target.checkpoint.per_rank
-        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, part)
+        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition)
     }
 
 
@@ -155,29 +154,29 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         parameters, position = group.of(rank), group.position(rank)
         starts, partition = group.starts, group.partition
         total = starts[-1]
-        fragments = list(flat_shares(group.numels, starts, partition, position))
+        shares = list(flat_shares(group.numels, starts, partition, position))
         padding = flat_padding(total, partition, position)
         stripped = partition - padding
         like = source.masters[min(group.index, len(source.masters) - 1)] if source.stage != 3 else None
         full = partition if target.bf16_optimizer else stripped
-        masters.append(_partition(parameters, MASTER, fragments, partition, full, like=like))
+        masters.append(_partition(parameters, MASTER, shares, partition, full, like=like))
         length = stripped if target.elastic else partition
         keys = _slot_keys(parameters)
         tensors: dict[object, object] = {}
         if MOMENTUM in keys and _keeps_whole(target, group):
             keys.remove(MOMENTUM)
-            if fragments:
-                tensors[MOMENTUM] = _whole([parameters[f.index] for f in fragments], MOMENTUM)
-        tensors |= {key: _partition(parameters, key, fragments, partition, length) for key in keys}
+            if shares:
+                tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
+        tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
-        mappings.append(_mapping(parameters, fragments))
+        mappings.append(_mapping(parameters, shares))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
         "param_groups": [_hyperparameters(group.values, [group.index]) for group in mp.groups],
     }
-    made: dict[str, object] = {
+    cut: dict[str, object] = {
         "base_optimizer_state": states if target.elastic else rigid,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": paddings,
@@ -185,12 +184,12 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         "param_slice_mappings": mappings,
     }
     if not target.bf16_optimizer:
-        made["zero_stage"] = _stage(target)
-        made["clip_grad"] = _clip(target)
-        made["ds_version"] = source.version
+        cut["zero_stage"] = _stage(target)
+        cut["clip_grad"] = _clip(target)
+        cut["ds_version"] = source.version
     if not target.bf16_optimizer and (target.alignment or _knows_alignment(target)):
-        made["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
-    return made
+        cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
+    return cut
 
 
 def _knows_alignment(target: Target) -> bool:
@@ -208,14 +207,14 @@ def _clip(target: Target) -> object:
 def _partition(
     parameters: list[Parameter],
     key: str,
-    fragments: list[FlatShare],
+    shares: list[FlatShare],
     numel: int,
     length: int,
     *,
     like: Tensor | None = None,
 ) -> Tensor:
     """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
-    parts = [part for f in fragments for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
+    parts = [part for f in shares for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
     return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
 
 
@@ -241,9 +240,9 @@ def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int
         yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
-def _mapping(parameters: list[Parameter], fragments: list[FlatShare]) -> OrderedMapping:
+def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
     mapping = OrderedMapping()
-    for f in fragments:
+    for f in shares:
         state: dict[object, object] = {"numel": f.numel, "start": f.position}
         mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
     return mapping

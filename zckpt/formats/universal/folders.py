@@ -142,7 +142,6 @@ class Folder:
 
     Parameters
     ----------
-    name : str
     files : dict of str to object
         Content of each file, by its stem.
     values : dict
@@ -196,7 +195,10 @@ def _state(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
     known = {key: common[key] for key, value in state.items() if key in common and isinstance(value, Slot)}
     clash = [key for key in state if key in TAKEN]
     if clash:
-        raise UnsupportedError(f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here")
+        raise UnsupportedError(
+            f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+        )
     return {**state, **known}
 
 

@@ -36,8 +36,8 @@ OPTIMIZER_RULES = (
     *(Rule((KEY, key, "**"), IMPLIED, "what is said of parameters and of the source")
       for key in ("groups", "filled_in", "made", "without_master")),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
-    *(Rule((*place, "**"), IMPLIED, "the first rank's part of what the folders hold", tensors=True)
-      for place in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
+    *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
+      for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
     *(Rule((key, "**"), IMPLIED, "how the state is cut") for key in sorted(CUT_KEYS - OWN_KEYS)),
     *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
 )  # fmt: skip
@@ -140,7 +140,7 @@ def _place_trained(
 def _mark_filled(stored: StoredFolder, key: str) -> None:
     """Say of a file that DeepSpeed's loaders need and the source did not have that it means nothing."""
     name = f"{MASTER_STEM if key == MASTER else key}{SUFFIX}"
-    rules = tuple(Rule(place, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for place in ((), ("param",)))
+    rules = tuple(Rule(where, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for where in ((), ("param",)))
     for file in stored.files:
         if Path(file.path).name == name:
             file.rules = (*rules, *file.rules)

@@ -10,7 +10,7 @@ module; the whole weights are there for those who want the model by itself.
  param_groups: [{lr, ..., params: [number]}]                  ZeRO-1, 2 and BF16_Optimizer take them, each its own
  optimizer_state_dict: {state: {0: {step}}, param_groups: [{...}]}
                                                               ZeRO-3 gives this step and these to every group
- zckpt: {...}}                                                what DeepSpeed has no place for, see `remainder`
+ zckpt: {...}}                                                what DeepSpeed's files cannot hold, see `remainder`
 """
 
 from __future__ import annotations
@@ -59,13 +59,15 @@ ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
 SHOWN_NAMES = 8
 
 
-def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFile]:
     """Return the files of a universal checkpoint.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         Of any format.
+    version : str, optional
+        Of the DeepSpeed that wrote it; by default the one whose form this is.
 
     Raises
     ------
@@ -75,9 +77,9 @@ def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
     _refuse(checkpoint)
     written = list(folders(checkpoint))
     files = [
-        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
-        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
-        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
+        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False)),
+        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True)),
+        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, written)),
     ]
     files += [
         torch_writer.lay_out(parameter_file(folder.name, stem), tree)
@@ -120,7 +122,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "holds several optimizers, and a universal checkpoint has one",
             path=checkpoint.source,
             found=", ".join(checkpoint.optimizers()),
-            advice="convert to zckpt or dcp",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
     if not checkpoint.param_groups:
         raise UnsupportedError(
@@ -149,7 +151,7 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     return {key: value for key, value in needed.items() if key not in checkpoint.metadata}
 
 
-def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, object]:
+def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
     """Return the content of a model file: with whole weights, or under ZeRO-3 without any.
 
     Raises
@@ -160,9 +162,9 @@ def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, obje
     parameters = checkpoint.parameters.values()
     module = _module(checkpoint, parameterwise=parameterwise)
     frozen = [p for p in parameters if p.frozen and p.tied_to is None]
-    fragments = OrderedMapping()
+    whole = OrderedMapping()
     for parameter in frozen:
-        fragments[parameter.name] = module[parameter.name]
+        whole[parameter.name] = module[parameter.name]
     groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
     structure: dict[str, object] = {
         "module": module,
@@ -171,9 +173,8 @@ def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, obje
         "param_shapes": [_shapes(group) for group in groups],
         "frozen_param_shapes": None if parameterwise else _shapes(frozen),
         "shared_params": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
-        "frozen_param_fragments": None if parameterwise else fragments,
+        "frozen_param_fragments": None if parameterwise else whole,
     }
-    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
     return {
         **structure,
         **filled_in(checkpoint),
@@ -210,11 +211,10 @@ def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
     return shapes
 
 
-def optimizer_tree(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
+def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequence[Folder]) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
     carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
-    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
@@ -255,7 +255,7 @@ def _value(value: object) -> object:
 
 
 def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
-    """Return what neither the folders nor the rest of DeepSpeed's files have a place for."""
+    """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
     top = set(carried_keys(checkpoint))
     trained = [p for p in checkpoint.parameters.values() if p.group is not None]
     return {
