@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zckpt.engine import packs
 from zckpt.engine.packs import Pack, PackRow
-from zckpt.engine.plan import Lazily, fill, plan
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.plan import fill, plan
+from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.engine.write import write
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot

@@ -11,9 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.strategies import extents, shapes, storages, tilings
-from zckpt.engine.boxes import intersections
+from zckpt.engine.boxes import SpanIndex, intersections
 from zckpt.engine.plan import Copy, fill, plan, row_major
-from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import Extent, Slot, Span

@@ -33,15 +33,13 @@ from zckpt.engine.boxes import bounds
 from zckpt.engine.plan import plan
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError, UsageError
 from zckpt.formats import open_checkpoint
+from zckpt.formats.native import is_native, is_own, rank_name
 from zckpt.formats.native import rank_file as ranks
-from zckpt.formats.native.document import encode, read_document
-from zckpt.formats.native.layouts import Cut, Layouts
-from zckpt.formats.native.names import is_native, is_own, rank_name
+from zckpt.formats.native.document import Members, encode, read_document
+from zckpt.formats.native.layouts import LARGE, Cut, Headers, Layouts, Order, PieceSpans, Table
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.node_writer import NodeWriter
-from zckpt.formats.native.places import LARGE, Headers, Order, PieceSpans, Table
 from zckpt.formats.native.reader import NAMES, Reading, check_digests, headers_shared, read
-from zckpt.formats.native.values import Members
 from zckpt.formats.native.writer import Placed, describe, lay_out, lay_out_document, members_of
 from zckpt.formats.remainder import origin
 from zckpt.formats.torch_files import writer as torch_writer

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from zckpt.formats.torch_files.optimizer_names import Fits, deduce_names
+from zckpt.formats.torch_files.optimizer import Fits, deduce_names
 
 Model = dict[str, int]
 """Names in the model's order, each with what tells its tensor from others: its shape, here a number."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.engine.span_index import SpanIndex
+from zckpt.engine.boxes import SpanIndex
 from zckpt.errors import LayoutError
 from zckpt.state import CutFiles, CutSpans, Extent, Slot, Span
 from zckpt.state.cuts import Cuts, merged_ranges

@@ -22,7 +22,7 @@ import zckpt.dcp
 from tests.gloo import run
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer, files
-from zckpt.optim.zero.loss_scale import DynamicLossScaler
+from zckpt.optim.zero.stepping import DynamicLossScaler
 from zckpt.training.loading import _Loading
 from zckpt.training.other_state import read_other_state
 

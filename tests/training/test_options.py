@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.gloo import run
 from tests.training.trainings import BY_NAME, Training, differences, whole
 from zckpt.errors import UsageError
 from zckpt.optim import DistributedOptimizer, ZeroOptimizer, ZeroRedundancyOptimizer
+from zckpt.training import saving as saving_module
+from zckpt.training.directory import write
 
 pytestmark = pytest.mark.interop
 
@@ -392,3 +395,23 @@ def test_texts_in_the_state_of_an_optimizer_are_loaded_as_they_are(tmp_path: Pat
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(other.state[parameter]["momentum_buffer"], momentum)
+
+
+def test_extra_is_as_it_was_when_an_asynchronous_save_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_changed = threading.Event()
+
+    def write_later(*args: Any, **options: Any) -> None:
+        is_changed.wait()
+        write(*args, **options)
+
+    monkeypatch.setattr(saving_module, "write", write_later)
+    average, count = torch.ones(3), bytearray(b"1")
+    saving = zckpt.save(tmp_path / "c", extra={"average": average, "count": count}, async_=True)
+    average.zero_()
+    count[:] = b"2"
+    is_changed.set()
+    assert saving is not None
+    saving.result()
+    extra = zckpt.load(tmp_path / "c").extra
+    assert extra["average"].tolist() == [1, 1, 1]
+    assert extra["count"] == bytearray(b"1")

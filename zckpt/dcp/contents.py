@@ -16,7 +16,7 @@ from zckpt.formats.dcp.tree import Branch, build, leaves
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Scalar, Span
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import Tensor, TorchFile
-from zckpt.training.whole import IN_MEMORY
+from zckpt.training.other_state import IN_MEMORY
 
 Found = Mapping[str, "Held | object"]
 """The leaves of a state dict by key: a tensor as `Held`, anything else as an inert node."""

@@ -18,7 +18,7 @@ from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.formats.torch_files.tensors import encode
 from zckpt.operations.tensors import dtype_name, memory_of
 from zckpt.state import WEIGHT, Extent, Scalar, Slot
-from zckpt.training.parts import key_of
+from zckpt.training.pieces import key_of
 from zckpt.training.values import Values
 
 

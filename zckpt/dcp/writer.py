@@ -23,17 +23,16 @@ from zckpt.dcp.contents import Contents, Held, contents, tie
 from zckpt.dcp.part import Part, Piece, part_of
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.native.names import OWNED
+from zckpt.formats.native import OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
 from zckpt.operations.target import write_target
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
-from zckpt.training.parts import key_of
+from zckpt.training.directory import check_pieces, entries_of, write_rank
+from zckpt.training.pieces import key_of
 from zckpt.training.values import Values
-from zckpt.training.whole import check_pieces, entries_of
-from zckpt.training.writing import write_rank
 from zckpt.version import __version__
 
 IDENTITY_NAME = "identity"

@@ -10,25 +10,18 @@ merged wherever both sides allow, so that what is contiguous on both sides is on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
 
-from zckpt.engine.boxes import Box, boxes_of, intersections, overlap, row_major
-from zckpt.engine.span_index import SpanIndex
-from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.boxes import Box, SpanIndex, boxes_of, intersections, overlap, row_major
+from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import CutSpans, Extent, Span, Spans
 from zckpt.state.dtypes import itemsize
 
-if TYPE_CHECKING:
-    pass
-
 FEWEST_INDEXED = 4
 """Spans of a slot that are as fast looked through as looked up."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,33 +144,6 @@ class Plan:
     def write_nbytes(self) -> int:
         """Bytes of all target files."""
         return self.totals.write_nbytes
-
-
-class Lazily(Collection[Item]):
-    """Things that are made one after the other as they are come to, as often as that is.
-
-    Parameters
-    ----------
-    make : callable
-        Returns a new iterator over them.
-    count : int
-    """
-
-    def __init__(self, make: Callable[[], Iterator[Item]], count: int) -> None:
-        self._make = make
-        self._count = count
-
-    def __iter__(self) -> Iterator[Item]:
-        """Make them."""
-        return self._make()
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return self._count
-
-    def __contains__(self, item: object) -> bool:
-        """Tell whether one of them is this."""
-        return any(item == one for one in self)
 
 
 def plan(files: Iterable[TargetFile]) -> Plan:

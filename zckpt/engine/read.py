@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
+from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.checking import Checks, Part, WatchedSources
 from zckpt.engine.copy import Piece, elements, pieces
 from zckpt.engine.plan import Copy, Fill, fill
-from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError

@@ -21,11 +21,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import pieces
 from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
-from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.errors import UnsupportedError

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 
 if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +69,30 @@ class TargetFile:
     holes: list[Hole] = field(default_factory=list)
     checksums: list[Checksum] = field(default_factory=list)
     packs: list[Pack] = field(default_factory=list)
+
+
+class Lazily(Collection[Item]):
+    """Things that are made one after the other as they are come to, as often as that is.
+
+    Parameters
+    ----------
+    make : callable
+        Returns a new iterator over them.
+    count : int
+    """
+
+    def __init__(self, make: Callable[[], Iterator[Item]], count: int) -> None:
+        self._make = make
+        self._count = count
+
+    def __iter__(self) -> Iterator[Item]:
+        """Make them."""
+        return self._make()
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._count
+
+    def __contains__(self, item: object) -> bool:
+        """Tell whether one of them is this."""
+        return any(item == one for one in self)

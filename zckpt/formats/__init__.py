@@ -16,7 +16,7 @@ from zckpt.formats.registry import BrokenPluginError, formats
 from zckpt.state import Checkpoint
 from zckpt.state.names import bare
 from zckpt.storage.durable import interrupted
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused
 
 __all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 

@@ -16,8 +16,8 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.names import as_filed
-from zckpt.state.rank_values import listed
 from zckpt.storage.ownership import Owned, check_replaceable
 
 
@@ -117,8 +117,8 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
         checkpoint = as_filed(checkpoint)
     if checkpoint.per_rank and written is not own:  # its own format knows when it can go along
         raise UnsupportedError(
-            f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other format "
-            f"has a place for that",
+            f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and no other "
+            f"format has a place for that",
             path=checkpoint.source,
             expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
             advice="`zckpt consolidate` writes the model by itself",

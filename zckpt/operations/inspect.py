@@ -10,7 +10,7 @@ from zckpt.formats.account import take_inventory
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
-from zckpt.state.rank_values import RankValue
+from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile, plain
 
 

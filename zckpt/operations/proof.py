@@ -18,9 +18,9 @@ from zckpt.formats.consolidated.optimizer import optimizer_path
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
-from zckpt.state.rank_values import RankValue
 from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.torchfile import FromFile, walk_tensors
 

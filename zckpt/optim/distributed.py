@@ -20,9 +20,9 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from zckpt.optim.memory import copied_like
 from zckpt.optim.param_groups import Group, sync
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
+from zckpt.optim.tensors import copied_like
 
 State = dict[int, dict[str, Any]]
 Worker = Any
@@ -184,6 +184,10 @@ class LocalOptimizer:
         self.optimizer = optimizer_class(groups, *args, **kwargs)
         self.waiting: dict[int, dict[str, Any]] = {}
         """State that has been read, until all workers have read theirs; by number."""
+
+    def names(self) -> list[str]:
+        """Return the names of this worker's parameters, in the order of `by_number`."""
+        return [name for group in self.optimizer.param_groups for name in group["param_names"]]
 
     def by_number(self) -> dict[int, torch.Tensor]:
         """Return this worker's parameters."""

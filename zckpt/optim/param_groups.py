@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.optim.model_state import own_names
+from zckpt.optim.tensors import own_names
 from zckpt.state import ParamGroup, Scalar
 
 Group = dict[str, Any]

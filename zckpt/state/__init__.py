@@ -10,16 +10,14 @@ from zckpt.state.checkpoint import (
     WEIGHT,
     Checkpoint,
     Duplicate,
-    Padding,
-    PaddingRule,
-    PaddingSpan,
     Parameter,
     ParamGroup,
+    RankValue,
     Scalar,
     SourceFile,
     Topology,
 )
-from zckpt.state.spans import CutFiles, CutSpans, Extent, Slot, Span, Spans
+from zckpt.state.spans import CutFiles, CutSpans, Extent, Padding, PaddingRule, PaddingSpan, Slot, Span, Spans
 
 __all__ = [
     "MASTER",
@@ -34,6 +32,7 @@ __all__ = [
     "PaddingSpan",
     "ParamGroup",
     "Parameter",
+    "RankValue",
     "Scalar",
     "Slot",
     "SourceFile",

@@ -15,18 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from zckpt.errors import SHOWN_PATH, shortened, without_controls
+from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
 from zckpt.state.inventory import Claim, Rule
-from zckpt.state.rank_values import RankValue
-from zckpt.state.spans import Slot
-
-if TYPE_CHECKING:
-    from zckpt.state.cuts import Ranges
+from zckpt.state.spans import Padding, PaddingSpan, Slot
 
 WEIGHT = "weight"
 MASTER = "master"
+
+SHOWN_KEYS = 6
+"""Of optimizer state in a message; more are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,37 @@ class ParamGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class RankValue:
+    """One such value.
+
+    Parameters
+    ----------
+    key : str
+        The optimizer's own.
+    group : int
+        The param group.
+    part : int
+        Which part of the group it is of, where a rank's share of the group is in several.
+    rank, mp_rank : int
+        The data- and the model-parallel rank.
+    value : object
+        A number, a Scalar, or a `torchfile.FromFile`: a tree and the file in which its tensors lie.
+    """
+
+    key: str
+    group: int
+    part: int
+    rank: int
+    mp_rank: int
+    value: object
+
+
+def keys_listed(values: Iterable[RankValue]) -> str:
+    """Return the optimizer's keys of such values, each once, for a message."""
+    return listed(list(dict.fromkeys(value.key for value in values)), most=SHOWN_KEYS)
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """Data-, tensor-, pipeline- and expert-parallel degrees."""
 
@@ -104,51 +133,6 @@ class Topology:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingSpan:
-    """Contiguous bytes of a file that are padding of one slot."""
-
-    slot: str
-    path: str
-    offset: int
-    nbytes: int
-
-
-@runtime_checkable
-class PaddingRule(Protocol):
-    """Padding of many files that is worked out file by file: there may be millions of places."""
-
-    def __iter__(self) -> Iterator[PaddingSpan]:
-        """Yield all of it."""
-
-    @property
-    def is_large(self) -> bool:
-        """Whether to ask for it file by file."""
-
-    def within(self, path: str) -> Iterator[Ranges]:
-        """Yield where in one file it is, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Elements of one rank's partition of one param group that belong to no parameter.
-
-    Parameters
-    ----------
-    rank, group : int
-    numel : int, elements
-    nbytes : int, bytes
-    zeros : tuple of PaddingSpan
-        Where it is, as far as the program that writes it makes it zero and keeps it so.
-    """
-
-    rank: int
-    group: int
-    numel: int
-    nbytes: int
-    zeros: tuple[PaddingSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

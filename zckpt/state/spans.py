@@ -17,10 +17,13 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import overload
+from typing import TYPE_CHECKING, Protocol, overload, runtime_checkable
 
 from zckpt.errors import LayoutError
 from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from zckpt.state.cuts import Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,3 +285,48 @@ class Slot:
     def nbytes(self) -> int:
         """Number of bytes of the elements."""
         return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingSpan:
+    """Contiguous bytes of a file that are padding of one slot."""
+
+    slot: str
+    path: str
+    offset: int
+    nbytes: int
+
+
+@runtime_checkable
+class PaddingRule(Protocol):
+    """Padding of many files that is worked out file by file: there may be millions of places."""
+
+    def __iter__(self) -> Iterator[PaddingSpan]:
+        """Yield all of it."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to ask for it file by file."""
+
+    def within(self, path: str) -> Iterator[Ranges]:
+        """Yield where in one file it is, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements of one rank's partition of one param group that belong to no parameter.
+
+    Parameters
+    ----------
+    rank, group : int
+    numel : int, elements
+    nbytes : int, bytes
+    zeros : tuple of PaddingSpan
+        Where it is, as far as the program that writes it makes it zero and keeps it so.
+    """
+
+    rank: int
+    group: int
+    numel: int
+    nbytes: int
+    zeros: tuple[PaddingSpan, ...] = ()

@@ -1,12 +1,15 @@
 """Byte ranges of files. Knows how to open and read them and nothing of what they mean.
 
 Every file of a checkpoint is opened here. Only regular files are: a pipe would wait for a writer that never comes, and
-a device has no end.
+a device has no end. A `ByteSource` is a range that is read by itself, be it of a file or in memory: offsets count from
+its start, and what its reader reports is absolute: `base` + offset.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from stat import S_ISREG
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
 
 OPEN_SOURCES = 32
 """Source files kept open at once by each worker; a checkpoint may have more files than a process may open."""
-
 
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Opening does not wait, whatever has taken the place of a file since it was looked at."""
@@ -194,3 +196,121 @@ def _too_short(path: str, expected: int, found: int) -> DamagedFileError:
         advice="copy it again from where it came from",
         code=TRUNCATED,
     )
+
+
+class ByteSource(ABC):
+    """Where a reader gets its bytes from; `FileRange` and `Buffer` say how.
+
+    Parameters
+    ----------
+    path : str
+        File named in errors.
+    base : int, bytes
+        Absolute offset of the range in that file.
+    nbytes : int, bytes
+        Length of the range.
+    """
+
+    __slots__ = ("base", "nbytes", "path")
+
+    def __init__(self, path: str, base: int, nbytes: int) -> None:
+        self.path = path
+        self.base = base
+        self.nbytes = nbytes
+
+    @abstractmethod
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return exactly `nbytes` bytes from `offset`, relative to the range.
+
+        Raises
+        ------
+        DamagedFileError
+            They are not all within the range.
+        SourceError
+            The system cannot read them.
+        """
+
+    def check(self, offset: int, nbytes: int) -> None:
+        """Raise DamagedFileError if some of these bytes are outside of the range."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise DamagedFileError(
+                "it refers to bytes outside of itself",
+                path=self.path,
+                expected=f"at most {self.nbytes} bytes",
+                found=f"bytes {offset} to {offset + nbytes}",
+                advice="copy it again from where it came from",
+            )
+
+
+class FileRange(ByteSource):
+    """A range of an open file."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self, descriptor: int, path: str, base: int, nbytes: int) -> None:
+        super().__init__(path, base, nbytes)
+        self.descriptor = descriptor
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Read from the file, at a position of its own."""
+        self.check(offset, nbytes)
+        return read_at(self.descriptor, self.base + offset, nbytes, path=self.path)
+
+
+class Buffer(ByteSource):
+    """A range of a file whose bytes are in memory already."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, data: bytes | bytearray | memoryview, path: str, base: int) -> None:
+        self.view = memoryview(data).cast("B")
+        super().__init__(path, base, self.view.nbytes)
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Copy from memory."""
+        self.check(offset, nbytes)
+        return bytes(self.view[offset : offset + nbytes])
+
+
+@contextmanager
+def open_range(path: str | os.PathLike[str], offset: int, nbytes: int | None) -> Iterator[FileRange]:
+    """Open a file, or a part of it, for reading.
+
+    Parameters
+    ----------
+    path : path-like
+    offset : int, bytes
+    nbytes : int or None, bytes
+        None: up to the end of the file.
+
+    Raises
+    ------
+    SourceError
+        It does not exist, cannot be opened, or is no regular file.
+    DamagedFileError
+        The range is not within the file, or is empty.
+    """
+    name = os.fspath(path)
+    with opened(name) as descriptor:
+        size = os.fstat(descriptor).st_size
+        length = size - offset if nbytes is None else nbytes
+        if offset < 0 or length < 0 or offset + length > size:
+            raise DamagedFileError(
+                "a torch file is said to lie outside of it",
+                path=name,
+                expected=f"at most {size} bytes",
+                found=f"bytes {offset} to {offset + length}",
+            )
+        yield FileRange(descriptor, name, offset, length)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keep Python from looking for garbage: it would go through a million new objects again and again as they grow."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -8,8 +8,21 @@ calls anything that a file names: an unknown class becomes an inert `Object` tha
 
 from __future__ import annotations
 
-from zckpt.torchfile.archive import CENTRAL, LOCAL, Record, find_directory, has_checksums, read_archive, read_directory
-from zckpt.torchfile.archive_writer import ALIGNMENT, ArchiveLayout, NewRecord, Placed, lay_out_archive
+from zckpt.storage.files import FileRange, open_range
+from zckpt.torchfile.archive import (
+    ALIGNMENT,
+    CENTRAL,
+    LOCAL,
+    ArchiveLayout,
+    NewRecord,
+    Placed,
+    Record,
+    find_directory,
+    has_checksums,
+    lay_out_archive,
+    read_archive,
+    read_directory,
+)
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
 from zckpt.torchfile.nodes import (
     DefaultMapping,
@@ -36,7 +49,6 @@ from zckpt.torchfile.plain import Renderer, brief, plain
 from zckpt.torchfile.reader import read_pickle, read_source, read_torchbytes, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
 from zckpt.torchfile.rebuild_torch import dense
-from zckpt.torchfile.source import FileRange, open_range
 from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PickleFile, TorchFile
 from zckpt.torchfile.trees import (
     LEAVES,

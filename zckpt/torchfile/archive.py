@@ -1,4 +1,4 @@
-"""Zip archives as torch writes them: stored entries, found through the central directory.
+"""Zip archives as torch writes them: records stored as they are, read through the central directory and laid out.
 
     local header | padding | data | descriptor     one per record; data is aligned to 64 bytes
     ...
@@ -6,19 +6,21 @@
     zip64 end record, zip64 locator                only where 32 bits are not enough
     end record                                     size and offset of the central directory
 
-Only the length of a record's local header is unknown to the central directory, so every local header
-is read; neighbouring small records share one read. Source: PKWARE APPNOTE 6.3.10, sections 4.3 and 4.5.
+Only the length of a record's local header is unknown to the central directory, so every local header is read;
+neighbouring small records share one read. A record that is written has its CRC-32 in both of its headers; for data that
+is not yet known both are patched later. Source: PKWARE APPNOTE 6.3.10, sections 4.3 and 4.5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from struct import Struct
+from struct import Struct, pack
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.torchfile.source import ByteSource
+from zckpt.storage.files import ByteSource
 
 END = Struct("<4s4H2LH")
 ZIP64_LOCATOR = Struct("<4sLQL")
@@ -26,12 +28,30 @@ ZIP64_END = Struct("<4sQ2H2L4Q")
 CENTRAL = Struct("<4s6H3L5H2L")
 LOCAL = Struct("<4s5H3L2H")
 
-MAX_COMMENT = 0xFFFF
-UNKNOWN_32 = 0xFFFFFFFF
+MAX_16 = 0xFFFF
+MAX_32 = 0xFFFFFFFF
 """A field with this value is in the zip64 extra field or end record."""
 
-ENCRYPTED = 1
-"""Bit of an entry's flags."""
+ZIP64 = 1
+"""Tag of the extra field with 64-bit sizes and offsets."""
+
+PADDING = 0x4246
+"""Tag of the extra field that aligns data: the letters FB, as torch's own writer uses."""
+
+ALIGNMENT = 64
+"""torch's default since 2.6; what it writes in `.storage_alignment`."""
+
+ENCRYPTED, UTF8 = 1, 0x0800
+"""Bits of an entry's flags."""
+
+VERSION = 45
+"""Version 4.5 of the zip format, the first with zip64."""
+
+DATE = (1 << 5) | 1
+"""1 January 1980, the zero of zip dates: the same state gives the same file."""
+
+LOCAL_CRC, CENTRAL_CRC = 14, 16
+"""Where in its two headers a record's CRC-32 is."""
 
 MAX_DIRECTORY = 1 << 28
 """Bytes of a central directory: two million records."""
@@ -72,6 +92,7 @@ def has_checksums(records: Iterable[Record]) -> bool:
     return any(record.crc32 for record in records)
 
 
+@dataclass(slots=True)
 class Entry:
     """What the central directory says of a record.
 
@@ -86,15 +107,12 @@ class Entry:
         Whether the data is neither compressed nor encrypted.
     """
 
-    __slots__ = ("crc32", "header", "name", "nbytes", "raw_name", "stored")
-
-    def __init__(self, raw_name: bytes, name: str, header: int, nbytes: int, crc32: int, *, stored: bool) -> None:
-        self.stored = stored
-        self.raw_name = raw_name
-        self.name = name
-        self.header = header
-        self.nbytes = nbytes
-        self.crc32 = crc32
+    raw_name: bytes
+    name: str
+    header: int
+    nbytes: int
+    crc32: int
+    stored: bool
 
 
 def read_archive(source: ByteSource) -> dict[str, Record]:
@@ -150,7 +168,7 @@ def find_directory(source: ByteSource) -> tuple[int, int, int]:
     """Return number of records, offset and size of the central directory."""
     tail = source.read(max(source.nbytes - END.size, 0), min(source.nbytes, END.size))
     if len(tail) < END.size or tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
-        tail_size = min(source.nbytes, END.size + MAX_COMMENT)
+        tail_size = min(source.nbytes, END.size + MAX_16)
         tail = source.read(source.nbytes - tail_size, tail_size)
     tail_size, tail_start = len(tail), source.nbytes - len(tail)
     at = tail.rfind(b"PK\5\6")
@@ -163,7 +181,7 @@ def find_directory(source: ByteSource) -> tuple[int, int, int]:
     else:
         raise damaged(source, "is a zip archive cut off before its end", found=f"{source.nbytes} bytes", code=TRUNCATED)
     if disk != first or here != count:
-        raise UnsupportedError("is one part of a split archive", path=source.path)
+        raise UnsupportedError("is one of the files of a split archive", path=source.path)
     end = tail_start + at
     locator = end - ZIP64_LOCATOR.size
     if locator >= 0:
@@ -196,7 +214,7 @@ def read_directory(source: ByteSource, data: bytes, count: int) -> list[Entry]:
             raise damaged(source, "its central directory is malformed")
         raw = data[start : start + name_size]
         name = raw.decode("utf-8", "surrogateescape")
-        if UNKNOWN_32 in (nbytes, packed, header):
+        if MAX_32 in (nbytes, packed, header):
             extra = data[start + name_size : start + name_size + extra_size]
             nbytes, packed, header = zip64_sizes(source, name, extra, (nbytes, packed, header))
         if raw in names:
@@ -217,10 +235,10 @@ def zip64_sizes(source: ByteSource, name: str, extra: bytes, fields: tuple[int, 
         size = int.from_bytes(extra[at + 2 : at + 4], "little")
         body = extra[at + 4 : at + 4 + size]
         at += 4 + size
-        if kind == 1:
+        if kind == ZIP64:
             values = []
             for value in fields:
-                if value == UNKNOWN_32:
+                if value == MAX_32:
                     if len(body) < 8:
                         raise damaged(source, f"record {name!r}: its zip64 sizes are cut off")
                     values.append(int.from_bytes(body[:8], "little"))
@@ -242,15 +260,15 @@ def locate(source: ByteSource, entries: list[Entry], directory: int) -> list[int
     order = sorted(range(len(entries)), key=lambda index: entries[index].header)
     offsets = [0] * len(entries)
     window, window_start = b"", 0
-    for place, index in enumerate(order):
+    for number, index in enumerate(order):
         entry = entries[index]
-        limit = entries[order[place + 1]].header if place + 1 < len(order) else directory
+        limit = entries[order[number + 1]].header if number + 1 < len(order) else directory
         needed = LOCAL.size + len(entry.raw_name)
         if entry.header + needed > limit:
             raise damaged(source, f"record {entry.name!r} overlaps what follows it")
         if entry.header + needed > window_start + len(window):
-            wanted = needed if limit - entry.header > CLOSE else min(WINDOW, directory - entry.header)
-            window, window_start = source.read(entry.header, wanted), entry.header
+            nbytes = needed if limit - entry.header > CLOSE else min(WINDOW, directory - entry.header)
+            window, window_start = source.read(entry.header, nbytes), entry.header
         at = entry.header - window_start
         magic, _, flags, method, *_, name_size, extra_size = LOCAL.unpack_from(window, at)
         name = window[at + LOCAL.size : at + LOCAL.size + name_size]
@@ -265,3 +283,105 @@ def locate(source: ByteSource, entries: list[Entry], directory: int) -> list[int
                 found=entry.nbytes,
             )
     return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A record that is to be written: its bytes, or for tensor data only their number.
+
+    Parameters
+    ----------
+    name : str
+        With the archive's root.
+    data : bytes or None
+    nbytes : int, bytes
+    """
+
+    name: str
+    data: bytes | None
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a record's data lies, and where its CRC-32 is to be written (byte offsets in the file)."""
+
+    record: NewRecord
+    offset: int
+    checksum_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveLayout:
+    """All bytes of an archive but those of tensors.
+
+    Parameters
+    ----------
+    nbytes : int, bytes
+    literals : list of (offset, bytes)
+    placed : list of Placed
+        In the order of the records.
+    """
+
+    nbytes: int
+    literals: list[tuple[int, bytes]]
+    placed: list[Placed]
+
+
+def lay_out_archive(records: Sequence[NewRecord]) -> ArchiveLayout:
+    """Return where the headers and data of an archive lie."""
+    literals: list[tuple[int, bytes]] = []
+    starts: list[tuple[int, int]] = []
+    at = 0
+    for record in records:
+        header = _local_header(record, at)
+        starts.append((at, at + len(header)))
+        literals.append((at, header + (record.data or b"")))
+        at += len(header) + record.nbytes
+    directory = at
+    placed = []
+    for record, (start, data) in zip(records, starts, strict=True):
+        header = _central_header(record, start)
+        literals.append((at, header))
+        placed.append(Placed(record, data, (start + LOCAL_CRC, at + CENTRAL_CRC)))
+        at += len(header)
+    end = _end(len(records), directory, at - directory, at)
+    literals.append((at, end))
+    return ArchiveLayout(at + len(end), literals, placed)
+
+
+def _crc(record: NewRecord) -> int:
+    return 0 if record.data is None else zlib.crc32(record.data)
+
+
+def _local_header(record: NewRecord, at: int) -> bytes:
+    name = record.name.encode()
+    large = record.nbytes >= MAX_32
+    sizes = pack("<HHQQ", ZIP64, 16, record.nbytes, record.nbytes) if large else b""
+    bare = at + LOCAL.size + len(name) + len(sizes)
+    fill = -(bare + 4) % ALIGNMENT
+    extra = sizes + pack("<HH", PADDING, fill) + b"Z" * fill
+    size = MAX_32 if large else record.nbytes
+    fixed = LOCAL.pack(b"PK\3\4", VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
+    return fixed + name + extra
+
+
+def _central_header(record: NewRecord, start: int) -> bytes:
+    name = record.name.encode()
+    large, far = record.nbytes >= MAX_32, start >= MAX_32
+    values = ([record.nbytes, record.nbytes] if large else []) + ([start] if far else [])
+    extra = pack(f"<HH{len(values)}Q", ZIP64, 8 * len(values), *values) if values else b""
+    size = MAX_32 if large else record.nbytes
+    fields = (VERSION, VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))
+    fixed = CENTRAL.pack(b"PK\1\2", *fields, 0, 0, 0, 0, MAX_32 if far else start)
+    return fixed + name + extra
+
+
+def _end(count: int, directory: int, nbytes: int, at: int) -> bytes:
+    large = count >= MAX_16 or directory >= MAX_32 or nbytes >= MAX_32
+    before = b""
+    if large:
+        before = ZIP64_END.pack(b"PK\6\6", ZIP64_END.size - 12, VERSION, VERSION, 0, 0, count, count, nbytes, directory)
+        before += ZIP64_LOCATOR.pack(b"PK\6\7", 0, at, 1)
+    short = min(count, MAX_16)
+    return before + END.pack(b"PK\5\6", 0, 0, short, short, min(nbytes, MAX_32), min(directory, MAX_32), 0)

@@ -1,16 +1,19 @@
-"""What each opcode of a pickle does to the machine's state. Nothing is called or imported: see `rebuild`."""
+"""What each opcode of a pickle does to the machine. Nothing is called or imported: see `rebuild`."""
 
 from __future__ import annotations
 
 from codecs import escape_decode
 from collections.abc import Callable
 from struct import unpack
+from typing import TYPE_CHECKING
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType
 from zckpt.torchfile.nodes import DefaultMapping, Global, MetaTensor, Namespace, Object, OrderedMapping, Tensor
-from zckpt.torchfile.pickle_state import State, TruncatedPickleError
 from zckpt.torchfile.rebuild import NAMESPACE, fill_array
+
+if TYPE_CHECKING:
+    from zckpt.torchfile.unpickle import Machine
 
 MAX_INTEGER_BYTES = 1024
 """Of a LONG: Python prints integers of at most 4300 digits, and real ones (random states) have 16 bytes."""
@@ -25,6 +28,10 @@ MAX_LINE = 1 << 30
 """Bytes of any other line of text: no limit of its own."""
 
 _TEXT = frozenset({str})
+
+
+class TruncatedPickleError(PickleError):
+    """A pickle that goes on after the bytes at hand."""
 
 
 def utf8(data: bytes) -> str:
@@ -48,40 +55,40 @@ def digits(text: bytes) -> int:
     return int(text)
 
 
-def int_line(state: State) -> object:
+def int_line(machine: Machine) -> object:
     """Run INT: decimal text; 00 and 01 are the booleans."""
-    text = state.line(MAX_INTEGER_DIGITS + 2)
+    text = machine.line(MAX_INTEGER_DIGITS + 2)
     return text == b"01" if text in (b"00", b"01") else digits(text)
 
 
-def float_line(state: State) -> object:
+def float_line(machine: Machine) -> object:
     """Run FLOAT: decimal text."""
-    text = state.line(64)
+    text = machine.line(64)
     try:
         return float(text)
     except ValueError:
         raise PickleError("a number written as text", found=f"{text[:20]!r}") from None
 
 
-def long_integer(state: State, width: int) -> object:
+def long_integer(machine: Machine, width: int) -> object:
     """Run LONG1 and LONG4: a signed little-endian integer whose size comes first, in `width` bytes."""
-    size = state.unsigned(width)
+    size = machine.unsigned(width)
     if size > MAX_INTEGER_BYTES:
         raise PickleError("an integer is too long", expected=f"at most {MAX_INTEGER_BYTES} bytes", found=size)
-    return int.from_bytes(state.take(size), "little", signed=True)
+    return int.from_bytes(machine.take(size), "little", signed=True)
 
 
-def unicode_line(state: State) -> object:
+def unicode_line(machine: Machine) -> object:
     """Run UNICODE: a line of escaped text."""
     try:
-        return state.line(MAX_LINE).decode("raw-unicode-escape")
+        return machine.line(MAX_LINE).decode("raw-unicode-escape")
     except UnicodeDecodeError:
         raise PickleError("a string with a malformed escape") from None
 
 
-def string_line(state: State) -> object:
+def string_line(machine: Machine) -> object:
     """Run STRING, a line of quoted and escaped text."""
-    text = state.line(MAX_LINE)
+    text = machine.line(MAX_LINE)
     if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
         raise PickleError("a string without its quotes", found=f"{text[:20]!r}")
     try:
@@ -90,53 +97,53 @@ def string_line(state: State) -> object:
         raise PickleError("a string with a malformed escape") from None
 
 
-def global_line(state: State) -> object:
+def global_line(machine: Machine) -> object:
     """Run GLOBAL: module and name, a line each."""
-    module = utf8(state.line(MAX_NAME_LINE))
-    return state.globals.find(module, utf8(state.line(MAX_NAME_LINE)))
+    module = utf8(machine.line(MAX_NAME_LINE))
+    return machine.globals.find(module, utf8(machine.line(MAX_NAME_LINE)))
 
 
-def stack_global(state: State) -> object:
+def stack_global(machine: Machine) -> object:
     """Run STACK_GLOBAL: module and name from the stack."""
-    name, module = state.stack.pop(), state.stack.pop()
+    name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
         raise PickleError("a global", expected="two strings", found=f"{type(module).__name__}")
-    return state.globals.find(module, name)
+    return machine.globals.find(module, name)
 
 
-def proto(state: State) -> None:
+def proto(machine: Machine) -> None:
     """Run PROTO."""
-    version = state.unsigned(1)
+    version = machine.unsigned(1)
     if version > 5:
         raise PickleError("pickle protocol", expected="0 to 5", found=version)
-    state.protocol = max(state.protocol, version)
+    machine.protocol = max(machine.protocol, version)
 
 
-def frame(state: State) -> None:
+def frame(machine: Machine) -> None:
     """Run FRAME: the length of what follows, which must be there."""
-    length = state.unsigned(8)
-    if state.pos + length > len(state.data):
+    length = machine.unsigned(8)
+    if machine.pos + length > len(machine.data):
         raise TruncatedPickleError("the pickle is cut off", expected=f"a frame of {length} bytes")
 
 
-def pop(state: State) -> None:
+def pop(machine: Machine) -> None:
     """Run POP: the top of the stack, or a mark that has nothing after it."""
-    if state.stack:
-        state.stack.pop()
+    if machine.stack:
+        machine.stack.pop()
     else:
-        state.since_mark()
+        machine.since_mark()
 
 
-def put(state: State, index: int) -> None:
+def put(machine: Machine, index: int) -> None:
     """Run PUT and MEMOIZE: keep the top of the stack."""
-    state.memo[index] = state.stack[-1]
+    machine.memo[index] = machine.stack[-1]
 
 
 def tuple_of(count: int) -> Opcode:
     """Run TUPLE1, TUPLE2 and TUPLE3: of so many from the stack."""
 
-    def push(state: State) -> None:
-        stack = state.stack
+    def push(machine: Machine) -> None:
+        stack = machine.stack
         if len(stack) < count:
             raise IndexError
         stack[-count:] = [tuple(stack[-count:])]
@@ -144,9 +151,9 @@ def tuple_of(count: int) -> Opcode:
     return push
 
 
-def extend(state: State, items: list[object]) -> None:
+def extend(machine: Machine, items: list[object]) -> None:
     """Run APPEND and APPENDS: to the list on top of the stack, or to an object that behaves as one."""
-    target = state.stack[-1]
+    target = machine.stack[-1]
     if type(target) is list:
         target.extend(items)
     elif type(target) is Object:
@@ -155,9 +162,9 @@ def extend(state: State, items: list[object]) -> None:
         raise cannot(target, "appended to")
 
 
-def set_items(state: State, items: list[object]) -> None:
+def set_items(machine: Machine, items: list[object]) -> None:
     """Run SETITEM and SETITEMS: keys and values, which alternate, in the mapping on top of the stack."""
-    target = state.stack[-1]
+    target = machine.stack[-1]
     if len(items) % 2:
         raise PickleError("a dict with a key and no value")
     keys, values = items[::2], items[1::2]
@@ -167,7 +174,7 @@ def set_items(state: State, items: list[object]) -> None:
     if not isinstance(target, dict) or type(target) is Namespace:
         raise cannot(target, "indexed")
     if not _TEXT.issuperset(map(type, keys)):
-        check = state.context.guard.check_key
+        check = machine.context.guard.check_key
         for key, value in zip(keys, values, strict=True):
             check(target, key)
             target[key] = value
@@ -175,33 +182,33 @@ def set_items(state: State, items: list[object]) -> None:
     target.update(zip(keys, values, strict=True))
 
 
-def make_dict(state: State) -> None:
+def make_dict(machine: Machine) -> None:
     """Run DICT, of keys and values since the mark."""
-    items = state.since_mark()
-    state.stack.append({})
-    set_items(state, items)
+    items = machine.since_mark()
+    machine.stack.append({})
+    set_items(machine, items)
 
 
-def add_members(state: State, items: list[object]) -> None:
+def add_members(machine: Machine, items: list[object]) -> None:
     """Run ADDITEMS: to the set on top of the stack, or to an object that behaves as one."""
-    target = state.stack[-1]
+    target = machine.stack[-1]
     if type(target) is Object:
         target.items.extend(items)
         return
     if type(target) is not set:
         raise cannot(target, "added to")
     for item in items:
-        state.context.guard.check_key(target, item)
+        machine.context.guard.check_key(target, item)
         target.add(item)
 
 
-def make_frozenset(state: State) -> None:
+def make_frozenset(machine: Machine) -> None:
     """Run FROZENSET: of the members since the mark."""
-    items = state.since_mark()
+    items = machine.since_mark()
     members: set[object] = set()
-    state.stack.append(members)
-    add_members(state, items)
-    state.stack[-1] = frozenset(members)
+    machine.stack.append(members)
+    add_members(machine, items)
+    machine.stack[-1] = frozenset(members)
 
 
 def cannot(target: object, what: str) -> PickleError:
@@ -231,52 +238,52 @@ def new(cls: object, args: object, how: str) -> object:
     return Object(callee(cls), values, how=how)
 
 
-def newobj(state: State) -> None:
+def newobj(machine: Machine) -> None:
     """Run NEWOBJ."""
-    args = state.stack.pop()
-    state.stack[-1] = new(state.stack[-1], args, "newobj")
+    args = machine.stack.pop()
+    machine.stack[-1] = new(machine.stack[-1], args, "newobj")
 
 
-def newobj_ex(state: State) -> None:
+def newobj_ex(machine: Machine) -> None:
     """Run NEWOBJ_EX."""
-    kwargs, args = state.stack.pop(), state.stack.pop()
+    kwargs, args = machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict:
         raise PickleError("a call", expected="a tuple and a dict of arguments")
-    state.stack[-1] = Object(callee(state.stack[-1]), arguments(args), kwargs, how="newobj_ex")
+    machine.stack[-1] = Object(callee(machine.stack[-1]), arguments(args), kwargs, how="newobj_ex")
 
 
-def inst(state: State) -> None:
+def inst(machine: Machine) -> None:
     """Run INST: the class from two lines of text, arguments since the mark."""
-    cls = global_line(state)
-    args = state.since_mark()
-    state.stack.append(new(cls, tuple(args), "inst"))
+    cls = global_line(machine)
+    args = machine.since_mark()
+    machine.stack.append(new(cls, tuple(args), "inst"))
 
 
-def obj(state: State) -> None:
+def obj(machine: Machine) -> None:
     """Run OBJ: class and arguments since the mark."""
-    cls, *args = state.since_mark() or [None]
-    state.stack.append(new(cls, tuple(args), "obj"))
+    cls, *args = machine.since_mark() or [None]
+    machine.stack.append(new(cls, tuple(args), "obj"))
 
 
-def persid(_: State) -> None:
+def persid(_: Machine) -> None:
     """Run PERSID: an id as text."""
     raise PickleError("a persistent id that torch does not write", found="text")
 
 
-def binpersid(state: State) -> None:
+def binpersid(machine: Machine) -> None:
     """Run BINPERSID."""
-    if state.persistent is None:
+    if machine.persistent is None:
         raise PickleError("a persistent id where none can be")
-    state.stack[-1] = state.persistent(state.stack[-1])
+    machine.stack[-1] = machine.persistent(machine.stack[-1])
 
 
-def build(state: State) -> None:
+def build(machine: Machine) -> None:
     """Run BUILD: give the object below the state on top; an object may be given one state only."""
-    given, target = state.stack.pop(), state.stack[-1]
+    given, target = machine.stack.pop(), machine.stack[-1]
     if type(target) is Object and not target.has_state:
         target.state, target.has_state = given, True
     elif type(target) is NumpyArray and target.dtype_node is None:
-        fill_array(target, given, state.context)
+        fill_array(target, given, machine.context)
     elif type(target) is NumpyDType and target.state is None and isinstance(given, tuple):
         target.state = given
     elif type(target) is Namespace and type(given) is dict and not target:
@@ -287,51 +294,51 @@ def build(state: State) -> None:
         raise cannot(target, "given a state, or a second one")
 
 
-def unknown(state: State) -> None:
+def unknown(machine: Machine) -> None:
     """Refuse a byte that is no opcode."""
-    raise PickleError("not a pickle opcode", found=f"byte 0x{state.data[state.pos - 1]:02x}")
+    raise PickleError("not a pickle opcode", found=f"byte 0x{machine.data[machine.pos - 1]:02x}")
 
 
-def extension(_: State) -> None:
+def extension(_: Machine) -> None:
     """Run EXT1, EXT2 and EXT4: their meaning is in a registry of the process that wrote the file."""
     raise UnsupportedError("the pickle uses the extension registry", advice="save it again with torch.save")
 
 
-def out_of_band(_: State) -> None:
+def out_of_band(_: Machine) -> None:
     """Run NEXT_BUFFER and READONLY_BUFFER: those buffers travel outside of the pickle."""
     raise UnsupportedError("the pickle refers to buffers outside of the file", advice="save it again with torch.save")
 
 
-Opcode = Callable[[State], object]
+Opcode = Callable[["Machine"], object]
 
 
 def pushing(value: Opcode) -> Opcode:
-    """Return the opcode that pushes what a function of the state returns."""
+    """Return the opcode that pushes what a function of the machine returns."""
 
-    def push(state: State) -> None:
-        found = value(state)  # may give the state another stack
-        state.stack.append(found)
+    def push(machine: Machine) -> None:
+        found = value(machine)  # may give the machine another stack
+        machine.stack.append(found)
 
     return push
 
 
 def sized(width: int, decode: Callable[[bytes], object]) -> Opcode:
     """Return the opcode that pushes data whose size comes first, in `width` bytes."""
-    return pushing(lambda state: decode(state.take(state.unsigned(width))))
+    return pushing(lambda machine: decode(machine.take(machine.unsigned(width))))
 
 
 _TABLE: dict[bytes, Opcode] = {
     b"N": pushing(lambda _: None),
     b"\x88": pushing(lambda _: True),
     b"\x89": pushing(lambda _: False),
-    b"M": pushing(lambda state: state.unsigned(2)),
-    b"J": pushing(lambda state: int.from_bytes(state.take(4), "little", signed=True)),
+    b"M": pushing(lambda machine: machine.unsigned(2)),
+    b"J": pushing(lambda machine: int.from_bytes(machine.take(4), "little", signed=True)),
     b"I": pushing(int_line),
-    b"L": pushing(lambda state: digits(state.line(MAX_INTEGER_DIGITS + 2).removesuffix(b"L"))),
-    b"\x8a": pushing(lambda state: long_integer(state, 1)),
-    b"\x8b": pushing(lambda state: long_integer(state, 4)),
+    b"L": pushing(lambda machine: digits(machine.line(MAX_INTEGER_DIGITS + 2).removesuffix(b"L"))),
+    b"\x8a": pushing(lambda machine: long_integer(machine, 1)),
+    b"\x8b": pushing(lambda machine: long_integer(machine, 4)),
     b"F": pushing(float_line),
-    b"G": pushing(lambda state: unpack(">d", state.take(8))[0]),
+    b"G": pushing(lambda machine: unpack(">d", machine.take(8))[0]),
     b"\x8c": sized(1, utf8),
     b"\x8d": sized(8, utf8),
     b"V": pushing(unicode_line),
@@ -347,27 +354,27 @@ _TABLE: dict[bytes, Opcode] = {
     b"\x80": proto,
     b"\x95": frame,
     b"0": pop,
-    b"1": State.since_mark,
-    b"2": pushing(lambda state: state.stack[-1]),
-    b"g": pushing(lambda state: state.memo[digits(state.line(20))]),
-    b"p": lambda state: put(state, digits(state.line(20))),
-    b"\x94": lambda state: put(state, len(state.memo)),
+    b"1": lambda machine: machine.since_mark(),
+    b"2": pushing(lambda machine: machine.stack[-1]),
+    b"g": pushing(lambda machine: machine.memo[digits(machine.line(20))]),
+    b"p": lambda machine: put(machine, digits(machine.line(20))),
+    b"\x94": lambda machine: put(machine, len(machine.memo)),
     b"]": pushing(lambda _: []),
     b"}": pushing(lambda _: {}),
     b")": pushing(lambda _: ()),
     b"\x8f": pushing(lambda _: set()),
-    b"l": pushing(State.since_mark),
-    b"t": pushing(lambda state: tuple(state.since_mark())),
+    b"l": pushing(lambda machine: machine.since_mark()),
+    b"t": pushing(lambda machine: tuple(machine.since_mark())),
     b"\x85": tuple_of(1),
     b"\x86": tuple_of(2),
     b"\x87": tuple_of(3),
     b"d": make_dict,
     b"\x91": make_frozenset,
-    b"a": lambda state: extend(state, [state.stack.pop()]),
-    b"e": lambda state: extend(state, state.since_mark()),
-    b"s": lambda state: set_items(state, [state.stack.pop(), state.stack.pop()][::-1]),
-    b"u": lambda state: set_items(state, state.since_mark()),
-    b"\x90": lambda state: add_members(state, state.since_mark()),
+    b"a": lambda machine: extend(machine, [machine.stack.pop()]),
+    b"e": lambda machine: extend(machine, machine.since_mark()),
+    b"s": lambda machine: set_items(machine, [machine.stack.pop(), machine.stack.pop()][::-1]),
+    b"u": lambda machine: set_items(machine, machine.since_mark()),
+    b"\x90": lambda machine: add_members(machine, machine.since_mark()),
     b"\x81": newobj,
     b"\x92": newobj_ex,
     b"i": inst,

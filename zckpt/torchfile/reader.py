@@ -25,11 +25,10 @@ from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import Buffer, ByteSource, collector_paused, open_range
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
-from zckpt.torchfile.pickle_state import TruncatedPickleError
-from zckpt.torchfile.source import Buffer, ByteSource, open_range
+from zckpt.torchfile.opcodes import TruncatedPickleError
 from zckpt.torchfile.torch_file import PickleFile, StorageTable, TorchFile
 from zckpt.torchfile.trees import PlainParts, check_tree
 from zckpt.torchfile.unpickle import Machine

@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 
 from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats.native.names import OWNED
+from zckpt.formats.native import OWNED
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.optim.model_state import Stateful
 from zckpt.optim.ranks import Ranks
 from zckpt.optim.states.several import Given
+from zckpt.optim.tensors import Stateful
 from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
+from zckpt.training.directory import new_identity
 from zckpt.training.loading import Restored, load
 from zckpt.training.run_record import NAME, Entry, Record
-from zckpt.training.saving import Saving, save_own
-from zckpt.training.writing import new_identity
+from zckpt.training.saving import Saving, save_given
 
 _REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 
@@ -160,7 +160,7 @@ class Checkpointer:
         """
         self._publish(wait=True)
         entry, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
-        saving = save_own(
+        saving = save_given(
             self.directory / entry.name,
             model,
             optimizer,

@@ -19,12 +19,11 @@ from zckpt.errors import UsageError
 from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
-from zckpt.optim.model_state import ModelState, Stateful, model_state
-from zckpt.optim.opening import open_for
+from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks
-from zckpt.optim.shares import share_of
 from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
+from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.training.other_state import OtherState, read_other_state
 

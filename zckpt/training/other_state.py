@@ -17,10 +17,51 @@ import torch
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.registry import find_format
-from zckpt.optim.model_state import Stateful, set_extra
+from zckpt.optim.tensors import ModelState, Stateful, set_extra
 from zckpt.state import Checkpoint
-from zckpt.training.values import value_of
-from zckpt.training.whole import EXTRA, EXTRA_STATE, GRAD_SCALER, RANDOM, SAVED_BY, SCHEDULER, SELF
+from zckpt.torchfile import FromFile
+from zckpt.training.values import Values, value_of
+
+SCHEDULER, GRAD_SCALER, EXTRA, RANDOM, EXTRA_STATE = (
+    "lr_scheduler",
+    "grad_scaler",
+    "extra",
+    "random_states",
+    "extra_state",
+)
+"""Under which keys a checkpoint's metadata have what goes with models and optimizers."""
+
+SAVED_BY, SELF = "saved_by", "zckpt.save"
+"""How a checkpoint's origin says that these keys are ours: others may write a file with keys of the same names."""
+
+IN_MEMORY = ""
+"""The path of what is in no file yet."""
+
+
+def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
+    """Return metadata, as nodes.
+
+    Parameters
+    ----------
+    given : mapping
+        With `scheduler`, `grad_scaler` and `extra`.
+    model : ModelState
+    values : Values
+
+    Raises
+    ------
+    UnsupportedError
+        Something that only a pickle could hold.
+    """
+    found: dict[str, Any] = {}
+    for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler")):
+        if given[name] is not None:
+            found[key] = values.node(given[name].state_dict(), f"{name}.state_dict()")
+    if given["extra"] is not None:
+        found[EXTRA] = values.node(dict(given["extra"]), "extra")
+    if model.extra:
+        found[EXTRA_STATE] = values.node(model.extra, "the state that modules keep")
+    return {key: FromFile(value, IN_MEMORY) for key, value in found.items()}
 
 
 @dataclass(slots=True)

@@ -21,18 +21,15 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
-from zckpt.optim.model_state import ModelState, Stateful, model_state
 from zckpt.optim.ranks import Ranks
-from zckpt.optim.shares import share_of, world_rank
-from zckpt.optim.states import state_class
-from zckpt.optim.states.protocol import Target
+from zckpt.optim.states import Target, state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
+from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.state import WEIGHT
-from zckpt.training import whole
-from zckpt.training.other_state import random_states
-from zckpt.training.parts import Part, Staging, divide, entries
+from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
+from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states
+from zckpt.training.pieces import RankState, Staging, divide, entries
 from zckpt.training.values import Values
-from zckpt.training.writing import Prepared, save_workers, write
 
 FORMATS = ("zckpt", "deepspeed", "zero-redundancy")
 
@@ -163,42 +160,38 @@ def save(
     TargetError
         The directory exists or cannot be written: on all ranks, if on one.
     """
-    _BACKGROUND.finish()
-    check_directory(Path(path))
-    if format not in FORMATS:
-        raise UsageError(
-            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
-        )
-    given = {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step}
-    if format != "zckpt":
-        if fingerprint:
-            raise _no_fingerprint(f"format {format}")
-        _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
-        return None
-    return save_own(
-        Path(path), model, optimizer, given, process_group,
-        async_=async_, overwrite=overwrite, fingerprint=fingerprint,
-    )  # fmt: skip
+    return save_given(
+        Path(path),
+        model,
+        optimizer,
+        {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
+        process_group,
+        format=format,
+        async_=async_,
+        overwrite=overwrite,
+        fingerprint=fingerprint,
+    )
 
 
-def save_own(
+def save_given(
     path: Path,
     model: torch.nn.Module | None,
     optimizer: Given,
     given: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
     *,
+    format: str = "zckpt",  # noqa: A002  # as elsewhere
     async_: bool,
     overwrite: bool,
     fingerprint: bool,
     identity: str | None = None,
 ) -> Saving | None:
-    """Save in zckpt's own format; results and errors are those of `save`.
+    """Save as `save` does, with the id of the checkpoint given.
 
     Parameters
     ----------
     path : Path
-    model, optimizer, process_group, async_, overwrite, fingerprint
+    model, optimizer, process_group, format, async_, overwrite, fingerprint
         As for `save`.
     given : mapping
         `scheduler`, `grad_scaler`, `extra` and `step`.
@@ -206,6 +199,16 @@ def save_own(
         The id that the document gets, of the first rank; by default a new one.
     """
     _BACKGROUND.finish()
+    check_directory(path)
+    if format not in FORMATS:
+        raise UsageError(
+            f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
+        )
+    if format != "zckpt":
+        if fingerprint:
+            raise _no_fingerprint(f"format {format}")
+        _save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
+        return None
     workers = workers_of(optimizer)
     if workers is not None:
         if async_:
@@ -271,11 +274,11 @@ def _save_as(
         raise UsageError(f"format {form} is not written while training goes on", advice="save as zckpt")
     others = {
         key: given[name].state_dict()
-        for key, name in ((whole.SCHEDULER, "scheduler"), (whole.GRAD_SCALER, "grad_scaler"))
+        for key, name in ((SCHEDULER, "scheduler"), (GRAD_SCALER, "grad_scaler"))
         if given[name] is not None
     }
     if given["extra"] is not None:
-        others[whole.EXTRA] = dict(given["extra"])
+        others[EXTRA] = dict(given["extra"])
     tensors = model_state(model)
     for state in Optimizers(optimizer, tensors.names()).states.values():
         state.write(Target(path, model, given["step"], others, overwrite))
@@ -302,10 +305,10 @@ def _prepare(
         if share is not None:
             shares.append((name, WEIGHT, share))
     held = divide([*shares, *state.shares], world_rank(), ranks.members)
-    values = Values()
-    about = whole.Whole(tensors, state, given, values, ranks.world_size, others={})
+    values = Values(copied=staging is not None)
+    about = Whole(tensors, state, given, ranks.world_size, others={})
     if ranks.rank == 0:
-        about.others = whole.other_values(given, tensors, values)
-    part = Part([piece for piece, _ in held], state.values, random_states())
-    stored = whole.storage_entries(about.others, values)
-    return Prepared(part, [*stored, *entries(held, staging)], about)
+        about.others = other_values(given, tensors, values)
+    own = RankState([piece for piece, _ in held], state.values, random_states())
+    stored = storage_entries(about.others, values)
+    return Prepared(own, [*stored, *entries(held, staging)], about)

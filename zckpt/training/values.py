@@ -29,7 +29,7 @@ from zckpt.torchfile import (
     Tensor,
 )
 
-PLAIN = (type(None), bool, int, float, str, bytes, bytearray, complex, range, slice)
+PLAIN = (type(None), bool, int, float, str, bytes, complex, range, slice)
 KEPT = (Scalar, Device, DType)
 
 Value = Any
@@ -40,7 +40,12 @@ Node = Any
 
 
 class Values:
-    """Turns values into nodes; the memory of their tensors is kept.
+    """Turns values into nodes.
+
+    Parameters
+    ----------
+    copied : bool
+        Whether tensors are copied, so that the program may change them before they are written.
 
     Attributes
     ----------
@@ -48,9 +53,9 @@ class Values:
         The bytes of each storage that the nodes mention.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, copied: bool = False) -> None:
         self.memory: dict[Storage, memoryview] = {}
-        self._kept: list[torch.Tensor] = []
+        self._copied = copied
         self._open: set[int] = set()
 
     def node(self, value: Value, where: str) -> object:
@@ -68,6 +73,8 @@ class Values:
         UnsupportedError
             An object of another class.
         """
+        if isinstance(value, bytearray):
+            return bytearray(value)
         if type(value) in PLAIN or isinstance(value, KEPT):
             return value
         if isinstance(value, torch.Tensor):
@@ -113,10 +120,11 @@ class Values:
                 f"{where} is a {type(value).__name__} that is {value.layout}; only plain ones are kept"
             )
         here = value.detach().cpu().contiguous().resolve_conj().resolve_neg()
+        if self._copied:
+            here = here.clone()
         dtype = dtype_name(here.dtype)
         storage = Storage(str(len(self.memory)), dtype, here.nbytes, "cpu", 0)
         self.memory[storage] = memory_of(here)
-        self._kept.append(here)
         return Tensor(storage, dtype, tuple(here.shape), here.stride(), 0, "little")
 
 

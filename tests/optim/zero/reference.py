@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim import ZeroOptimizer
-from zckpt.optim.zero.sharded_gradient import ShardedGradient
+from zckpt.optim.zero.gradients import ShardedGradient
 
 Optimizer = torch.optim.Optimizer
 

@@ -26,7 +26,7 @@ from tests.optim.zero.test_files import (
     resume_in_deepspeed,
 )
 from zckpt.optim import ZeroOptimizer, files
-from zckpt.optim.zero.experts import experts_of, place_of
+from zckpt.optim.zero.files import experts_of, place_of
 
 pytestmark = pytest.mark.interop
 

@@ -13,7 +13,7 @@ import torch
 from tests.gloo import run
 from zckpt.optim import ZeroOptimizer
 from zckpt.optim.zero import stepping
-from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.flat import FlatGroup
 
 NUMEL = 100
 PIECE = 32  # the last piece is a shorter one

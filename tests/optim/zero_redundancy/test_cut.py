@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zckpt.optim import memory
+from zckpt.optim import tensors
 from zckpt.optim.zero_redundancy import exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, assign, cut
 
@@ -63,6 +63,6 @@ def test_tensors_in_buckets_lie_as_they_did(order: list[int], shape: tuple[int, 
     exchange.flatten(elements, [parameter])
     assert exchange.is_flat(elements, [parameter])
     assert torch.equal(parameter, before)
-    if memory.is_dense(tensor):
+    if tensors.is_dense(tensor):
         assert parameter.stride() == tensor.stride()
-        assert torch.equal(memory.flat(tensor), elements)
+        assert torch.equal(tensors.flat(tensor), elements)

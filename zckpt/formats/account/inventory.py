@@ -12,7 +12,7 @@ from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
 from zckpt.state import Checkpoint, SourceFile
 from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused
 
 _Account = tuple[list[Item], dict[str, int]]
 """What a file holds, and how many of its bytes have each fate."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.dcp.optimizer import Label, OptimizerState, common_values, place, shape_of
-from zckpt.formats.torch_files.optimizer_names import deduce_names
+from zckpt.formats.torch_files.optimizer import deduce_names
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.names import aligned
 

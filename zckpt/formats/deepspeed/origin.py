@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from zckpt.formats.deepspeed.directory import Shard, TagDirectory
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.state import Checkpoint, Duplicate, Padding, PaddingSpan, Parameter, ParamGroup
-from zckpt.state.rank_values import RankValue
+from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import TorchFile
 
 

@@ -14,6 +14,7 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
 from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.state.checkpoint import keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
@@ -26,7 +27,6 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
-from zckpt.state.rank_values import listed
 
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
 _EXPERT_GROUP = re.compile(r"ep_size_\d+")
@@ -297,8 +297,8 @@ def refuse_to_cut(target: Target) -> None:
         return
     dp = checkpoint.topology.dp
     raise UnsupportedError(
-        f"{listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be cut "
-        f"for other ranks",
+        f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that cannot be "
+        f"cut for other ranks",
         path=checkpoint.source,
         expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
         found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",

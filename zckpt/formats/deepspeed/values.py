@@ -9,8 +9,8 @@ from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.torch_files.optimizer import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Scalar
+from zckpt.state.checkpoint import RankValue
 from zckpt.state.inventory import COPY, IMPLIED, STATE, Rule
-from zckpt.state.rank_values import RankValue
 from zckpt.storage.files import opened, read_at
 from zckpt.torchfile import FromFile, Mentioned, Tensor, TorchFile, dump, plain, walk_tensors
 

@@ -1,14 +1,40 @@
-"""The layouts of a document: which file has which elements of a slot. Where they are in the files, `places` says."""
+"""Which file has which elements of a slot, as the document says, and where: read from headers, or computed.
+
+Each file has its tensors in one order (see `rank_file`), so their offsets are sums of the sizes of those before. A few
+pieces are summed up one by one. A layout of thousands of slots by thousands of files has only a few kinds of slots:
+
+    offset in a file  =  where its tensors begin  +  sum over kinds (slots of the kind before this one x size there)
+
+so that a table of slots by kinds, and one of kinds by files, hold all offsets, and there is no object for each.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import overload
 
-from zckpt.errors import DamagedFileError
+from zckpt.engine.boxes import bounds
+from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.formats.native.document import Members, wrong
 from zckpt.formats.native.node_kinds import Json
-from zckpt.formats.native.values import Members, wrong
-from zckpt.state import Extent
+from zckpt.formats.native.rank_file import (
+    DIGEST_NBYTES,
+    Listed,
+    RankFile,
+    header_for,
+    order_key,
+    shape_of,
+    stored_as,
+)
+from zckpt.state import Extent, Span, Spans
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.crc32 import crc32
 
 Pieces = list[tuple[int, Extent]]
 """Which file, and which elements."""
@@ -109,3 +135,282 @@ def _extent(piece: Piece, key: str, shape: tuple[int, ...]) -> Extent:
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
     return Extent(offsets, sizes, start, numel)
+
+
+LARGE = 1 << 16
+"""Pieces that are summed up one by one, and whose headers are held against the document."""
+
+MAX_CELLS = 1 << 24
+"""Of the table of slots by kinds: 64 MiB."""
+
+MAX_NBYTES = 1 << 44
+"""Of a file of a table, so that no sum leaves 64 bits."""
+
+Cuts = Sequence[tuple[Cut, Pieces]]
+
+
+class Places(ABC):
+    """Says where the tensors of slots are."""
+
+    @abstractmethod
+    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
+        """Return where each piece of a slot is in its file, in bytes.
+
+        Raises
+        ------
+        DamagedFileError
+            A file that was read does not hold what the document says.
+        """
+
+    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
+        """Return the spans of a slot; errors are those of `offsets`."""
+        return tuple(
+            Span(extent, paths[file], offset, cut.dtype)
+            for (file, extent), offset in zip(pieces, self.offsets(cut, pieces), strict=True)
+            if extent.numel
+        )
+
+
+class Headers(Places):
+    """Finds the tensors of slots in the headers of the ranks' files, which were read.
+
+    Parameters
+    ----------
+    files : sequence of RankFile
+    """
+
+    def __init__(self, files: Sequence[RankFile]) -> None:
+        self._files = files
+
+    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
+        """Return where the headers have the pieces."""
+        return tuple(
+            self._files[file].take(cut.key, *stored_as(cut.dtype, shape_of(extent))) for file, extent in pieces
+        )
+
+
+class Order(Places):
+    """Sums up where tensors are, one by one.
+
+    Parameters
+    ----------
+    files : sequence of Listed
+    identity : str
+    cuts : sequence of (Cut, Pieces)
+        All that the files hold.
+
+    Attributes
+    ----------
+    is_proven : bool
+        Whether the headers that follow from the document have the CRC-32 that it lists. If not, headers are to be read.
+    """
+
+    def __init__(self, files: Sequence[Listed], identity: str, cuts: Cuts) -> None:
+        rows: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
+        ordered = sorted(cuts, key=_place)
+        for cut, pieces in ordered:
+            for file, extent in pieces:
+                rows[file].append((cut.key, *stored_as(cut.dtype, shape_of(extent))))
+        at = [one.header_nbytes + DIGEST_NBYTES * len(row) for one, row in zip(files, rows, strict=True)]
+        self._offsets: dict[str, tuple[int, ...]] = {}
+        for cut, pieces in ordered:
+            found = []
+            for file, extent in pieces:
+                found.append(at[file])
+                at[file] += extent.numel * itemsize(cut.dtype)
+            self._offsets[cut.key] = tuple(found)
+        self.is_proven = (
+            len(self._offsets) == len(ordered)
+            and at == [one.nbytes for one in files]
+            and all(one == _listed(one, row, identity) for one, row in zip(files, rows, strict=True))
+        )
+
+    def offsets(self, cut: Cut, _: Pieces) -> tuple[int, ...]:
+        """Return where each piece of a slot is in its file, in bytes."""
+        return self._offsets[cut.key]
+
+
+class Table(Places):
+    """Computes where a tensor is when it is asked for.
+
+    Parameters
+    ----------
+    files : sequence of Listed
+    cuts : sequence of (Cut, Pieces)
+        All that the files hold, as a document says that is as it was written.
+
+    Attributes
+    ----------
+    is_proven : bool
+        Whether the sizes of all tensors are those of the files. If not, headers are to be read.
+    """
+
+    def __init__(self, files: Sequence[Listed], cuts: Cuts) -> None:
+        import numpy as np
+
+        ordered = sorted(cuts, key=_place)
+        self._rows = {cut.key: row for row, (cut, _) in enumerate(ordered)}
+        kinds: dict[tuple[int, int], int] = {}
+        numbers = [kinds.setdefault((id(pieces), itemsize(cut.dtype)), len(kinds)) for cut, pieces in ordered]
+        layouts = {id(pieces): pieces for _, pieces in ordered}
+        self._held = {key: Held(pieces) for key, pieces in layouts.items()}
+        self.is_proven = (
+            len(self._rows) == len(ordered)
+            and len(kinds) * len(ordered) <= MAX_CELLS
+            and max(one.nbytes for one in files) <= MAX_NBYTES
+            and all(held.fits(files) for held in self._held.values())
+        )
+        if not self.is_proven:
+            return
+        self._sizes = np.zeros((len(kinds), len(files)), np.int64)
+        there = np.zeros((len(kinds), len(files)), np.int64)
+        for (key, width), kind in kinds.items():
+            which = [file for file, _ in layouts[key]]
+            there[kind, which] = 1
+            self._sizes[kind, which] = [width * extent.numel for _, extent in layouts[key]]
+        steps = np.zeros((len(ordered) + 1, len(kinds)), np.int32)
+        steps[np.arange(1, len(ordered) + 1), numbers] = 1
+        self._before = np.cumsum(steps, axis=0, dtype=np.int32)
+        every = self._before[-1].astype(np.int64)
+        self._starts = np.array([one.header_nbytes for one in files]) + DIGEST_NBYTES * (every @ there)
+        ends = self._starts + every @ self._sizes
+        self.is_proven = ends.tolist() == [one.nbytes for one in files]
+
+    def offsets(self, cut: Cut, pieces: Pieces) -> tuple[int, ...]:
+        """Return where each piece of a slot is in its file, in bytes."""
+        found = self.column(self._rows[cut.key])
+        return tuple(found[file] for file, _ in pieces)
+
+    def column(self, row: int) -> list[int]:
+        """Return where the tensor of a slot is in each file that has one."""
+        found: list[int] = (self._starts + self._before[row] @ self._sizes).tolist()
+        return found
+
+    def offset(self, row: int, file: int) -> int:
+        """Return where the tensor of a slot is in one file."""
+        return int(self._starts[file] + self._before[row] @ self._sizes[:, file])
+
+    def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
+        """Return the spans of a slot, made when they are asked for."""
+        return PieceSpans(self, self._rows[cut.key], cut, self._held[id(pieces)], paths)
+
+
+class Held:
+    """The pieces of a layout that have elements, by what may be asked for.
+
+    Parameters
+    ----------
+    pieces : list of (int, Extent)
+    """
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._every = pieces
+        self.pieces = [(file, extent) for file, extent in pieces if extent.numel]
+        self._by_low: tuple[Pieces, list[int], list[int]] | None = None
+
+    def fits(self, files: Sequence[Listed]) -> bool:
+        """Tell whether no file has two pieces, and each may have its own."""
+        counts = Counter(file for file, _ in self._every)
+        return len(counts) == len(self._every) and all(e.numel <= files[file].nbytes for file, e in self._every)
+
+    def reaching(self, shape: tuple[int, ...], low: int, high: int) -> Pieces:
+        """Return the pieces that may have some of elements [low, high) of the flattened slot."""
+        placed, lows, highs = self._sorted(shape)
+        return placed[bisect_right(highs, low) : bisect_left(lows, high)]
+
+    def _sorted(self, shape: tuple[int, ...]) -> tuple[Pieces, list[int], list[int]]:
+        if self._by_low is None:
+            found = sorted(((*bounds(one[1], shape), one) for one in self.pieces), key=lambda one: one[:2])
+            highs = list(accumulate((high for _, high, _ in found), max))  # of this one and all before
+            self._by_low = [one for *_, one in found], [low for low, *_ in found], highs
+        return self._by_low
+
+
+class PieceSpans(Spans):
+    """The spans of a slot whose pieces lie in many files.
+
+    Parameters
+    ----------
+    table : Table
+    row : int
+        Of the slot in the table.
+    cut : Cut
+    held : Held
+        One for all slots that are cut alike.
+    paths : sequence of str
+        Of the files.
+    """
+
+    __slots__ = ("_cut", "_held", "_paths", "_row", "_table")
+
+    def __init__(self, table: Table, row: int, cut: Cut, held: Held, paths: Sequence[str]) -> None:
+        self._table = table
+        self._row = row
+        self._cut = cut
+        self._held = held
+        self._paths = paths
+
+    def __len__(self) -> int:
+        """Return the number of files that have some of it."""
+        return len(self._held.pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> Span: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Span, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Span | tuple[Span, ...]:
+        """Return a span, or some, in the order of the layout."""
+        if isinstance(index, slice):
+            return tuple(map(self._span, self._held.pieces[index]))
+        return self._span(self._held.pieces[index])
+
+    def __iter__(self) -> Iterator[Span]:
+        """Yield the spans in the order of the layout."""
+        offsets = self._table.column(self._row)
+        for file, extent in self._held.pieces:
+            yield Span(extent, self._paths[file], offsets[file], self._cut.dtype)
+
+    def reaching(self, low: int, high: int) -> tuple[Span, ...]:
+        """Return those that have some of elements [low, high) of the flattened tensor."""
+        return tuple(map(self._span, self._held.reaching(self._cut.shape, low, high)))
+
+    def within(self, paths: Collection[str]) -> tuple[Span, ...]:
+        """Return those that lie in some files."""
+        pieces = [piece for piece in self._held.pieces if self._paths[piece[0]] in paths]
+        return tuple(map(self._span, pieces))
+
+    def _span(self, piece: tuple[int, Extent]) -> Span:
+        file, extent = piece
+        return Span(extent, self._paths[file], self._table.offset(self._row, file), self._cut.dtype)
+
+
+def order_of(files: Sequence[Listed], identity: str, cuts: Cuts, *, is_as_written: bool) -> Order | Table:
+    """Return where the tensors of all slots are, as it follows from a document.
+
+    Parameters
+    ----------
+    files : sequence of Listed
+    identity : str
+    cuts : sequence of (Cut, Pieces)
+    is_as_written : bool
+        Whether the document has a checksum of its own: only then a product of slots and files goes unproven.
+    """
+    count = sum(len(pieces) for _, pieces in cuts)
+    if is_as_written and count > LARGE and count > 4 * (len(cuts) + len(files)):
+        return Table(files, cuts)
+    return Order(files, identity, cuts)
+
+
+def _place(one: tuple[Cut, Pieces]) -> tuple[int, str]:
+    return order_key(one[0].key, itemsize(one[0].dtype))
+
+
+def _listed(one: Listed, rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
+    """Return what a document says of a file of these tensors; None where there can be none."""
+    try:
+        header = header_for(rows, identity)
+    except UnsupportedError:
+        return None
+    return Listed(one.name, one.nbytes, len(header), crc32(header))

@@ -1,7 +1,14 @@
 """What a value is in `checkpoint.json`: the one table that values are written by and read by.
 
-null, true, "text", 7, 0.5, [values]     themselves
+null, true, "text", 7, 0.5, [values]     themselves; a float always has a point or an exponent
 {"key": value}                           a dict whose keys are all text, none of them "$"
+{"$": "int", "hex": "-0x20000000000000"}         an integer beyond 2**53 - 1
+{"$": "float", "bits": "7ff0000000000000"}       a float that is infinite or no number: its bits, most significant first
+{"$": "text", "utf8": BASE64}                    text with lone surrogates, each encoded by itself
+{"$": "bytes", "data": BASE64}                   and "bytearray"
+{"$": "complex", "real": 0.5, "imag": 1.0}
+{"$": "range", "start": 0, "stop": 9, "step": 2}         and "slice", whose three may be null
+{"$": "size", "sizes": [2, 3]}                   a `torch.Size`
 {"$": kind, field: value, ...}           everything else; a field that has its default is left out
 {"$": "ref", "id": 3}                    number 3 of `objects`: an object that occurs in several places is one
 

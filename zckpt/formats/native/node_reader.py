@@ -6,12 +6,16 @@ within its storage.
 
 from __future__ import annotations
 
+import binascii
 import math
+import struct
+from base64 import b64decode
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.native.document import read_sizes, wrong
 from zckpt.formats.native.node_kinds import (
     BY_TAG,
     BYTES,
@@ -33,7 +37,6 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
-from zckpt.formats.native.values import READERS, only_part, read_bytes, read_sizes, wrong
 from zckpt.torchfile import (
     MAX_ELEMENTS,
     Context,
@@ -42,6 +45,7 @@ from zckpt.torchfile import (
     NumpyArray,
     NumpyDType,
     NumpyScalar,
+    Size,
     Storage,
     Tensor,
     check_depth,
@@ -53,6 +57,10 @@ UNMADE: Node = object()
 
 JSON_TYPES = {TEXT: str, FLAG: bool, INTEGER: int, VALUES: list, LIST: list, PAIRS: list, SIZES: list, BYTES: str,
               STORAGE: int, MEMBERS: list, ENTRIES: list}  # fmt: skip
+
+
+MAX_HEX = 4096
+"""Characters of a large integer: those that torch files may have take half as many."""
 
 
 class NodeReader:
@@ -253,3 +261,110 @@ def _check_numpy(dtype: str, data: bytes, count: int) -> None:
     size = NumpyDType(dtype[1:]).itemsize
     if size is not None and len(data) != size * count:
         raise wrong(f"data of numpy's {dtype:.20}", f"{size * count} bytes", len(data))
+
+
+def parts(found: Mapping[str, Json], *names: str) -> list[Json]:
+    """Return the members of an object that has these and its kind, and no others.
+
+    Raises
+    ------
+    DamagedFileError
+        It has others.
+    """
+    if found.keys() - {TAG} != set(names):
+        raise wrong(str(found.get(TAG)), f"members {', '.join(names)}", sorted(found))
+    return [found[name] for name in names]
+
+
+def only_part(found: Mapping[str, Json], name: str) -> Json:
+    """Return the one member of an object; errors are those of `parts`."""
+    return parts(found, name)[0]
+
+
+def read_bytes(found: object, what: str) -> bytes:
+    """Return bytes from base64.
+
+    Raises
+    ------
+    DamagedFileError
+        It is something else.
+    """
+    try:
+        return b64decode(found, validate=True)  # type: ignore[arg-type]  # TypeError is caught
+    except (binascii.Error, ValueError, TypeError):
+        raise wrong(what, "base64", found) from None
+
+
+def _number(found: object, *kinds: type) -> Node:
+    if isinstance(found, dict) and found.get(TAG) in ("int", "float"):
+        found = READERS[found[TAG]](found)
+    if type(found) not in kinds:
+        raise wrong("number", " or ".join(kind.__name__ for kind in kinds), found)
+    return found
+
+
+def _integer(found: Mapping[str, Json]) -> object:
+    text = only_part(found, "hex")
+    if type(text) is not str or len(text) > MAX_HEX or not text.removeprefix("-").startswith("0x"):
+        raise wrong("hex of an int", "0x and digits", text)
+    try:
+        return int(text, 16)
+    except ValueError:
+        raise wrong("hex of an int", "0x and digits", text) from None
+
+
+def _float(found: Mapping[str, Json]) -> object:
+    text = only_part(found, "bits")
+    try:
+        (value,) = struct.unpack(">d", bytes.fromhex(text))
+    except (ValueError, TypeError, struct.error):
+        raise wrong("bits of a float", "16 hexadecimal digits", text) from None
+    return value
+
+
+def _text(found: Mapping[str, Json]) -> object:
+    data = only_part(found, "utf8")
+    try:
+        return read_bytes(data, "utf8 of a text").decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise wrong("utf8 of a text", "UTF-8", data) from None
+
+
+def _bytes(found: Mapping[str, Json]) -> object:
+    return read_bytes(only_part(found, "data"), "data of bytes")
+
+
+def _bytearray(found: Mapping[str, Json]) -> object:
+    return bytearray(read_bytes(only_part(found, "data"), "data of a bytearray"))
+
+
+def _complex(found: Mapping[str, Json]) -> object:
+    return complex(*(_number(part, float) for part in parts(found, "real", "imag")))
+
+
+def _range(found: Mapping[str, Json]) -> object:
+    start, stop, step = (_number(part, int) for part in parts(found, "start", "stop", "step"))
+    if step == 0:
+        raise wrong("step of a range", "another number", step)
+    return range(start, stop, step)
+
+
+def _slice(found: Mapping[str, Json]) -> object:
+    return slice(*(_number(part, int, type(None)) for part in parts(found, "start", "stop", "step")))
+
+
+def _size(found: Mapping[str, Json]) -> object:
+    return Size(read_sizes(only_part(found, "sizes"), "sizes of a size"))
+
+
+READERS: dict[str, Callable[[Mapping[str, Json]], object]] = {
+    "int": _integer,
+    "float": _float,
+    "text": _text,
+    "bytes": _bytes,
+    "bytearray": _bytearray,
+    "complex": _complex,
+    "range": _range,
+    "slice": _slice,
+    "size": _size,
+}

@@ -5,10 +5,14 @@ Storages that tensors below lie in are collected: their bytes go into a file of 
 
 from __future__ import annotations
 
+import math
+import struct
+from base64 import b64encode
 from collections import deque
 from collections.abc import Iterable, Iterator
 
 from zckpt.errors import PickleError, UnsupportedError
+from zckpt.formats.native.document import is_text
 from zckpt.formats.native.node_kinds import (
     BY_CLASS,
     BYTES,
@@ -18,6 +22,7 @@ from zckpt.formats.native.node_kinds import (
     MEMBERS,
     PAIRS,
     REQUIRED,
+    SAFE_INTEGER,
     SIZES,
     STORAGE,
     TAG,
@@ -28,7 +33,6 @@ from zckpt.formats.native.node_kinds import (
     Kind,
     Node,
 )
-from zckpt.formats.native.values import is_text, write_bytes, write_leaf, write_plain
 from zckpt.torchfile import (
     DType,
     FromFile,
@@ -36,6 +40,7 @@ from zckpt.torchfile import (
     Guard,
     MemoryFormat,
     Mentioned,
+    Size,
     Storage,
     Tensor,
     check_depth,
@@ -255,3 +260,34 @@ def _is_default(field: Field, value: object) -> bool:
 def _members(node: Iterable[object]) -> list[object]:
     """Return the members of a container; of a set in an order that is the same in every run, where they have one."""
     return in_order(node) if isinstance(node, (set, frozenset)) else list(node)
+
+
+def write_plain(node: Node) -> object:
+    """Return the JSON of None, a bool, a number or text."""
+    if type(node) is int and abs(node) > SAFE_INTEGER:
+        return {TAG: "int", "hex": hex(node)}
+    if type(node) is float and not math.isfinite(node):
+        return {TAG: "float", "bits": struct.pack(">d", node).hex()}
+    if type(node) is str and not is_text(node):
+        return {TAG: "text", "utf8": write_bytes(node.encode("utf-8", "surrogatepass"))}
+    return node
+
+
+def write_leaf(node: Node) -> dict[str, object]:
+    """Return the JSON of bytes, a bytearray, a complex number, a range, a slice or a `torch.Size`."""
+    tag = type(node).__name__.lower()
+    if isinstance(node, (bytes, bytearray)):
+        return {TAG: tag, "data": write_bytes(node)}
+    if isinstance(node, complex):
+        return {TAG: tag, "real": write_plain(node.real), "imag": write_plain(node.imag)}
+    if isinstance(node, Size):
+        return {TAG: tag, "sizes": list(node)}
+    bounds = {name: getattr(node, name) for name in ("start", "stop", "step")}
+    if not all(bound is None or type(bound) is int for bound in bounds.values()):
+        raise UnsupportedError("a slice of other than integers is not written to a zckpt checkpoint")
+    return {TAG: tag, **{name: write_plain(bound) for name, bound in bounds.items()}}
+
+
+def write_bytes(data: bytes | bytearray) -> str:
+    """Return bytes as base64."""
+    return b64encode(data).decode()

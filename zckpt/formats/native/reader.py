@@ -14,12 +14,11 @@ from pathlib import Path
 
 from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
-from zckpt.formats.native.document import FORMAT, read_document
-from zckpt.formats.native.layouts import Cut, Layouts, Pieces
-from zckpt.formats.native.names import DOCUMENT_NAME, rank_name
+from zckpt.formats.native import DOCUMENT_NAME, rank_name
+from zckpt.formats.native.document import FORMAT, Members, read_document, wrong
+from zckpt.formats.native.layouts import Cut, Headers, Layouts, Order, Pieces, Places, Table, order_of
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
-from zckpt.formats.native.places import Headers, Order, Places, Table, order_of
 from zckpt.formats.native.rank_file import (
     Listed,
     Mismatch,
@@ -30,10 +29,9 @@ from zckpt.formats.native.rank_file import (
     open_rank_file,
     storage_key,
 )
-from zckpt.formats.native.values import Members, wrong
 from zckpt.state import Checkpoint, Extent, Parameter, ParamGroup, Slot, SourceFile, Topology
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused
 from zckpt.torchfile import Storage
 
 NAMES = ("format", "version", "id", "files", "step", "loss_scale", "zero_stage", "world_size", "topology", "origin",

@@ -25,8 +25,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim, Rule
-from zckpt.storage.files import is_file, opened, read_at, read_whole
-from zckpt.storage.memory import collector_paused
+from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
 OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")

@@ -2,7 +2,7 @@
 
 reader          from a file to a Checkpoint: which dict is the model's, which the optimizer's
 tensors         tensors as slots and spans, single values as numbers
-optimizer       a torch.optim state dict as slots and param groups; optimizer_names deduces the names it does not have
+optimizer       a torch.optim state dict as slots and param groups, with names for its parameters
 writer          a tree with tensors as a file that torch.load reads
 strip           a file without its optimizer's slots
 """

@@ -1,21 +1,27 @@
 """The state dict of a `torch.optim` optimizer: {state: {number: {slot: value}}, param_groups: [{params, ...}]}.
 
 Its parameters are numbers, counted over all groups in order; newer files may also hold their names (`param_names`).
+Where a file has no names, they are deduced from the model's tensors with their shapes, the shapes of the optimizer's
+state, and the order of both: each param group lists its parameters in the model's order, or sorted by name. A name is
+given only where both readings give the same one; a number stays a number otherwise.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.torch_files.optimizer_names import deduce_names
 from zckpt.formats.torch_files.tensors import read_scalars, slot_of, with_scalars
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import aligned
 from zckpt.torchfile import Tensor, brief
+
+Fits = Callable[[int, str], bool]
+"""Whether the optimizer's parameter with this number can be the model's tensor with this name."""
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -46,6 +52,21 @@ class OptimizerState:
     def numbers(self) -> list[list[int]]:
         """The parameter numbers of each group."""
         return [[int(n) for n in g["params"]] for g in self.groups]
+
+    @property
+    def every_number(self) -> list[int]:
+        """The parameter numbers of all groups."""
+        return [number for numbers in self.numbers for number in numbers]
+
+    @property
+    def recorded_names(self) -> list[str]:
+        """The names that the file gives its parameters, in the order of their numbers; some or all may be missing."""
+        found = [group.get("param_names") for group in self.groups]
+        return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors in the state of a parameter, by slot."""
+        return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
 
 
 def optimizer_rules(*place: str) -> tuple[Rule, ...]:
@@ -184,20 +205,16 @@ def _shape(optimizer: OptimizerState, number: int) -> tuple[int, ...] | None:
     """Return the shape of a parameter as its state shows it: the largest of its tensors."""
     if number in optimizer.masters:
         return optimizer.masters[number].shape
-    tensors = [v for v in optimizer.state.get(number, {}).values() if isinstance(v, Tensor)]
-    shapes = [t.shape for key, t in _named(optimizer, number) if key != "step"] or [t.shape for t in tensors]
+    tensors = optimizer.tensors(number)
+    shapes = [t.shape for key, t in tensors.items() if key != "step"] or [t.shape for t in tensors.values()]
     return max(shapes, key=lambda s: (len(s), s), default=None)
-
-
-def _named(optimizer: OptimizerState, number: int) -> list[tuple[str, Tensor]]:
-    return [(k, v) for k, v in optimizer.state.get(number, {}).items() if isinstance(v, Tensor)]
 
 
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
     """Return the single values that all parameters of a group share, such as their step."""
     values: dict[str, list[object]] = {}
     present = [n for n in numbers if n in optimizer.state]
-    tensors = [(key, t) for n in present for key, t in _named(optimizer, n) if t.shape == () and key == "step"]
+    tensors = [(key, t) for n in present for key, t in optimizer.tensors(n).items() if t.shape == () and key == "step"]
     for (key, _), scalar in zip(tensors, read_scalars(path, [t for _, t in tensors]), strict=True):
         values.setdefault(key, []).append(scalar)
     for n in present:
@@ -214,8 +231,8 @@ def _names(
     sample: Sample | None,
     path: str,
 ) -> dict[int, str]:
-    numbers = [n for group in optimizer.numbers for n in group]
-    recorded = _aligned(checkpoint, [name for group in optimizer.groups for name in _recorded(group)])
+    numbers = optimizer.every_number
+    recorded = _aligned(checkpoint, optimizer.recorded_names)
     if names is None and len(recorded) == len(numbers) and _are_those(checkpoint, optimizer, recorded):
         names = recorded
     candidates = {p.name: p for p in checkpoint.parameters.values() if p.tied_to is None}
@@ -252,29 +269,23 @@ def _aligned(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
 
 def _labels(optimizer: OptimizerState, names: Sequence[str] | None) -> dict[int, str]:
     """Return the names of parameters of which no model is there: the user's or the file's; empty if it gives none."""
-    numbers = [n for group in optimizer.numbers for n in group]
-    recorded = names or [name for group in optimizer.groups for name in _recorded(group)]
+    numbers = optimizer.every_number
+    recorded = names or optimizer.recorded_names
     complete = len(recorded) == len(numbers) == len(set(recorded))
     return dict(zip(numbers, recorded, strict=True)) if complete else {}
 
 
 def _are_those(checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequence[str]) -> bool:
     """Tell whether the names that a file gives its optimizer's parameters are names of its model."""
-    numbers = [n for group in optimizer.numbers for n in group]
     if len(set(names)) != len(names):
         return False
-    for number, name in zip(numbers, names, strict=True):
+    for number, name in zip(optimizer.every_number, names, strict=True):
         shape = _shape(optimizer, number)
         if name not in checkpoint.parameters:
             return False
         if shape is not None and not _agree(shape, checkpoint.parameters[name].shape):
             return False
     return True
-
-
-def _recorded(group: Mapping[str, object]) -> list[str]:
-    recorded = group.get("param_names")
-    return [str(name) for name in recorded] if isinstance(recorded, (list, tuple)) else []
 
 
 def _owner(checkpoint: Checkpoint, name: str, path: str) -> Parameter:
@@ -294,7 +305,7 @@ def _fits(
     optimizer: OptimizerState, candidates: Mapping[str, Parameter], sample: Sample | None
 ) -> Callable[[int, str], bool]:
     known: dict[tuple[int, str], bool] = {}
-    shapes = {n: _shape(optimizer, n) for group in optimizer.numbers for n in group}
+    shapes = {n: _shape(optimizer, n) for n in optimizer.every_number}
 
     def fits(number: int, name: str) -> bool:
         shape = shapes[number]
@@ -310,3 +321,67 @@ def _fits(
         return known[number, name]
 
     return fits
+
+
+def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> dict[int, str]:
+    """Return the names that are certain, by the optimizer's number.
+
+    Parameters
+    ----------
+    groups : sequence of sequence of int
+        The numbers in each param group, in order.
+    names : sequence of str
+        The model's tensors that an optimizer could own, in the model's order.
+    fits : callable
+    """
+    certain: dict[int, str] = {}
+    while True:
+        found = dict(certain)
+        taken = set(certain.values())
+        for group in groups:
+            own = {certain[number] for number in group if number in certain}
+            free = [name for name in names if name not in taken or name in own]
+            found.update(_deduce_group(group, free, fits))
+        if len(set(found.values())) < len(found):
+            return _without_conflicts(found)
+        if found == certain:
+            return certain
+        certain = found
+
+
+def _without_conflicts(found: Mapping[int, str]) -> dict[int, str]:
+    """Drop the names that two groups have."""
+    counts = Counter(found.values())
+    return {number: name for number, name in found.items() if counts[name] == 1}
+
+
+def _deduce_group(group: Sequence[int], names: Sequence[str], fits: Fits) -> dict[int, str]:
+    readings = []
+    for order in (list(names), sorted(names)):
+        earliest = _leftmost(group, order, fits)
+        if earliest is None:
+            continue
+        backwards = _leftmost(group[::-1], order[::-1], fits) or []
+        latest = [len(order) - 1 - at for at in backwards[::-1]]
+        readings.append([order[a] if a == b else None for a, b in zip(earliest, latest, strict=True)])
+    if not readings:
+        return {}
+    return {
+        number: reading[0]
+        for number, *reading in zip(group, *readings, strict=True)
+        if reading[0] is not None and all(name == reading[0] for name in reading)
+    }
+
+
+def _leftmost(group: Sequence[int], order: Sequence[str], fits: Fits) -> list[int] | None:
+    """Return the leftmost positions at which the group can be found in order, or None if it cannot."""
+    found: list[int] = []
+    at = 0
+    for number in group:
+        while at < len(order) and not fits(number, order[at]):
+            at += 1
+        if at == len(order):
+            return None
+        found.append(at)
+        at += 1
+    return found

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from zckpt.engine import Reporter
+from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array
 from zckpt.engine.checking import Sum
 from zckpt.engine.read import read_extent
-from zckpt.engine.span_index import SpanIndex
 from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.elements import Block, Tally, Unequal, not_equal, not_rounded, tally, typed

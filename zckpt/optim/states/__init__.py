@@ -1,33 +1,317 @@
 """What state a live optimizer has, and how it takes state back, whichever optimizer it is.
 
-protocol         OptimizerState and Restoring: who calls what, in which order, on which ranks
-by_parameter     torch's optimizers, and all with their face
+by_parameter     torch's optimizers, and all with their interface
 zero             ZeroOptimizer
-zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's
-workers          DistributedOptimizer
+zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
 several          optimizers that are saved or loaded together
+
+OptimizerState and Restoring, below, say who calls what, in which order, on which ranks.
 
 Another optimizer is a module here, and a line in `STATES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zckpt.errors import UsageError
-from zckpt.optim.states.protocol import OptimizerState, Restoring, Source, Values
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
+from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
+from zckpt.optim.tensors import Share
+from zckpt.state import Parameter, ParamGroup, Scalar
 
-__all__ = ["OptimizerState", "Restoring", "Source", "Values", "state_class", "state_of", "unwrapped"]
+NamedShare = tuple[str, str, Share]
+"""A parameter, a slot, and what this rank has of it."""
+
+
+@dataclass(slots=True)
+class Values:
+    """State that is no tensor of elements.
+
+    Parameters
+    ----------
+    parameters : dict
+        By parameter and key; of this rank's parameters.
+    metadata : dict
+        What the optimizer keeps besides its state: a loss scaler.
+    zero_stage : int or None
+    loss_scale : float or None
+    """
+
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    zero_stage: int | None = None
+    loss_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A directory to be written in another program's format, and what goes there; see `zckpt.optim.files.save`."""
+
+    path: Path
+    model: torch.nn.Module | None
+    step: int | None
+    beside: Mapping[str, Any]
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What of a checkpoint one optimizer takes.
+
+    Parameters
+    ----------
+    checkpoint : OpenedCheckpoint
+    path : str
+        As the user gave it.
+    param_groups : sequence of ParamGroup
+        The checkpoint's groups of this optimizer, in its order.
+    metadata : mapping
+        What the checkpoint's optimizer kept besides its state.
+    tag, listed : optional
+        What the user said with the path: which checkpoint of a directory, and the names of numbered parameters.
+    strict : bool
+        Whether all parameters must be there.
+    """
+
+    checkpoint: OpenedCheckpoint
+    path: str
+    param_groups: Sequence[ParamGroup]
+    metadata: Mapping[str, object]
+    tag: str | None = None
+    listed: Sequence[str] | None = None
+    strict: bool = True
+
+
+class OptimizerState(Protocol):
+    """The state of a live optimizer on this rank, by parameter and slot; and the way back into it.
+
+    `state_of` makes one of an optimizer on each rank that saves or loads. Nothing is copied: tensors are the
+    optimizer's own.
+
+    To save, every rank calls `groups`, `shares` and `values`, in this order and together with the others, since an
+    optimizer may have to ask other ranks. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
+    for a Restoring, which says what follows. Where the optimizer's parameters live on RPC workers (`is_remote`), only
+    their caller does all this, and each worker has an OptimizerState of its own part, with the shares and values.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    process_group : ProcessGroup or None
+        The optimizer's ranks; None: those of whoever saves or loads.
+    is_remote : bool
+        Whether parameters live on RPC workers.
+    writes : str or None
+        Another program's format that `write` writes.
+    """
+
+    optimizer: Optimizer
+    process_group: dist.ProcessGroup | None
+    is_remote: bool
+    writes: str | None
+
+    def names(self) -> Names:
+        """Return the names of all parameters of each param group, in the optimizer's order."""
+        ...
+
+    def groups(self) -> list[ParamGroup]:
+        """Return the param groups as a checkpoint has them, with the names of the parameters that may have state.
+
+        Raises
+        ------
+        UnsupportedError
+            State of the optimizer that belongs to no parameter, or a hyperparameter that no file can hold.
+        """
+        ...
+
+    def slots(self, name: str) -> Mapping[str, Share]:
+        """Return what this rank has of each slot of a parameter."""
+        ...
+
+    def shares(self) -> Iterator[NamedShare]:
+        """Yield every parameter's slots; those that several ranks have, in the same order on all of them."""
+        ...
+
+    def values(self) -> Values:
+        """Return the state that is no tensor of elements."""
+        ...
+
+    def restore(self, source: Source) -> Restoring:
+        """Find out what the optimizer needs of a checkpoint; nothing is read or changed yet.
+
+        Raises
+        ------
+        UsageError
+            The checkpoint has other parameters or param groups than the optimizer.
+        UnsupportedError
+            State that the optimizer has no way to keep.
+        """
+        ...
+
+    def write(self, target: Target) -> None:
+        """Write another program's format; errors are those of `zckpt.optim.files.save`."""
+        ...
+
+
+@dataclass(slots=True)
+class Restoring(ABC):
+    """A checkpoint's state on its way into one optimizer. Every rank calls the methods, in this order.
+
+    check   what can be known before is checked
+    read    elements are read into memory of their own: until here nothing has changed
+    take    the optimizer gets them, on this rank
+    share   ranks tell each other what follows from it, when all have taken theirs
+
+    Parameters
+    ----------
+    source : Source
+    optimizer : Optimizer
+    names : mapping
+        Of all its parameters.
+    wanted : list of Wanted
+        What will be read.
+    notes : list of str
+        What the checkpoint has not.
+    """
+
+    source: Source
+    optimizer: Optimizer
+    names: Mapping[torch.Tensor, str]
+    wanted: list[Wanted] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.prepare()
+
+    @property
+    def publishes(self) -> set[str]:
+        """Names of the parameters whose weights `share` makes of masters."""
+        return set()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Find out what is to be read, and make room for it."""
+
+    def check(self) -> None:
+        """Raise SourceError unless all that is to be read is there, as far as can be known before."""
+        check_tensors(self.wanted)
+
+    def read(self) -> None:
+        """Read state into memory of its own. Raises SourceError if it cannot be read."""
+        read_tensors(self.wanted)
+
+    @abstractmethod
+    def take(self) -> None:
+        """Give the optimizer what was read, on this rank."""
+
+    def share(self) -> None:  # noqa: B027  # most optimizers have nothing to tell
+        """Bring what follows from it to all ranks."""
+
+    def owner(self, parameter: torch.Tensor) -> Parameter | None:
+        """Return the checkpoint's parameter for one of the optimizer's; None if there is none and need not be.
+
+        Raises
+        ------
+        UsageError
+            There is none, or it has another shape.
+        """
+        name, checkpoint, path = self.names[parameter], self.source.checkpoint, self.source.path
+        there = name in checkpoint.parameters or name in checkpoint.buffers
+        found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
+        if found is not None and found.shape == tuple(parameter.shape):
+            return found
+        if not self.source.strict or (found is None and self._may_be_missing(parameter)):
+            return None
+        if found is None:
+            raise UsageError(f"the checkpoint has no parameter {name}", path=path)
+        raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=found.shape)
+
+    def _may_be_missing(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a parameter need not be there: it has nothing that is trained, or no step had reached it."""
+        listed = any(self.names[parameter] in group.parameters for group in self.source.param_groups)
+        return listed or not is_trained(parameter)
+
+    def hyperparameters(self, names: Names, current: Sequence[Group]) -> list[Group]:
+        """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
+
+        Raises
+        ------
+        UsageError
+            The checkpoint has other param groups.
+        """
+        source = self.source
+        try:
+            without = {name for parameter, name in self.names.items() if not is_trained(parameter)}
+            found = group_hyperparameters(source.checkpoint, source.param_groups, names, source.path, optional=without)
+        except UsageError as error:
+            if source.strict:
+                raise
+            self.notes.append(f"hyperparameters stay as they are: {error}")
+            return [{} for _ in names]
+        return [
+            {key: _like(value, ours.get(key)) for key, value in its.items()}
+            for its, ours in zip(found, current, strict=True)
+        ]
+
+
+def is_trained(parameter: torch.Tensor) -> bool:
+    """Tell whether an optimizer has anything of a parameter."""
+    return parameter.requires_grad and parameter.numel() > 0
+
+
+def _like(value: object, current: object) -> Any:
+    """Return a hyperparameter as the optimizer keeps it: in a tensor of its own, where it has one."""
+    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(current, value)
+    return value
+
+
+def as_torch(value: object) -> object:
+    """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one."""
+    if isinstance(value, Scalar):
+        return torch.tensor(value.value, dtype=getattr(torch, value.dtype))
+    return value
+
+
+def as_stored(value: object) -> object:
+    """Return a value that a file can hold; a tensor of one element as its number and type.
+
+    Raises
+    ------
+    UnsupportedError
+        A tensor of several elements.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise UnsupportedError("a hyperparameter is a tensor of several elements", found=tuple(value.shape))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return Scalar(whole.item(), dtype_name(value.dtype))
+    return value
+
+
+def stored_groups(optimizer: Optimizer, names: Names) -> list[ParamGroup]:
+    """Return an optimizer's param groups as a file can hold them, with these names of their parameters."""
+    return [
+        ParamGroup({key: as_stored(value) for key, value in hyperparameters(group).items()}, list(its))
+        for group, its in zip(optimizer.param_groups, names, strict=True)
+    ]
+
 
 STATES = {
     "zckpt.optim.zero.optimizer.ZeroOptimizer": "zero.ZeroState",
     "zckpt.optim.zero_redundancy.optimizer.ZeroRedundancyOptimizer": "zero_redundancy.ZeroRedundancyState",
-    "zckpt.optim.distributed.DistributedOptimizer": "workers.WorkersState",
+    "zckpt.optim.distributed.DistributedOptimizer": "zero_redundancy.WorkersState",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": "zero_redundancy.TorchState",
     "torch.optim.optimizer.Optimizer": "by_parameter.ByParameter",
 }

@@ -15,8 +15,7 @@ from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.tensors import Wanted
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.shares import Share, share_of
-from zckpt.optim.states.protocol import (
+from zckpt.optim.states import (
     NamedShare,
     Restoring,
     Source,
@@ -24,8 +23,9 @@ from zckpt.optim.states.protocol import (
     Values,
     as_stored,
     as_torch,
-    stored_hyperparameters,
+    stored_groups,
 )
+from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, ParamGroup, Slot
 
 
@@ -62,8 +62,7 @@ class ByParameter:
                 f"{type(self.optimizer).__name__} has state of {strange} tensors that are none of its parameters, "
                 f"which cannot be told by name"
             )
-        hyperparameters = stored_hyperparameters(self.optimizer)
-        return [ParamGroup(its, list(names)) for its, names in zip(hyperparameters, self._names, strict=True)]
+        return stored_groups(self.optimizer, self._names)
 
     def slots(self, name: str) -> dict[str, Share]:
         """Return what this rank has of each slot of a parameter."""

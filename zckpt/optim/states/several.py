@@ -18,8 +18,7 @@ from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.distributed import DistributedOptimizer
 from zckpt.optim.param_groups import Names
-from zckpt.optim.states import OptimizerState, Restoring, Source, state_class, state_of, unwrapped
-from zckpt.optim.states.protocol import NamedShare
+from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
 from zckpt.state import ParamGroup
 from zckpt.torchfile import FromFile
 

@@ -14,8 +14,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import Wanted, read_tensors
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.shares import Share, world_rank
-from zckpt.optim.states.protocol import (
+from zckpt.optim.states import (
     NamedShare,
     Restoring,
     Source,
@@ -23,14 +22,15 @@ from zckpt.optim.states.protocol import (
     Values,
     as_stored,
     as_torch,
-    stored_hyperparameters,
+    stored_groups,
 )
+from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object
-from zckpt.optim.zero.experts import experts_of, model_rank
-from zckpt.optim.zero.flat_group import FlatGroup
-from zckpt.optim.zero.loss_scale import Scaler, scaler_like
+from zckpt.optim.zero.files import experts_of, model_rank
+from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.stepping import Scaler, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain
@@ -54,20 +54,16 @@ class ZeroState:
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of the parameters that were trained when a group was made."""
-        files.refuse_parts(self.optimizer)
-        hyperparameters = stored_hyperparameters(self.optimizer)
-        made = []
-        for group, flat, values in zip(
-            self.optimizer.param_groups, self.optimizer.groups, hyperparameters, strict=True
-        ):
-            names = [self._called[p] for p in group["params"] if p in self.optimizer._place]
-            common = {
-                key: as_stored(value)
-                for key, value in self.optimizer.optim.state.get(flat.master, {}).items()
-                if not isinstance(value, torch.Tensor) or not value.dim()
-            }
-            made.append(ParamGroup(values, names, common))
-        return made
+        optimizer = self.optimizer
+        files.refuse_parts(optimizer)
+        trained = [
+            [self._called[p] for p in group["params"] if p in optimizer._place] for group in optimizer.param_groups
+        ]
+        found = stored_groups(optimizer, trained)
+        for group, flat in zip(found, optimizer.groups, strict=True):
+            values = optimizer.optim.state.get(flat.master, {}).items()
+            group.state = {key: as_stored(v) for key, v in values if not isinstance(v, torch.Tensor) or not v.dim()}
+        return found
 
     def slots(self, name: str) -> dict[str, Share]:
         """Return this rank's range of each slot of a parameter; of one that is another rank's, nothing."""

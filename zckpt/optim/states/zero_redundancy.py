@@ -1,17 +1,34 @@
-"""ZeroRedundancyOptimizer, zckpt's and torch's: each rank has the state of whole parameters in a local optimizer."""
+"""Optimizers that keep whole parameters on ranks or RPC workers, each of which writes its own files of a directory.
+
+optimizer_rank_R.pt          what the local optimizer of a rank, or of a worker, has: {state, param_groups}
+model.pt, model_rank_R.pt    the model's tensors, by the first rank; or by each worker its own parameters
+metadata.pt                  what these do not say: the order of names, and which worker had which parameter
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from zckpt.optim.shares import Share, world_rank
+from zckpt.compare.optimizer_values import parameter_values
+from zckpt.errors import UsageError
+from zckpt.formats.remainder import VERSION
+from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name
+from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
+from zckpt.optim.files import open_for
+from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
+from zckpt.optim.ranks import Ranks, written_together
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, as_torch, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
-from zckpt.optim.states.protocol import Restoring, Source, Target
-from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer, files
+from zckpt.optim.tensors import Share, bare, world_rank
+from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
+from zckpt.state import ParamGroup, Slot
+from zckpt.storage.durable import written_directory
+from zckpt.version import __version__
 
 
 class PerRank(ByParameter):
@@ -37,7 +54,15 @@ class ZeroRedundancyState(PerRank):
 
     def write(self, target: Target) -> None:
         """Write a directory of each rank's part; all ranks call it together."""
-        files.save(self.optimizer, self.names(), target)
+        optimizer, names = self.optimizer, self.names()
+        ranks = Ranks(optimizer.process_group)
+        sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
+        with written_together(target.path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
+            torch.save(_without_names(optimizer.optim.state_dict()), partial / rank_name(optimizer.rank))
+            if optimizer.rank == 0:
+                tensors, about = _model(self._parameters, target.model)
+                torch.save(tensors, partial / MODEL_NAME)
+                torch.save(_metadata(target, about, optimizer.world_size, names), partial / METADATA_NAME)
 
 
 class TorchState(PerRank):
@@ -54,3 +79,160 @@ class _TorchRestoring(ByParameterRestoring):
         local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]  # torch's class has it
         local.state.clear()
         super().take()
+
+
+# --- the directory
+
+
+def _model(
+    trained: Mapping[str, torch.Tensor], model: torch.nn.Module | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the model's tensors, and which of them are tied, frozen or buffers."""
+    if model is None:
+        return {name: p.detach() for name, p in trained.items()}, {}
+    its = bare(model)
+    tensors = {key: value.detach() if isinstance(value, torch.Tensor) else value for key, value in its.state.items()}
+    owners = {parameter: name for name, parameter in trained.items()}
+    tied: dict[str, str] = {}
+    frozen: list[str] = []
+    for name, parameter in its.parameters.items():
+        owner = owners.setdefault(parameter, name)
+        if owner != name:
+            tied[name] = owner
+        elif name not in trained:
+            frozen.append(name)
+    return tensors, {"tied": tied, "frozen": frozen, "buffers": [n for n in tensors if n not in its.parameters]}
+
+
+def _metadata(
+    target: Target, about: Mapping[str, Any], world_size: int, names: Names, **more: object
+) -> dict[str, Any]:
+    """Return the content of `metadata.pt`."""
+    return {
+        "version": VERSION,
+        "origin": {"format": "zero-redundancy", "format_version": f"zckpt {__version__}"},
+        "step": target.step,
+        "loss_scale": None,
+        "frozen": about.get("frozen", []),
+        "tied": about.get("tied", {}),
+        "buffers": about.get("buffers", []),
+        "masters": False,
+        "metadata": dict(target.beside),
+        "optimizer_metadata": {},
+        KEY: {"world_size": world_size, "names": names, "shapes": {}, "unnamed": [], **more},
+    }
+
+
+def _without_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [{k: v for k, v in group.items() if k != "param_names"} for group in state_dict["param_groups"]]
+    return {"state": state_dict["state"], "param_groups": groups}
+
+
+# --- RPC workers
+
+
+class WorkersState:
+    """The state of a DistributedOptimizer, whose workers have it all."""
+
+    is_remote = True
+    process_group = None
+    writes: str | None = "zero-redundancy"
+
+    def __init__(self, optimizer: DistributedOptimizer, known: Mapping[torch.Tensor, str]) -> None:
+        del known  # of tensors of this process
+        self.optimizer = optimizer
+
+    def names(self) -> Names:
+        """Return the names that the optimizer was given, which its workers know."""
+        return remote_names(self.optimizer.param_groups)
+
+    def groups(self) -> list[ParamGroup]:
+        """Return the param groups with the names of all parameters."""
+        return stored_groups(self.optimizer, self.names())
+
+    def slots(self, name: str) -> dict[str, Share]:
+        """Return nothing: a worker has it."""
+        del name
+        return {}
+
+    def shares(self) -> Iterator[NamedShare]:
+        """Yield nothing: workers have them."""
+        return iter(())
+
+    def values(self) -> Values:
+        """Return nothing: workers have them."""
+        return Values()
+
+    def restore(self, source: Source) -> Restoring:
+        """Find out what the optimizer needs of a checkpoint."""
+        return WorkersRestoring(source, self.optimizer, {})
+
+    def write(self, target: Target) -> None:
+        """Let each worker write its part of a directory; the caller calls it."""
+        names = self.names()
+        with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:
+            arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
+            numbers = self.optimizer.call_each(_save_worker, arguments)
+            first = [sum(len(group) for group in names[:index]) for index in range(len(names))]
+            held = [
+                [[number - start for number in mine] for mine, start in zip(one, first, strict=True)] for one in numbers
+            ]
+            torch.save(_metadata(target, {}, len(held), names, held=held), partial / METADATA_NAME)
+
+
+def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:
+    """Write a worker's part; return the numbers of its parameters by group."""
+    with local.lock:
+        torch.save(_without_names(local.optimizer.state_dict()), Path(directory) / rank_name(rank))
+        tensors = {name: p.detach() for name, p in zip(local.names(), local.by_number().values(), strict=True)}
+        torch.save(tensors, Path(directory) / f"model_rank_{rank}.pt")
+    return local.numbers
+
+
+@dataclass(slots=True)
+class WorkersRestoring(Restoring):
+    """A checkpoint's state on its way into the workers of an optimizer."""
+
+    optimizer: DistributedOptimizer
+    order: Names = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Compare the param groups with the checkpoint's."""
+        source = self.source
+        self.order = remote_names(self.optimizer.param_groups)
+        self.groups = group_hyperparameters(source.checkpoint, source.param_groups, self.order, source.path)
+
+    def read(self) -> None:
+        """Let each worker read the state of its parameters into memory of its own."""
+        self.optimizer.call(_read, self.source.path, self.order, self.source.tag, self.source.listed)
+
+    def take(self) -> None:
+        """Let each worker take what it has read, and take the hyperparameters here."""
+        self.optimizer.call(_take, self.groups)
+        for group, its in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(its)
+
+
+def _read(local: LocalOptimizer, path: str, order: Names, tag: str | None, listed: Sequence[str] | None) -> None:
+    """Read the state of a worker's parameters, which `_take` takes when all workers have read theirs."""
+    checkpoint = open_for(path, (), order, tag=tag, names=listed)
+    state: dict[int, dict[str, Any]] = {}
+    for (number, parameter), name in zip(local.by_number().items(), local.names(), strict=True):
+        if name not in checkpoint.parameters:
+            raise UsageError(f"the checkpoint has no parameter {name}", path=path)
+        owner = checkpoint.owner(name)
+        if owner.shape != tuple(parameter.shape):
+            raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=owner.shape)
+        values = {
+            key: checkpoint.read(owner.name, key) if isinstance(value, Slot) else as_torch(value)
+            for key, value in parameter_values(checkpoint, owner).items()
+        }
+        if values:
+            state[number] = values
+    local.waiting = state
+
+
+def _take(local: LocalOptimizer, groups: list[Group]) -> None:
+    waiting, local.waiting = local.waiting, {}
+    local.load(waiting, groups)

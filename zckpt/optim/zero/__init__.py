@@ -19,7 +19,7 @@ files             DeepSpeed's directories written
 
 from __future__ import annotations
 
-from zckpt.optim.zero.loss_scale import DynamicLossScaler, LossScaler
 from zckpt.optim.zero.optimizer import ZeroOptimizer
+from zckpt.optim.zero.stepping import DynamicLossScaler, LossScaler
 
 __all__ = ["DynamicLossScaler", "LossScaler", "ZeroOptimizer"]

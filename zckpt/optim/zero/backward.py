@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 
-from zckpt.optim.zero.gradients import GradientOptimizer
-from zckpt.optim.zero.sharded_gradient import ShardedGradient
+from zckpt.optim.zero.gradients import GradientOptimizer, ShardedGradient
 
 SHOWN_NAMES = 4
 

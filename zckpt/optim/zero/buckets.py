@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.flat import FlatGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from zckpt.optim.memory import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.param_groups import Group
+from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero.backward import BackwardOptimizer
 from zckpt.optim.zero.buckets import Bucket, fill
 

@@ -17,9 +17,8 @@ import torch
 
 from zckpt.errors import UnsupportedError
 from zckpt.optim.param_groups import copied
-from zckpt.optim.zero.flat import FlatOptimizer
-from zckpt.optim.zero.flat_group import FlatGroup
-from zckpt.optim.zero.loss_scale import LossScaler, Scaler
+from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
+from zckpt.optim.zero.stepping import LossScaler, Scaler
 from zckpt.torchfile import DType, Global, Object
 
 VERSION = "0.19.8"

@@ -1,26 +1,200 @@
-"""Gradients as they become ready: hooks that hand them on, and what is kept of them on this rank.
+"""What lies in a parameter's `grad` once its gradient has been reduced: a stand-in that knows where the gradient is.
 
-A parameter has two hooks. One runs before autograd puts a gradient into `grad`, and takes a stand-in out of there; one
-runs afterwards, and keeps the gradient or has it reduced.
+The average lies in partitions, with its owners. Without anything in `grad`, whoever clips, scales or logs gradients
+between backward and step would do it to nothing and never learn of it. A stand-in has no memory of its own. What can
+be done to the average by its owners is done there; whatever else is asked of it is an error that says what to do.
+
+    torch.linalg.vector_norm(p.grad)      the norm of the whole average; all ranks ask together
+    p.grad.mul_(x), div_, clamp_, zero_   on the average, by its owners
+    p.grad = None                         the average is forgotten: its elements become zero
+    anything else                         RuntimeError
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 from torch.utils.hooks import RemovableHandle
 
 from zckpt.optim.param_groups import Group
-from zckpt.optim.zero.flat import FlatOptimizer
-from zckpt.optim.zero.loss_scale import Scaler
+from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.reduction import Reducer, Rules
-from zckpt.optim.zero.sharded_gradient import ShardedGradient, ShardedGradients
-from zckpt.optim.zero.stepping import ModelParallel
+from zckpt.optim.zero.stepping import ModelParallel, Scaler
+
+if TYPE_CHECKING:
+    from zckpt.optim.zero.backward import BackwardOptimizer
+
+_ATEN = torch.ops.aten
+_NORM = _ATEN.linalg_vector_norm.default
+_SCALED = (_ATEN.mul_.Tensor, _ATEN.mul_.Scalar, _ATEN.div_.Tensor, _ATEN.div_.Scalar)
+_SAME = (_ATEN.detach.default, _ATEN.detach_.default, _ATEN.alias.default)
+_UNSCALE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
+
+_ELSEWHERE = (
+    "the gradients of a ZeroOptimizer's parameters lie in partitions, with the ranks that step them, and not in grad: "
+    "clip them with ZeroOptimizer(clip_grad=...), look at them with optimizer.full_state(name, 'gradient') or, after "
+    "the step, at optimizer.last_grad_norm"
+)
+_GRAD_SCALER = (
+    "a torch.amp.GradScaler cannot unscale gradients that lie with the ranks that step them: leave it out, make the "
+    "optimizer with loss_scale=DynamicLossScaler(), and call optimizer.backward(loss)"
+)
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands in `grad` for an average that its owners have; of the parameter's shape, type and device."""
+
+    _optimizer: weakref.ref[BackwardOptimizer]
+    _group: weakref.ref[FlatGroup]
+    _position: int
+
+    @staticmethod
+    def __new__(
+        cls: type[ShardedGradient], optimizer: BackwardOptimizer, group: FlatGroup, position: int
+    ) -> ShardedGradient:
+        """Make one for a parameter of a group, by its position there."""
+        parameter = group.parameters[position]
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        made._optimizer, made._group, made._position = weakref.ref(optimizer), weakref.ref(group), position
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # as torch
+        return f"ShardedGradient(shape={tuple(self.shape)}; the gradient lies with the ranks that step it)"
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise RuntimeError(_ELSEWHERE)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RuntimeError(_ELSEWHERE)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types what it has instead of one
+        cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do to the average what is asked of its stand-in."""
+        mine = args[0] if args else None
+        given = dict(kwargs or {})
+        if func is _UNSCALE:
+            raise RuntimeError(_GRAD_SCALER)
+        if not isinstance(mine, ShardedGradient) or any(isinstance(one, ShardedGradient) for one in args[1:]):
+            raise RuntimeError(_ELSEWHERE)
+        if func in _SAME:
+            return mine
+        if func is _NORM and not given and len(args) <= 2:
+            return mine._norm(*args[1:])
+        if func in _SCALED and not given:
+            factor = _number(args[1])
+            for part in mine._parts():
+                func(part, factor)
+            return mine
+        if func is _ATEN.clamp_.default:
+            mine._clamp(*args[1:], **given)
+            return mine
+        if func is _ATEN.zero_.default:
+            mine.forget()
+            return mine
+        raise RuntimeError(_ELSEWHERE)
+
+    def forget(self) -> None:
+        """Make the average zero."""
+        for part in self._parts():
+            part.zero_()
+
+    def _parts(self) -> list[torch.Tensor]:
+        """Return what this rank owns of the average; it is multiplied with the loss scale."""
+        group = self._group()
+        if group is None or group.gradient is None:
+            return []
+        return [group.gradient[f.position : f.position + f.numel] for f in group.own if f.index == self._position]
+
+    def _norm(self, order: float = 2.0) -> torch.Tensor:
+        """Return the norm of the whole average, without the loss scale."""
+        optimizer, group = self._optimizer(), self._group()
+        if optimizer is None or group is None:
+            raise RuntimeError(_ELSEWHERE)
+        if group.is_expert or optimizer.is_model_parallel:
+            raise RuntimeError(
+                "the norm of a gradient of which other ranks have parts, or of experts, is not that of this rank's; "
+                "clip with ZeroOptimizer(clip_grad=...), which counts each element once"
+            )
+        order = float(order)
+        if order not in (2.0, math.inf, 1.0):
+            raise RuntimeError(_ELSEWHERE)
+        norms = [torch.linalg.vector_norm(part, ord=order, dtype=torch.float64) for part in self._parts()]
+        mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        found = (mine.max() if math.isinf(order) else mine.pow(order).sum()).to(group.flat.device, torch.float32)
+        dist.all_reduce(found, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group.process_group)
+        whole: torch.Tensor = found if math.isinf(order) else found.pow(1.0 / order)
+        return whole / optimizer.loss_scale
+
+    def _clamp(self, least: float | None = None, most: float | None = None, **given: float | None) -> None:
+        optimizer = self._optimizer()
+        scale = 1.0 if optimizer is None else optimizer.loss_scale
+        bounds = {"min": given.get("min", least), "max": given.get("max", most)}
+        for part in self._parts():
+            part.clamp_(**{key: None if value is None else value * scale for key, value in bounds.items()})
+
+
+def _number(value: Any) -> Any:
+    """Return a factor as a number: a tensor may be on another device than the average."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise RuntimeError(_ELSEWHERE)
+        return value.item()
+    return value
+
+
+class ShardedGradients:
+    """The stand-ins of an optimizer's parameters, which are put into `grad` and taken out of it together."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.Tensor, ShardedGradient] = {}
+        self._are_in = False
+
+    def put(self, optimizer: BackwardOptimizer) -> None:
+        """Put a stand-in into `grad` of each parameter."""
+        for group in optimizer.groups:
+            for position, parameter in enumerate(group.parameters):
+                if not parameter.numel():
+                    continue
+                made = self._made.get(parameter)
+                if made is None or made.device != parameter.device or made.dtype != parameter.dtype:
+                    made = self._made[parameter] = ShardedGradient(optimizer, group, position)
+                parameter.grad = made
+        self._are_in = True
+
+    def take_out(self) -> None:
+        """Take them out of `grad`. An average whose stand-in somebody has taken out is forgotten.
+
+        What somebody has put in the place of one is left there: it is a gradient that comes on top.
+        """
+        if not self._are_in:
+            return
+        self._are_in = False
+        for parameter, made in self._made.items():
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+            elif parameter.grad is None:
+                made.forget()
+
+    def clear(self) -> None:
+        """Take them out without a look at what has become of them: the window has ended."""
+        self._are_in = False
+        for parameter in self._made:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
 
 
 class GradientOptimizer(FlatOptimizer, Joinable):

@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
-from zckpt.optim.zero.flat import STAGES
-from zckpt.optim.zero.flat_group import begin_gather, wait_for
-from zckpt.optim.zero.loss_scale import Scaler, read_scaler
+from zckpt.optim.zero.flat import STAGES, begin_gather, wait_for
 from zckpt.optim.zero.stateful import StatefulOptimizer
-from zckpt.optim.zero.stepping import ModelParallel
+from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zckpt.optim.zero.buckets import Bucket, Member, Message, OwnedExtent, fill, make_bucket, members_of
-from zckpt.optim.zero.flat_group import FlatGroup
+from zckpt.optim.zero.flat import FlatGroup
 
 
 @dataclass(frozen=True)

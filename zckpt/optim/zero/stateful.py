@@ -11,8 +11,8 @@ import torch.distributed as dist
 from zckpt.optim import param_groups
 from zckpt.optim.zero import deepspeed_state
 from zckpt.optim.zero.ddp import DdpOptimizer
-from zckpt.optim.zero.flat_group import FlatGroup, begin_gather, wait_for
-from zckpt.optim.zero.loss_scale import scaler_like
+from zckpt.optim.zero.flat import FlatGroup, begin_gather, wait_for
+from zckpt.optim.zero.stepping import scaler_like
 
 if TYPE_CHECKING:
     from zckpt.optim.zero.flat import FlatOptimizer

@@ -13,10 +13,10 @@ files          a directory that each rank, or RPC worker, writes its part of
 
 from __future__ import annotations
 
-from zckpt.optim.zero_redundancy.consolidation import _broadcast_object as _broadcast_object
-from zckpt.optim.zero_redundancy.consolidation import _is_trainable as _is_trainable
-from zckpt.optim.zero_redundancy.consolidation import _recursive_copy_to_device as _recursive_copy_to_device
-from zckpt.optim.zero_redundancy.hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from zckpt.optim.zero_redundancy.exchange import _broadcast_object as _broadcast_object
+from zckpt.optim.zero_redundancy.exchange import _is_trainable as _is_trainable
+from zckpt.optim.zero_redundancy.exchange import _recursive_copy_to_device as _recursive_copy_to_device
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
+from zckpt.optim.zero_redundancy.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]

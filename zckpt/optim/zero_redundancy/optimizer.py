@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group
-from zckpt.optim.zero_redundancy import consolidation, exchange
+from zckpt.optim.zero_redundancy import exchange, state_dicts
 from zckpt.optim.zero_redundancy.overlap import BucketAssignment, OverlapStatus, assign, flatten
-from zckpt.optim.zero_redundancy.state_dicts import StateDictOptimizer
+from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer, packed
+from zckpt.optim.zero_redundancy.state_dicts import PARTITION, GroupOfPart
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ class _StepHook(JoinHook):
             self.optimizer._step_joined()
 
 
-class ZeroRedundancyOptimizer(StateDictOptimizer):
+class ZeroRedundancyOptimizer(PartitionedOptimizer):
     """An optimizer whose state is spread over ranks, each of which steps some of the parameters for all.
 
     Parameters
@@ -65,6 +67,8 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
     `add_param_group`, `consolidate_state_dict` and `load_state_dict` of all ranks must come in the same order.
     An `optimizer_class` whose step looks at all parameters together, as LBFGS does, sees its rank's share only.
     """
+
+    _consolidated: dict[str, Any] | None = None
 
     def __init__(
         self,
@@ -193,7 +197,7 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
         about, holders = self._about_groups()
         self._repartition(info.params_per_rank)
         parameters, after = self._index_to_param, self._param_to_rank
-        moved, gathered = consolidation.move(
+        moved, gathered = exchange.move(
             held, about, parameters, [before[p] for p in parameters], [after[p] for p in parameters], self.process_group
         )
         for index, holder in enumerate(holders):
@@ -226,7 +230,7 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
 
     def _give_gradients(self, *, has_inputs: bool) -> None:
         """Let the first rank that has inputs give the others, which have old gradients, those of their shares."""
-        device = consolidation.wire_device(self.process_group)
+        device = exchange.wire_device(self.process_group)
         gathered = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(self.world_size)]
         mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
         dist.all_gather(gathered, mine, group=self.process_group)
@@ -236,6 +240,134 @@ class ZeroRedundancyOptimizer(StateDictOptimizer):
             if rank in active or not share:
                 continue
             if self.rank == active[0]:
-                consolidation.send_gradients(share, rank, self.process_group)
+                exchange.send_gradients(share, rank, self.process_group)
             elif self.rank == rank:
-                consolidation.receive_gradients(share, active[0], self.process_group)
+                exchange.receive_gradients(share, active[0], self.process_group)
+
+    # --- state
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks to one, which then has it in `state_dict()`. Called on all ranks.
+
+        Parameters
+        ----------
+        to : int
+            Rank in the process group.
+
+        Raises
+        ------
+        ValueError
+            There is no such rank.
+        """
+        if not 0 <= to < self.world_size:
+            raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
+        self._consolidated = None
+        param_groups.sync(self.param_groups, self.optim.param_groups)
+        about, holders = self._about_groups(to)
+        collected = exchange.collect(self._local_part(), about, self.process_group, to)
+        if collected is not None:
+            whole, gathered = collected
+            made = packed(self.param_groups)
+            for index, holder in enumerate(holders):
+                made[index].update(gathered[holder][index])
+            self._consolidated = {"state": whole, "param_groups": made}
+
+    def release_state_dict(self) -> None:
+        """Let go of the consolidated copy; `state_dict()` is then this rank's own part again."""
+        self._consolidated = None
+
+    def _local_part(self) -> dict[int, dict[str, Any]]:
+        """Return this rank's state by global parameter number."""
+        numbers = self._param_to_index
+        held = {numbers[p]: dict(values) for p, values in self.optim.state.items() if p in numbers}
+        return {number: held[number] for number in sorted(held)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state as of the last `consolidate_state_dict` to this rank, else this rank's own part.
+
+        Both are numbered over all parameters. The part has the key `partition`; the same rank of as many loads it.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        if self._consolidated is not None:
+            made = {
+                "state": {number: dict(values) for number, values in self._consolidated["state"].items()},
+                "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
+            }
+        else:
+            ranks = [self._param_to_rank[parameter] for parameter in self._index_to_param]
+            made = {
+                "state": self._local_part(),
+                "param_groups": [GroupOfPart(group) for group in packed(self.param_groups)],
+                PARTITION: state_dicts.part_of(self.rank, self.world_size, ranks),
+            }
+        for change in self._optimizer_state_dict_post_hooks.values():
+            made = change(self, made) or made
+        return made
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the part of this rank from the state dict of any optimizer of the same parameters.
+
+        Parameters
+        ----------
+        state_dict : mapping
+            Of this class, of torch's, or of the unsharded optimizer, whole; or this rank's own part, with which all
+            ranks take over which of them has which parameter. It is not written to, and nothing of it is kept. State
+            that it does not have is cleared.
+
+        Raises
+        ------
+        ValueError
+            It is that of another optimizer; the message names what differs, and nothing has changed.
+        """
+        given = dict(state_dict)
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            given = change(self, given) or given
+        numbers = state_dicts.check(given, self.param_groups)
+        ranks = state_dicts.saved_ranks(given, numbers, self.rank, self.world_size)
+        if ranks is not None and ranks != self._param_to_rank:
+            if self._overlap_info.status != OverlapStatus.UNINITIALIZED:
+                raise ValueError(
+                    "the part was saved when ranks had other parameters than the buckets of DDP give them now: load "
+                    "it before the first iteration, or save with sharded_state_dict()"
+                )
+            self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
+        self.optim.load_state_dict(state_dicts.local_dict(given, numbers, self.optim.param_groups))
+        param_groups.sync(self.optim.param_groups, self.param_groups)
+        self._consolidated = None
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def sharded_state_dict(self, metadata: Metadata | None = None, *, within: Sequence[str] = ()) -> dict[str, Any]:
+        """Return this rank's state for `torch.distributed.checkpoint`, which every rank saves its own of.
+
+        Parameters
+        ----------
+        metadata : Metadata, optional
+            Of a DCP checkpoint: the dict then has room for what that has of this rank's parameters, and nothing else.
+            Without it, what this rank has: an optimizer that has not stepped has no state to read into.
+        within : sequence of str
+            The keys under which the checkpoint has the optimizer: ("optimizer",) for {"optimizer": {...}}.
+
+        Raises
+        ------
+        ValueError
+            The checkpoint has no optimizer there.
+        """
+        param_groups.sync(self.param_groups, self.optim.param_groups)
+        own = {number: p for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank}
+        if metadata is not None:
+            return state_dicts.room(metadata, within, self.param_groups, own)
+        held = self._local_part()
+        return state_dicts.sharded(self.param_groups, {number: held.get(number, {}) for number in own})
+
+    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `torch.distributed.checkpoint` has read into `sharded_state_dict()`, at any world size.
+
+        Raises
+        ------
+        ValueError
+            It is of other parameters, or lacks state that was saved; the message names what differs.
+        """
+        own = [number for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank]
+        self.load_state_dict(state_dicts.numbered(state_dict, self.param_groups, own))

@@ -8,13 +8,20 @@ one flat tensor that is sent whole, and state that exists by then moves to its n
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from zckpt.optim.tensors import Future, GradBucket, Hook, reduced_gradients
 from zckpt.optim.zero_redundancy import exchange
+
+if TYPE_CHECKING:
+    from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 
 
 class OverlapStatus(enum.IntEnum):
@@ -163,3 +170,171 @@ def flatten(assignment: BucketAssignment) -> torch.Tensor:
         assignment.tensor = torch.empty(numel, dtype=first.dtype, device=first.device)
         exchange.flatten(assignment.tensor, assignment.parameters)
     return assignment.tensor
+
+
+def hook_with_zero_step(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    from_first_iteration: bool = False,
+) -> Hook:
+    """Return a hook that reduces as `hook` does and steps when backward has reached its last bucket.
+
+    Each rank steps its buckets while the reductions of later ones and the parameters of earlier ones are under way.
+
+    Parameters
+    ----------
+    hook : callable
+        Reduces a bucket, such as `allreduce_hook` or one that compresses.
+    ddp : DistributedDataParallel
+    zero : ZeroRedundancyOptimizer
+        Made with `overlap_with_ddp=True`.
+    shard_buckets : bool
+        Cut each bucket in parts for several ranks, instead of giving it to one.
+    from_first_iteration : bool
+        Also step in the iterations before DDP has settled on its buckets (two, or three with `static_graph`), after
+        backward instead of during it. False, as in torch: they change nothing.
+
+    Raises
+    ------
+    ValueError
+        The optimizer was not made for it.
+    """
+    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
+
+    def hook_with_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
+        future = steps.reduce(state, bucket)
+        if steps.ready and bucket.is_last():
+            steps.finish()
+        return future
+
+    return hook_with_step
+
+
+def hook_with_zero_step_interleaved(
+    hook: Hook,
+    ddp: DistributedDataParallel,
+    zero: ZeroRedundancyOptimizer,
+    shard_buckets: bool = False,
+    *,
+    from_first_iteration: bool = False,
+) -> Hook:
+    """Return a hook that reduces as `hook` does and steps each bucket while the next one is reduced.
+
+    Parameters and errors are those of `hook_with_zero_step`. To be preferred where reducing is fast compared to
+    backward.
+    """
+    steps = _Steps(hook, ddp, zero, shard_buckets, from_first_iteration)
+
+    def hook_with_interleaved_step(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202  # see GradBucket
+        future = steps.reduce(state, bucket)
+        if steps.ready:
+            steps.step_before(bucket.index())
+            if bucket.is_last():
+                steps.finish()
+        return future
+
+    return hook_with_interleaved_step
+
+
+class _Steps:
+    """The buckets of one iteration, and what has been done with them."""
+
+    def __init__(
+        self, hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard: bool, first: bool
+    ) -> None:
+        if not zero._overlap_with_ddp:
+            raise ValueError("the optimizer was not made with overlap_with_ddp=True, which this hook needs")
+        self.hook, self.zero, self.first = hook, zero, first
+        self.ddp = weakref.ref(ddp)
+        self.iterations = 0
+        self.waiting: dict[int, tuple[GradBucket, Future[torch.Tensor]]] = {}
+        zero._overlap_info.shard_buckets = shard
+
+    @property
+    def ready(self) -> bool:
+        """Whether buckets belong to ranks."""
+        return self.zero._overlap_info.status == OverlapStatus.INITIALIZED
+
+    def reduce(self, state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Begin to reduce a bucket; before that, or after the last one, do what the preparation asks for."""
+        info, index = self.zero._overlap_info, bucket.index()
+        if index == 0:
+            self._begin()
+        future = self.hook(state, bucket)
+        self.waiting[index] = (bucket, future)
+        if self.ready:
+            if [*map(id, bucket.parameters())] != [*map(id, info.params_per_bucket[index])]:
+                raise RuntimeError(f"DDP has changed bucket {index} after its parameters were assigned to ranks")
+        elif self._is_settled():
+            info.params_per_bucket[index:] = [bucket.parameters()]
+            if bucket.is_last():
+                info.status = OverlapStatus.DDP_HAS_REBUILT_BUCKETS
+        if bucket.is_last():
+            self.iterations += 1
+            if self.first and not self.ready:
+                self._step_all()
+        return future
+
+    def _begin(self) -> None:
+        """Begin an iteration, whether or not the one before was gone through to its end."""
+        info = self.zero._overlap_info
+        self.waiting.clear()
+        info.wait_for_broadcasts()
+        if info.status == OverlapStatus.DDP_HAS_REBUILT_BUCKETS:
+            self.zero._init_zero_for_overlap()
+
+    def _is_settled(self) -> bool:
+        """Tell whether DDP will keep the buckets it has; with unused parameters to find, it never changes them."""
+        ddp = self.ddp()
+        if ddp is None:
+            return False
+        if ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph):
+            return True
+        # A rank that has run out of inputs rebuilds its buckets with the others, in DDP's join hook, and notes nothing.
+        return bool(ddp._join_config.enable and self.iterations >= (2 if ddp.static_graph else 1))
+
+    def _step_all(self) -> None:
+        """Step as without overlap, with the gradients of all buckets."""
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for index in sorted(self.waiting):
+            bucket, future = self.waiting[index]
+            gradients.update(zip(bucket.parameters(), reduced_gradients(bucket, future), strict=True))
+        self.waiting.clear()
+        self.zero._step_gradients(gradients)
+        self.zero._end_step()
+        self.zero._sync_params()
+
+    def step_before(self, index: int) -> None:
+        """Step the buckets before this one, whose reductions began earlier."""
+        for earlier in sorted(self.waiting):
+            if earlier < index:
+                self._step(earlier)
+
+    def finish(self) -> None:
+        """Step the buckets that are left, and wait until all parameters have arrived."""
+        for index in sorted(self.waiting):
+            self._step(index)
+        self.zero._end_step()
+        self.zero._overlap_info.wait_for_broadcasts()
+        self.zero._overlap_info.clear_per_iter_info()
+
+    def _step(self, index: int) -> None:
+        """Step this rank's part of a bucket and begin to exchange all parts."""
+        bucket, future = self.waiting.pop(index)
+        zero = self.zero
+        assignments = zero._bucket_assignments_per_rank
+        ranks = sorted(zero._overlap_info.assigned_ranks_per_bucket[index])
+        tensors = {rank: flatten(assignments[rank][index]) for rank in ranks}
+        mine = assignments[zero.rank].get(index)
+        if mine is not None:
+            found = reduced_gradients(bucket, future)[mine.offset : mine.offset + len(mine.parameters)]
+            zero._step_gradients(dict(zip(mine.parameters, found, strict=True)))
+        if zero.world_size == 1:
+            return
+        for rank, tensor in tensors.items():
+            source = dist.get_global_rank(zero.process_group, rank)
+            handle = dist.broadcast(tensor, src=source, group=zero.process_group, async_op=True)
+            zero._overlap_info.broadcast_handles.append(handle)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
 from zckpt.optim.param_groups import Group, copied, hyperparameters
-from zckpt.optim.zero_redundancy import consolidation, exchange
+from zckpt.optim.zero_redundancy import exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
 from zckpt.state.partition import greedy_partition
 
@@ -232,7 +232,7 @@ class PartitionedOptimizer(Optimizer, Joinable):
         ]
         if not self.parameters_as_bucket_view:
             return exchange.plain_exchange(shares)
-        gather = consolidation.wire_device(self.process_group).type != "cpu"
+        gather = exchange.wire_device(self.process_group).type != "cpu"
         return exchange.bucket_view_exchange(shares, gather=gather)
 
     # --- what joins with others

@@ -10,20 +10,18 @@ ValueError, as in torch.optim.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim import param_groups
-from zckpt.optim.memory import copied_like
 from zckpt.optim.param_groups import Group, copied, hyperparameters
-from zckpt.optim.zero_redundancy import consolidation, sharded
-from zckpt.optim.zero_redundancy.overlap import OverlapStatus
-from zckpt.optim.zero_redundancy.partitioned import PartitionedOptimizer, packed
-from zckpt.optim.zero_redundancy.sharded import SHOWN
+from zckpt.optim.tensors import copied_like
+from zckpt.optim.zero_redundancy.partitioned import packed
+
+SHOWN = 4
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -174,133 +172,134 @@ def local_dict(
     return {"state": local, "param_groups": made}
 
 
-class StateDictOptimizer(PartitionedOptimizer):
-    """What gives state away and takes it in."""
+# --- for torch.distributed.checkpoint
 
-    _consolidated: dict[str, Any] | None = None
+STATE, GROUPS, SLOTS = "state", "param_groups", "slots"
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks to one, which then has it in `state_dict()`. Called on all ranks.
+Label = str | int
 
-        Parameters
-        ----------
-        to : int
-            Rank in the process group.
 
-        Raises
-        ------
-        ValueError
-            There is no such rank.
-        """
-        if not 0 <= to < self.world_size:
-            raise ValueError(f"no rank {to}: the process group has {self.world_size} ranks")
-        self._consolidated = None
-        param_groups.sync(self.param_groups, self.optim.param_groups)
-        about, holders = self._about_groups(to)
-        collected = consolidation.collect(self._local_part(), about, self.process_group, to)
-        if collected is not None:
-            whole, gathered = collected
-            made = packed(self.param_groups)
-            for index, holder in enumerate(holders):
-                made[index].update(gathered[holder][index])
-            self._consolidated = {"state": whole, "param_groups": made}
+def labels(groups: Sequence[Group]) -> list[Label]:
+    """Return what each parameter is called: its name if all have different ones, else its number."""
+    names = [name for group in groups for name in group.get("param_names", ())]
+    count = sum(len(group["params"]) for group in groups)
+    return list(names) if len(set(names)) == count else list(range(count))
 
-    def release_state_dict(self) -> None:
-        """Let go of the consolidated copy; `state_dict()` is then this rank's own part again."""
-        self._consolidated = None
 
-    def _local_part(self) -> dict[int, dict[str, Any]]:
-        """Return this rank's state by global parameter number."""
-        numbers = self._param_to_index
-        held = {numbers[p]: dict(values) for p, values in self.optim.state.items() if p in numbers}
-        return {number: held[number] for number in sorted(held)}
+def sharded(groups: Sequence[Group], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a rank.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole state as of the last `consolidate_state_dict` to this rank, else this rank's own part.
+    Parameters
+    ----------
+    groups : sequence of Group
+        All.
+    state : mapping
+        By number, of this rank's parameters, those without state included.
+    """
+    called = labels(groups)
+    made = packed(groups)
+    for group in made:
+        group["params"] = [called[number] for number in group["params"]]
+    return {
+        STATE: {str(called[number]): dict(values) for number, values in state.items() if values},
+        GROUPS: made,
+        SLOTS: {str(called[number]): sorted(values) for number, values in state.items()},
+    }
 
-        Both are numbered over all parameters. The part has the key `partition`; the same rank of as many loads it.
-        """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        if self._consolidated is not None:
-            made = {
-                "state": {number: dict(values) for number, values in self._consolidated["state"].items()},
-                "param_groups": [dict(group) for group in self._consolidated["param_groups"]],
-            }
+
+def room(
+    metadata: Metadata, within: Sequence[str], groups: Sequence[Group], own: Mapping[int, torch.Tensor]
+) -> dict[str, Any]:
+    """Return a dict with room for what a DCP checkpoint has of a rank's parameters.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Of the checkpoint.
+    within : sequence of str
+        The keys under which the checkpoint has the optimizer.
+    groups : sequence of Group
+    own : mapping
+        This rank's parameters by number.
+
+    Raises
+    ------
+    ValueError
+        The checkpoint has no optimizer there.
+    """
+    called = labels(groups)
+    mine = {str(called[number]): parameter for number, parameter in own.items()}
+    found: dict[str, Any] = {STATE: {}, GROUPS: []}
+    for key, path in (metadata.planner_data or {}).items():
+        inner = tuple(path[len(within) :])
+        if tuple(path[: len(within)]) != tuple(within) or len(inner) < 2:
+            continue
+        if inner[0] != GROUPS and inner[1] not in mine:
+            continue
+        _put(found, inner, _blank(metadata.state_dict_metadata[key], mine.get(inner[1])))
+    if not found[GROUPS]:
+        raise ValueError(f"the checkpoint has no optimizer with param groups at {'.'.join(within) or 'its root'}")
+    return found
+
+
+def _blank(about: object, parameter: torch.Tensor | None) -> object:
+    """Return what a value is read into."""
+    if not isinstance(about, TensorStorageMetadata):
+        return None
+    device = parameter.device if parameter is not None and len(about.size) else "cpu"
+    return torch.empty(about.size, dtype=about.properties.dtype, device=device)
+
+
+def _put(tree: dict[str, Any], path: Sequence[str | int], value: object) -> None:
+    """Put a value into a tree of dicts and lists; a number in a path is an index of a list."""
+    node: Any = tree
+    for key, following in zip(path, [*path[1:], None], strict=True):
+        if isinstance(node, list):
+            node.extend([None] * (int(key) + 1 - len(node)))
+            before = node[int(key)]
         else:
-            ranks = [self._param_to_rank[parameter] for parameter in self._index_to_param]
-            made = {
-                "state": self._local_part(),
-                "param_groups": [GroupOfPart(group) for group in packed(self.param_groups)],
-                PARTITION: part_of(self.rank, self.world_size, ranks),
-            }
-        for change in self._optimizer_state_dict_post_hooks.values():
-            made = change(self, made) or made
-        return made
+            before = node.get(key)
+        if following is None:
+            node[key] = value
+        elif before is None:
+            node[key] = before = [] if isinstance(following, int) else {}
+        node = before
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the part of this rank from the state dict of any optimizer of the same parameters.
 
-        Parameters
-        ----------
-        state_dict : mapping
-            Of this class, of torch's, or of the unsharded optimizer, whole; or this rank's own part, with which all
-            ranks take over which of them has which parameter. It is not written to, and nothing of it is kept. State
-            that it does not have is cleared.
+def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterable[int]) -> dict[str, Any]:
+    """Return a dict of a rank as `torch.optim` has it, by number.
 
-        Raises
-        ------
-        ValueError
-            It is that of another optimizer; the message names what differs, and nothing has changed.
-        """
-        given = dict(state_dict)
-        for change in self._optimizer_load_state_dict_pre_hooks.values():
-            given = change(self, given) or given
-        numbers = check(given, self.param_groups)
-        ranks = saved_ranks(given, numbers, self.rank, self.world_size)
-        if ranks is not None and ranks != self._param_to_rank:
-            if self._overlap_info.status != OverlapStatus.UNINITIALIZED:
-                raise ValueError(
-                    "the part was saved when ranks had other parameters than the buckets of DDP give them now: load "
-                    "it before the first iteration, or save with sharded_state_dict()"
-                )
-            self._repartition([[p for p in ranks if ranks[p] == rank] for rank in range(self.world_size)])
-        self.optim.load_state_dict(local_dict(given, numbers, self.optim.param_groups))
-        param_groups.sync(self.optim.param_groups, self.param_groups)
-        self._consolidated = None
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+    Raises
+    ------
+    ValueError
+        It is of other parameters, or lacks state that was saved; the message names some.
+    """
+    if not all(isinstance(state_dict.get(key), kind) for key, kind in ((STATE, Mapping), (GROUPS, (list, tuple)))):
+        raise ValueError("not the dict of sharded_state_dict(): it has no 'state' and 'param_groups'")
+    called = labels(groups)
+    number_of = {str(label): number for number, label in enumerate(called)}
+    saved = [list(group.get("params") or ()) for group in state_dict[GROUPS]]
+    strange = [str(label) for one in saved for label in one if str(label) not in number_of]
+    strange += [label for label in state_dict[STATE] if label not in number_of]
+    if strange:
+        raise ValueError(f"the state dict has parameters that the optimizer has not: {', '.join(strange[:SHOWN])}")
+    for label in (str(called[number]) for number in own):
+        wanted, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
+        if wanted is not None and set(wanted) != set(there):
+            differing = sorted(set(wanted) ^ set(there))
+            raise ValueError(
+                f"the checkpoint has other state of {label} than was read: {', '.join(differing[:SHOWN])}; "
+                f"read into sharded_state_dict(metadata), which has room for what the checkpoint has"
+            )
+    return {
+        STATE: {number_of[label]: values for label, values in state_dict[STATE].items()},
+        GROUPS: [
+            {**_plain(group), "params": [number_of[str(label)] for label in one]}
+            for group, one in zip(state_dict[GROUPS], saved, strict=True)
+        ],
+    }
 
-    def sharded_state_dict(self, metadata: Metadata | None = None, *, within: Sequence[str] = ()) -> dict[str, Any]:
-        """Return this rank's state for `torch.distributed.checkpoint`, which every rank saves its own of.
 
-        Parameters
-        ----------
-        metadata : Metadata, optional
-            Of a DCP checkpoint: the dict then has room for what that has of this rank's parameters, and nothing else.
-            Without it, what this rank has: an optimizer that has not stepped has no state to read into.
-        within : sequence of str
-            The keys under which the checkpoint has the optimizer: ("optimizer",) for {"optimizer": {...}}.
-
-        Raises
-        ------
-        ValueError
-            The checkpoint has no optimizer there.
-        """
-        param_groups.sync(self.param_groups, self.optim.param_groups)
-        own = {number: p for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank}
-        if metadata is not None:
-            return sharded.room(metadata, within, self.param_groups, own)
-        held = self._local_part()
-        return sharded.sharded(self.param_groups, {number: held.get(number, {}) for number in own})
-
-    def load_sharded_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `torch.distributed.checkpoint` has read into `sharded_state_dict()`, at any world size.
-
-        Raises
-        ------
-        ValueError
-            It is of other parameters, or lacks state that was saved; the message names what differs.
-        """
-        own = [number for p, number in self._param_to_index.items() if self._param_to_rank[p] == self.rank]
-        self.load_state_dict(sharded.numbered(state_dict, self.param_groups, own))
+def _plain(group: Mapping[str, Any]) -> Group:
+    """Return a group without names: its labels have found the parameters already."""
+    return {key: value for key, value in group.items() if key != "param_names"}

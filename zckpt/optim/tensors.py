@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from zckpt.errors import UnsupportedError
+from zckpt.state import Extent
 from zckpt.state.names import INNER, bare_names, plain_name
 
 T = TypeVar("T")
@@ -170,3 +174,128 @@ def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Elements of a tensor that this rank has.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Of the whole tensor.
+    extent : Extent
+        A whole box, or a range of the flattened tensor.
+    tensor : Tensor
+        Those elements, in the extent's order; not a copy.
+    ranks : tuple of int or None
+        The ranks, in the world, that have the same; None: all that save together.
+    """
+
+    shape: tuple[int, ...]
+    extent: Extent
+    tensor: torch.Tensor
+    ranks: tuple[int, ...] | None = None
+
+
+def share_of(tensor: torch.Tensor, name: str) -> Share | None:
+    """Return what this rank has of a tensor; None if it has nothing of it.
+
+    Raises
+    ------
+    UnsupportedError
+        A DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse tensor.
+    """
+    if isinstance(tensor, DTensor):
+        return _share_of_dtensor(tensor, name)
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"{name} is {tensor.layout}, of which no part can be told", advice="make it dense")
+    shape = tuple(tensor.shape)
+    return Share(shape, Extent.whole(shape), tensor.detach())
+
+
+def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UnsupportedError(f"{name} is a partial sum on each rank", found=tensor.placements)
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = tensor.to_local().detach()
+    if len(chunks) > 1:
+        raise UnsupportedError(f"{name} has {len(chunks)} parts on one rank", found=tensor.placements)
+    if not chunks:
+        return None
+    offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    extent = Extent(offsets, sizes, 0, local.numel())
+    return Share(tuple(tensor.shape), extent, local, _replicas(tensor))
+
+
+def _replicas(tensor: DTensor) -> tuple[int, ...]:
+    """Return the ranks whose coordinates differ from this one's only where the tensor is replicated."""
+    if not any(placement.is_replicate() for placement in tensor.placements):
+        return (world_rank(),)
+    mesh = tensor.device_mesh
+    own = list(mesh.get_coordinate() or ())
+    along = [
+        range(mesh.size(dim)) if placement.is_replicate() else (own[dim],)
+        for dim, placement in enumerate(tensor.placements)
+    ]
+    every = mesh.mesh
+    return tuple(sorted(int(every[coordinate].item()) for coordinate in itertools.product(*along)))
+
+
+def world_rank() -> int:
+    """Return this rank's number in the world."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements fill its memory, in whatever order of dimensions, such as channels last."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements as they lie, without copying."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def shaped(elements: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of a flat tensor that has the shape of another and lies as that does, row-major if it has gaps."""
+    if is_dense(like):
+        return elements.as_strided(like.shape, like.stride(), elements.storage_offset())
+    return elements.view(like.shape)
+
+
+def copied_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, lying as another does if they have the same shape."""
+    if value.shape != like.shape or value.stride() == like.stride():
+        return value.detach().clone()
+    return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value.detach())
+
+
+Future = torch.futures.Future
+
+GradBucket = Any
+"""DDP's own class has no type information, and DDP compares what a hook is annotated with to the class itself."""
+
+Hook = Callable[[Any, GradBucket], "Future[torch.Tensor]"]
+"""Takes a state and a bucket, and returns the bucket's average over ranks."""
+
+
+def reduced_gradients(bucket: GradBucket, future: Future[torch.Tensor]) -> list[torch.Tensor]:
+    """Wait for a bucket's reduction and return its gradients, wherever the hook has put them.
+
+    In a bucket, a gradient lies as its parameter does. `bucket.gradients()` takes them all to be row-major.
+    """
+    result = future.wait()
+    reduced = result[0] if isinstance(result, (list, tuple)) else result
+    found, at = [], 0
+    for parameter in bucket.parameters():
+        found.append(shaped(reduced[at : at + parameter.numel()], parameter).to(parameter.dtype))
+        at += parameter.numel()
+    return found

@@ -1,4 +1,4 @@
-"""What this rank writes: of what several ranks have, each a part of about the same size."""
+"""What this rank writes: of what several ranks have, each writes about as much."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from zckpt.formats.native.rank_file import UNWRITTEN, Entry, Listed, slot_entry
 from zckpt.operations.tensors import dtype_name, memory_of
-from zckpt.optim.shares import Share
+from zckpt.optim.tensors import Share
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import even_extents
@@ -54,7 +54,7 @@ def key_of(slot: str, name: str) -> str:
 
 
 @dataclass(slots=True)
-class Part:
+class RankState:
     """What a rank writes, as the first rank has to know it.
 
     Parameters
