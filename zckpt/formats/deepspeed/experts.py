@@ -43,12 +43,6 @@ def expert_number(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
-def layer_of(name: str) -> str:
-    """Return what comes in an expert's name before its number."""
-    match = _EXPERT.fullmatch(name)
-    return match["before"] if match else ""
-
-
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
     numbers: dict[str, set[int]] = {}
@@ -64,17 +58,13 @@ def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return name
-    number = expert_rank * per_rank[match["before"]] + int(match["number"])
+    number = int(match["number"]) + expert_rank * per_rank[match["before"]]
     return f"{match['before']}{number}{match['after']}"
 
 
 def local_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     """Return the name with the number that the expert has on its expert rank."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return name
-    number = int(match["number"]) - expert_rank * per_rank[match["before"]]
-    return f"{match['before']}{number}{match['after']}"
+    return global_name(name, -expert_rank, per_rank)
 
 
 def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> list[list[str]]:
@@ -287,8 +277,9 @@ class _Rank:
             )
 
     def _has(self, name: str, per_rank: dict[str, int]) -> bool:
-        count, number = per_rank[layer_of(name)], expert_number(name) or 0
-        return count > 0 and number // count == self.rank
+        match = _EXPERT.fullmatch(name)
+        count = per_rank[match["before"]] if match else 0
+        return match is not None and count > 0 and int(match["number"]) // count == self.rank
 
     def _of_groups(
         self, optimizer: OptimizerState, groups: Sequence[int], known: dict[str, str], given: Sequence[str] | None

@@ -234,30 +234,40 @@ def _place_parameters(
     known = {*model.module, *trained, *weights}
     for name, tensor in model.module.items():
         if name in model.buffer_names:
-            slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+            state.buffers[name] = _buffer(name, tensor, path)
         elif name in aliases and aliases[name] in known:
             state.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
         elif name in trained:
             state.parameters[name] = _trained(name, trained, tensor, path, parameterwise=parameterwise)
         elif _is_other_tensor(name, tensor, model, parameterwise=parameterwise, has_groups=bool(trained)):
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+            state.buffers[name] = _buffer(name, tensor, path)
         elif (slot := _frozen(name, tensor, models, parameterwise=parameterwise)) is not None:
             state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         else:
             lost.append(name)
-    for name, (where, tensor) in weights.items():
-        if name in model.buffer_names:
-            slots = {WEIGHT: slot_of(WEIGHT, tensor, where)}
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
-        elif name not in state.parameters:
-            state.parameters[name] = _trained_outside(name, trained, tensor, where)
+    _place_outside(state, trained, model, weights)
     _place_without_weight(state, trained, model)
     complete_aliases(state.parameters, path)
     _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
         shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
         state.warnings.append(f"{path}: no file holds the values of {shown}; left out")
+
+
+def _place_outside(
+    state: RankState, trained: Trained, model: ModelShard, weights: Mapping[str, tuple[str, Tensor]]
+) -> None:
+    """Add the parameters and buffers whose weights lie outside the model file."""
+    for name, (where, tensor) in weights.items():
+        if name in model.buffer_names:
+            state.buffers[name] = _buffer(name, tensor, where)
+        elif name in state.parameters:
+            continue
+        elif name in trained:
+            state.parameters[name] = _trained(name, trained, tensor, where, parameterwise=False)
+        else:
+            weight = {WEIGHT: slot_of(WEIGHT, tensor, where)}
+            state.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, weight, frozen=True)
 
 
 def _place_without_weight(state: RankState, trained: Trained, model: ModelShard) -> None:
@@ -301,30 +311,20 @@ def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, paramete
                 state.duplicates.append(Duplicate("buffer", name, name, copy, first, model.shard.dp_rank))
 
 
+def _buffer(name: str, tensor: Tensor, path: str) -> Parameter:
+    return Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+
+
 def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, parameterwise: bool) -> Parameter:
+    """Return a trained parameter with its weight, which under ZeRO-3 is in no file."""
     shape, slots, group = trained[name]
     if parameterwise:
         return Parameter(name, shape, tensor.dtype, slots, group)
     if tensor.shape != shape:
         raise LayoutError(
-            f"{name} has two shapes",
-            path=path,
-            expected=f"{shape} as in param_shapes",
-            found=f"{tensor.shape} in module",
-        )
-    return Parameter(name, shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path), **slots}, group)
-
-
-def _trained_outside(name: str, trained: Trained, tensor: Tensor, path: str) -> Parameter:
-    weight = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-    if name not in trained:
-        return Parameter(name, tensor.shape, tensor.dtype, weight, frozen=True)
-    shape, slots, group = trained[name]
-    if tensor.shape != shape:
-        raise LayoutError(
             f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=tensor.shape
         )
-    return Parameter(name, shape, tensor.dtype, {**weight, **slots}, group)
+    return Parameter(name, shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path), **slots}, group)
 
 
 def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, parameterwise: bool) -> Slot | None:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, ValueTensor, new_storage, view
-from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Scalar, Slot
+from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, new_storage, value_node, view
+from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -102,17 +101,8 @@ def _stage(target: Target) -> Object:
     return Object(_STAGE_ENUM, args=(target.stage,))
 
 
-def _values(group: ParamGroup) -> dict[object, object]:
-    """Return a group's single values as a file has them."""
-    return {key: _value(value) for key, value in group.state.items()}
-
-
-def _value(value: object) -> object:
-    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
-
-
 def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, object]:
-    return {**{key: _value(value) for key, value in group.hyperparameters.items()}, "params": params}
+    return {**{key: value_node(value) for key, value in group.hyperparameters.items()}, "params": params}
 
 
 def _slot_keys(parameters: list[Parameter]) -> list[str]:
@@ -123,7 +113,7 @@ def _slot_keys(parameters: list[Parameter]) -> list[str]:
 def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
     """Return the state that one rank has of its own, as its file has it."""
     return {
-        one.key: _value(one.value)
+        one.key: value_node(one.value)
         for one in target.checkpoint.per_rank
         if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition)
     }
@@ -133,7 +123,8 @@ def _ordered(
     first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
 ) -> dict[object, object]:
     """Return one state with its keys in the order that the source's have."""
-    state = {**_values(group), **tensors, **own}
+    values: dict[object, object] = {key: value_node(value) for key, value in group.state.items()}
+    state = {**values, **tensors, **own}
     known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
     order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
     return {key: state[key] for key in order if key in state}
@@ -185,23 +176,14 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
     }
     if not target.bf16_optimizer:
         cut["zero_stage"] = _stage(target)
-        cut["clip_grad"] = _clip(target)
+        clipping = target.origin.members[0].content.get("clip_grad")
+        configured = target.origin.model.config.get("gradient_clipping", 0.0)
+        cut["clip_grad"] = configured if clipping is None else clipping
         cut["ds_version"] = source.version
-    if not target.bf16_optimizer and (target.alignment or _knows_alignment(target)):
+    # The version that wrote the source may write alignment pads down, even if they are zero.
+    if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
         cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
     return cut
-
-
-def _knows_alignment(target: Target) -> bool:
-    """Tell whether the version that wrote the source writes alignment pads down, be they zero."""
-    source = target.origin.members[0]
-    return source.alignment_paddings is not None
-
-
-def _clip(target: Target) -> object:
-    old = target.origin.members[0].content.get("clip_grad")
-    configured = target.origin.model.config.get("gradient_clipping", 0.0)
-    return configured if old is None else old
 
 
 def _partition(

@@ -17,8 +17,8 @@ from zckpt.codes import MISSING_FILE
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
-from zckpt.formats.torch_files.tensors import describe, encode, read_scalars, slot_of, span_of
-from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
+from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -267,9 +267,7 @@ def _zeros(parameter: Parameter, dtype: str) -> object:
 
 
 def _single(value: object, label: str) -> object:
-    if isinstance(value, Scalar):
-        return ValueTensor(encode(value), value.dtype, ())
-    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value
+    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value_node(value)
 
 
 class Slices:

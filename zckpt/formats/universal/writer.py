@@ -21,8 +21,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import (
     FOLDER,
     MASTER_STEM,
@@ -33,7 +32,7 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import INFO_KEY, Folder, folders, weight
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
 
 DEEPSPEED_VERSION = "0.19.8"
@@ -221,7 +220,7 @@ def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequenc
     tree["ds_version"] = version or DEEPSPEED_VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
-        step = _value(groups[0].state[STEP_STEM])
+        step = value_node(groups[0].state[STEP_STEM])
         tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
     tree[KEY] = _rest(checkpoint, folders)
     return tree
@@ -247,11 +246,7 @@ def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:
 
 
 def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
-    return {**{key: _value(value) for key, value in hyperparameters.items()}, "params": params}
-
-
-def _value(value: object) -> object:
-    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
+    return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}
 
 
 def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
