@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
@@ -186,7 +186,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     found = [_Rank(checkpoint, rank, len(files), _content(file), file, names) for rank, (_, file) in enumerate(files)]
     first = found[0]
     for one in found:
-        if one.hyperparameters != first.hyperparameters or one.values != first.values:
+        if one.settings != first.settings:
             raise ShardError(
                 f"expert rank {one.rank} is from another step or run: its param groups differ",
                 path=one.file.path,
@@ -257,8 +257,7 @@ class _Rank:
         self.experts = self._of_groups(optimizer, self.of_experts, {f"{i:09}": n for i, n in enumerate(local)}, given)
         if self.experts.unnamed:
             raise UnsupportedError(
-                f"which expert's the optimizer's parameters {', '.join(list(self.experts.unnamed)[:4])} are is not "
-                f"known",
+                f"which expert's the optimizer's parameters {listed(list(self.experts.unnamed))} are is not known",
                 path=file.path,
                 advice="give --names FILE, one name a line in the optimizer's order, experts by their number on a rank",
             )
@@ -313,14 +312,9 @@ class _Rank:
         return own
 
     @property
-    def hyperparameters(self) -> list[dict[str, object]]:
-        """Of each group."""
-        return [group.hyperparameters for group in self.groups]
-
-    @property
-    def values(self) -> list[dict[str, object]]:
-        """The single values of each group."""
-        return [group.state for group in self.groups]
+    def settings(self) -> list[tuple[dict[str, object], dict[str, object]]]:
+        """Hyperparameters and single values of each group."""
+        return [(group.hyperparameters, group.state) for group in self.groups]
 
     def give_experts(self) -> None:
         """Give the experts of this rank their slots."""

@@ -152,9 +152,9 @@ def cut_group(
         _check_mappings(group, member, names, assigned, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
         numel = flat_padding(starts[-1], partition, position)
-        nbytes = _padding_nbytes(member, group.index, numel, keys)
+        nbytes = sum(numel * tensor.itemsize for tensor in member.element_tensors(group.index, keys).values())
         own = list(_padding_spans(member, group.index, partition, assigned[position], keys))
-        kept = _zero_keys(member, group.index)
+        kept = ZERO_WITHOUT_GRADIENTS - (GROWS_WITH_RMS if "RMS" in member.scalars[group.index] else frozenset())
         zeros = tuple(span for span in own if span.slot == MASTER or span.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
         padding_spans += own
@@ -343,11 +343,6 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
     return next(iter(dtypes))
 
 
-def _zero_keys(member: OptimizerShard, group: int) -> frozenset[str]:
-    """Return the optimizer's keys whose padding stays zero."""
-    return ZERO_WITHOUT_GRADIENTS - (GROWS_WITH_RMS if "RMS" in member.scalars[group] else frozenset())
-
-
 def _padding_spans(
     member: OptimizerShard, group: int, partition: int, shares: Sequence[FlatShare], keys: set[str]
 ) -> Iterator[PaddingSpan]:
@@ -359,17 +354,10 @@ def _padding_spans(
     """
     ends = [0, *(f.position + f.numel for f in shares)]
     gaps = [gap for gap in zip(ends, [*(f.position for f in shares), partition], strict=True) if gap[0] < gap[1]]
-    tensors = {MASTER: member.masters[group], **{k: t for k, t in member.tensors[group].items() if k in keys}}
-    for key, tensor in tensors.items():
+    for key, tensor in member.element_tensors(group, keys).items():
         limit = tensor.storage.offset + tensor.storage.nbytes
         for start, end in gaps:
             low = tensor.offset + start * tensor.itemsize
             high = min(tensor.offset + end * tensor.itemsize, limit)
             if low < high:
                 yield PaddingSpan(key, member.path, low, high - low)
-
-
-def _padding_nbytes(member: OptimizerShard, group: int, numel: int, keys: set[str]) -> int:
-    """Return the bytes of padding in storage: a stripped tensor may still have it behind its end."""
-    tensors = [member.masters[group], *(t for k, t in member.tensors[group].items() if k in keys)]
-    return sum(numel * tensor.itemsize for tensor in tensors)

@@ -110,11 +110,13 @@ def _paddings(
     for name, index, _ in walk:
         numels.setdefault(index, []).append(math.prod(shapes[name]))
     pads = {index: shard_paddings(found, len(members)) for index, found in sorted(numels.items())}
-    return [
-        Padding(member.rank, index, pad[rank], pad[rank] * _bytes_per_element(member, index, keys[index]))
-        for rank, member in enumerate(members)
-        for index, pad in pads.items()
-    ]
+    found = []
+    for rank, member in enumerate(members):
+        for index, pad in pads.items():
+            tensors = member.element_tensors(index, keys[index])
+            nbytes = pad[rank] * sum(tensor.itemsize for tensor in tensors.values())
+            found.append(Padding(member.rank, index, pad[rank], nbytes))
+    return found
 
 
 FEWEST_SHARDS = 1 << 13
@@ -151,10 +153,9 @@ class ShardPadding:
             for rank, member in enumerate(self.members):
                 _, count = shard_share(numel, world, rank)
                 left = shard_numel(numel, world) - count
-                for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
-                    if left and (key == MASTER or key in self.keys[index]):
-                        offset = tensor.offset + (at + count) * tensor.itemsize
-                        yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
+                for key, tensor in member.element_tensors(index, self.keys[index]).items() if left else ():
+                    offset = tensor.offset + (at + count) * tensor.itemsize
+                    yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
 
     @property
     def is_large(self) -> bool:
@@ -184,9 +185,8 @@ class ShardPadding:
             widths = -(-numels // world)
             held = np.clip(numels - rank * widths, 0, widths)
             ranges = merged_ranges(starts + held, starts + widths)
-            for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
-                if key == MASTER or key in self.keys[index]:
-                    yield key, tensor.offset + ranges * tensor.itemsize
+            for key, tensor in member.element_tensors(index, self.keys[index]).items():
+                yield key, tensor.offset + ranges * tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +207,6 @@ class FrozenPadding:
                 if count < tensor.numel:
                     low = tensor.offset + count * tensor.itemsize
                     yield PaddingSpan(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
-
-
-def _bytes_per_element(member: OptimizerShard, index: int, keys: Set[str]) -> int:
-    tensors = [member.masters[index], *(t for key, t in member.tensors[index].items() if key in keys)]
-    return sum(tensor.itemsize for tensor in tensors)
 
 
 def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:

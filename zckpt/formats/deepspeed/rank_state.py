@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.experts import (
     expert_number,
     expert_parallel_size,
@@ -250,8 +250,7 @@ def _place_parameters(
     complete_aliases(state.parameters, path)
     _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
-        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-        state.warnings.append(f"{path}: no file holds the values of {shown}; left out")
+        state.warnings.append(f"{path}: no file holds the values of {listed(lost)}; left out")
 
 
 def _place_outside(

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from zckpt import errors
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
@@ -30,8 +31,7 @@ SHOWN_RANKS = 16
 
 def listed(ranks: Sequence[int]) -> str:
     """Return ranks as text a person can read, however many there are."""
-    text = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    return text + (f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else "")
+    return errors.listed(ranks, most=SHOWN_RANKS)
 
 
 def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerShard]) -> int:

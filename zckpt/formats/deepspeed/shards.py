@@ -12,14 +12,14 @@ optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
-from zckpt.state import Scalar
+from zckpt.state import MASTER, Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Shapes = dict[str, tuple[int, ...]]
@@ -127,6 +127,10 @@ class OptimizerShard:
     def rank(self) -> int:
         """Data-parallel rank."""
         return self.shard.dp_rank or 0
+
+    def element_tensors(self, index: int, keys: Set[str]) -> dict[str, Tensor]:
+        """Return the master of a group and those of its tensors that have one of the keys, by slot."""
+        return {MASTER: self.masters[index], **{k: t for k, t in self.tensors[index].items() if k in keys}}
 
 
 def read_models(shards: Sequence[Shard]) -> list[ModelShard]:

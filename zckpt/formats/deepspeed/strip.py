@@ -95,7 +95,8 @@ class _Work:
         members = [member for one in origin.ranks for member in one.members]
         flat = any(member.stage != 3 for member in members)
         named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        self.without_files = request.optimizer and flat and named and _has_all_weights(checkpoint)
+        whole = all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
+        self.without_files = request.optimizer and flat and named and whole
         self.layouts: dict[str, LeanLayout] = {}
         self.notes: list[str] = []
         if request.padding and not self.without_files:
@@ -123,16 +124,14 @@ class _Work:
 
         def edit(file: TorchFile) -> Edited:
             edited = optimizer_edit(self.request, self.slots)(file)
-            _drop_from_list(file, self.request, self.slots, edited)
+            states = optimizer_content(file).get("base_optimizer_state")
+            if self.request.slots and isinstance(states, list):  # the elastic form
+                drop_slots(states, self.request, self.slots, edited)
             if shard.path in self.layouts:
                 drop_padding(file, self.layouts[shard.path], self.slots, edited)
             return edited
 
         return edit
-
-
-def _has_all_weights(checkpoint: Checkpoint) -> bool:
-    return all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
 
 
 def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
@@ -161,14 +160,6 @@ def _gone(file: TorchFile) -> Edited:
         state = "base_optimizer_state" in path
         edited.dropped.append((str(path[-1]) if state else MASTER, tensor))
     return edited
-
-
-def _drop_from_list(file: TorchFile, request: Request, slots: list[str], edited: Edited) -> None:
-    """Take slots out of the elastic form, a list of states."""
-    content = optimizer_content(file)
-    states = content.get("base_optimizer_state")
-    if request.slots and isinstance(states, list):
-        drop_slots(states, request, slots, edited)
 
 
 def _latest(path: Path, tag: str) -> Rewritten:

@@ -254,10 +254,9 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
     ):
         raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
     bare = origin.members[0].elastic and not origin.members[0].groups
-    if not elastic and bare and stage != 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which the rigid form needs", path=path)
-    if bare and stage == 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which ZeRO-3 needs", path=path)
+    if bare and (stage == 3 or not elastic):
+        needs = "ZeRO-3" if stage == 3 else "the rigid form"
+        raise UnsupportedError(f"the elastic form holds no hyperparameters, which {needs} needs", path=path)
     if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
         raise UnsupportedError(
             "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",

@@ -25,8 +25,8 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, Rules, info_for
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
@@ -191,7 +191,8 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     LayoutError
         A parameter does not divide among the ranks.
     """
-    ranks = origin.ranks or [_whole(checkpoint, origin)]
+    whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
+    ranks = origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)
     path = origin.rules_path or origin.model.shard.path
@@ -215,12 +216,6 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     for state in states:
         complete_aliases(state.parameters)
     return [replace(files, state=state) for files, state in zip(like, states, strict=True)]
-
-
-def _whole(checkpoint: Checkpoint, origin: Origin) -> RankFiles:
-    """Return the checkpoint itself as the state of the only rank."""
-    state = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-    return RankFiles([origin.model], origin.members, state)
 
 
 def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -> Rules:
@@ -264,13 +259,9 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
             found=padded,
         )
     kept = min(padded, present)
-    slots = {key: _first_rows(slot, kept) for key, slot in parameter.slots.items()}
+    # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
+    slots = {key: replace(slot, shape=(kept, *slot.shape[1:])) for key, slot in parameter.slots.items()}
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
-
-
-def _first_rows(slot: Slot, rows: int) -> Slot:
-    """Return a slot without its last rows; spans may reach over the end, and what is not there is not asked for."""
-    return replace(slot, shape=(rows, *slot.shape[1:]))
 
 
 def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, object] | None:
@@ -292,8 +283,9 @@ def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:
 
 def _rows(origin: Origin, states: Sequence[RankFiles]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
-    keys = ("vocabulary_parameter_patterns", "original_vocab_size")
-    rules = Rules({key: origin.rules[key] for key in keys if key in origin.rules}, "") if origin.rules else None
+    rules = (
+        Rules({key: origin.rules[key] for key in VOCABULARY_KEYS if key in origin.rules}, "") if origin.rules else None
+    )
     found = {
         sum(files.state.parameters[name].shape[0] for files in states)
         for name, p in states[0].state.parameters.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import boxes_of, row_major
-from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError
+from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, SLICED, Rule, Rules, Share
@@ -24,9 +24,6 @@ from zckpt.storage.files import Sources
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
-
-SHOWN_NAMES = 8
-"""More names than this are counted, not listed."""
 
 
 def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded: bool = False) -> RankState:
@@ -132,9 +129,8 @@ def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[
 
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
     """Return the error for slices that no rule names."""
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
     return UnsupportedError(
-        f"tensor-parallel slices of {len(names)} parameters ({shown}) and no rules {what}",
+        f"tensor-parallel slices of {len(names)} parameters ({listed(names)}) and no rules {what}",
         path=path,
         expected="universal_checkpoint_info in the model file",
         advice="give them with --tp-rules FILE",

@@ -302,11 +302,14 @@ INFO_KEY = "universal_checkpoint_info"
 
 REPLICATED_KEY = "tp_replicated_parameter_patterns"
 
+VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
+"""The rules that also matter where nothing is sliced."""
+
 MAXIMUM_NBYTES = 1 << 20
 """Rules are a page of patterns; a larger file is something else."""
 
 RULE_KEYS = frozenset({
-    "original_vocab_size", "padded_vocab_size", "vocabulary_parameter_patterns", REPLICATED_KEY,
+    *VOCABULARY_KEYS, "padded_vocab_size", REPLICATED_KEY,
     "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
     "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params", "sub_param_shard_widths",
 })  # fmt: skip

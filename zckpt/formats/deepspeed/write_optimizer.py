@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetRank
 from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, new_storage, value_node, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
@@ -154,7 +154,10 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         length = stripped if target.elastic else partition
         keys = _slot_keys(parameters)
         tensors: dict[object, object] = {}
-        if MOMENTUM in keys and _keeps_whole(target, group):
+        muon = keeps_whole_matrices(
+            group.values.hyperparameters, target.origin.model.config, partition=target.bf16_optimizer
+        )
+        if MOMENTUM in keys and muon:  # it would take a partition for some matrices
             keys.remove(MOMENTUM)
             if shares:
                 tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
@@ -198,12 +201,6 @@ def _partition(
     """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
     parts = [part for f in shares for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
     return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
-
-
-def _keeps_whole(target: Target, group: TargetGroup) -> bool:
-    """Tell whether DeepSpeed has the momentum of a group as whole matrices; it would take a partition for some."""
-    config = target.origin.model.config
-    return keeps_whole_matrices(group.values.hyperparameters, config, partition=target.bf16_optimizer)
 
 
 def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:

@@ -6,7 +6,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,9 +176,10 @@ def _files(target: Target, folder: str) -> Iterator[TargetFile]:
         shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
         name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
         yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
+    prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
     for mp in target.ranks:
         for rank in range(target.world_size):
-            name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
+            name = f"{folder}{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
             yield torch_writer.lay_out(name, optimizer_tree(target, mp, rank))
 
 
@@ -189,12 +190,6 @@ def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
         return
     for rank in range(target.world_size):
         yield rank, f"zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_model_states.pt"
-
-
-def _prefix(target: Target) -> str:
-    """Return what the source's optimizer files begin with: `bf16_` for bf16 models."""
-    name = Path(target.origin.members[0].path).name
-    return name[: name.index("zero_pp_rank")]
 
 
 _WRITTEN = frozenset({
@@ -241,19 +236,12 @@ def _differing(models: Sequence[ModelShard]) -> list[str]:
     """Return the keys and buffers of which not all of these files have the same value."""
     first = models[0]
     keys = dict.fromkeys(key for model in models for key in model.content if key not in _WRITTEN)
-    found = [key for key in keys if any(not _same(first, model, key) for model in models[1:])]
-    for name in first.module:
-        if name in first.buffer_names and any(not _same_buffer(first, model, name) for model in models[1:]):
-            found.append(f"buffer {name}")
-    return found
+    buffers = [name for name in first.module if name in first.buffer_names]
 
+    def differs(one: Mapping[str, object], model: ModelShard, other: Mapping[str, object], key: str) -> bool:
+        if key not in one or key not in other:
+            return (key in one) != (key in other)
+        return not is_same(FromFile.of(first.file, one[key]), FromFile.of(model.file, other[key]))
 
-def _same(one: ModelShard, other: ModelShard, key: str) -> bool:
-    if (key in one.content) != (key in other.content):
-        return False
-    return is_same(FromFile.of(one.file, one.content[key]), FromFile.of(other.file, other.content[key]))
-
-
-def _same_buffer(one: ModelShard, other: ModelShard, name: str) -> bool:
-    a, b = one.module[name], other.module.get(name)
-    return b is not None and is_same(FromFile.of(one.file, a), FromFile.of(other.file, b))
+    found = [key for key in keys if any(differs(first.content, m, m.content, key) for m in models[1:])]
+    return found + [f"buffer {n}" for n in buffers if any(differs(first.module, m, m.module, n) for m in models[1:])]

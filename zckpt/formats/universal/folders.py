@@ -16,7 +16,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.optimizer_values import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, Rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
@@ -129,8 +129,6 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
 
 
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
-
-INFO_KEY = "universal_checkpoint_info"
 
 TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""
@@ -250,8 +248,11 @@ def _trained(
     for key, value in needed.items():
         if key not in folder.files and key not in folder.values:
             folder.filled.append(key)
-            step = key == STEP_STEM
-            folder.files[key] = _single(value, key) if step else {**keys, "param": _zeros(parameter, str(value))}
+            if key == STEP_STEM:
+                folder.files[key] = _single(value, key)
+                continue
+            zeros = view(new_storage(str(value), parameter.numel), parameter.shape or (1,))
+            folder.files[key] = {**keys, "param": zeros}
     return folder
 
 
@@ -260,10 +261,6 @@ def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
     if slot.shape == () == parameter.shape:  # DeepSpeed's loader cuts a dimension, and there must be one
         return view(new_storage(dtype, 1, [SlotPart(0, slot, label)]), (1,))
     return SlotTensor(slot, dtype, label)
-
-
-def _zeros(parameter: Parameter, dtype: str) -> object:
-    return view(new_storage(dtype, parameter.numel), parameter.shape or (1,))
 
 
 def _single(value: object, label: str) -> object:

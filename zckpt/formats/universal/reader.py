@@ -76,7 +76,8 @@ def read(directory: Path) -> Checkpoint:
     checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
     _place_untrained(checkpoint, models, shapes)
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
-    checkpoint.parameters = _ordered(checkpoint, models)
+    names = dict.fromkeys([*models.names(), *checkpoint.parameters])
+    checkpoint.parameters = {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
     complete_aliases(checkpoint.parameters, models.first.shard.path)
     _note_duplicates(checkpoint, models)
     _note_folders(checkpoint, directory / FOLDER)
@@ -158,12 +159,6 @@ def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[i
     for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
         slots[key] = stored.tensors[key].slot(key, shape)
     return Parameter(name, shape, models.dtype(name), slots)
-
-
-def _ordered(checkpoint: Checkpoint, models: ModelFiles) -> dict[str, Parameter]:
-    """Return the parameters in the model's order, and then those that its file does not name."""
-    names = dict.fromkeys([*models.names(), *checkpoint.parameters])
-    return {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
 
 
 def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
@@ -31,7 +32,7 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import INFO_KEY, Folder, folders, weight
+from zckpt.formats.universal.folders import Folder, folders, weight
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
 
@@ -54,8 +55,6 @@ OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_
 
 ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
 """What DeepSpeed's ZeRO-3 loads of a parameter, and all it loads."""
-
-SHOWN_NAMES = 8
 
 
 def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFile]:
@@ -107,13 +106,13 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
-    listed = [name for group in checkpoint.param_groups for name in group.parameters]
-    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed if n not in checkpoint.parameters)]))
+    in_groups = [name for group in checkpoint.param_groups for name in group.parameters]
+    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in in_groups if n not in checkpoint.parameters)]))
     if names:
         raise UnsupportedError(
             "a universal checkpoint has a folder for each parameter by name, and the names of some are not known",
             path=checkpoint.source,
-            found=", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else ""),
+            found=listed(names),
             advice="give --names FILE",
         )
     if checkpoint.optimizers():
@@ -191,16 +190,13 @@ def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
     for parameter in checkpoint.parameters.values():
         owner = checkpoint.owner(parameter.name)
         if owner.name not in tensors:
-            tensors[owner.name] = view(new_storage(owner.dtype, 0), (0,)) if parameterwise else _whole(owner)
+            empty = view(new_storage(owner.dtype, 0), (0,))
+            tensors[owner.name] = empty if parameterwise else SlotTensor(weight(owner), owner.dtype, owner.name)
         module[parameter.name] = tensors[owner.name]
     for buffer in checkpoint.buffers.values():
         slot = buffer.slots[WEIGHT]
         module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
     return module
-
-
-def _whole(parameter: Parameter) -> SlotTensor:
-    return SlotTensor(weight(parameter), parameter.dtype, parameter.name)
 
 
 def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:

@@ -142,7 +142,11 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
         attach_named(own, rank.state, rank.file.path, names)
         shares.append(own.param_groups)
     for number, group in enumerate(order):
-        states = [share[number].state for rank, share in zip(ranks, shares, strict=True) if _has_state(rank, number)]
+        states = [
+            share[number].state
+            for rank, share in zip(ranks, shares, strict=True)
+            if any(own in rank.state.state for own in rank.state.numbers[number])
+        ]
         if len({repr(state["step"]) for state in states if "step" in state}) > 1:
             checkpoint.warnings.append(f"ranks have taken different steps with param group {number}")
         shared = dict(states[0]) if states else {}
@@ -162,10 +166,6 @@ def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names
         attach(checkpoint, state, path, names=names)
     except UsageError as error:
         raise LayoutError(error.message, path=path, expected=error.expected, found=error.found) from error
-
-
-def _has_state(rank: RankFile, group: int) -> bool:
-    return any(number in rank.state.state for number in rank.state.numbers[group])
 
 
 def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint, path: str) -> Order:
