@@ -22,7 +22,7 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `convert --to deepspeed` can be given."""
+    """What `convert --to deepspeed` can be given; None: as the source is."""
 
     world_size: int | None = option(int, None, "Data-parallel ranks. Default: as SOURCE.", metavar="N")
     stage: int | None = option(int, None, "ZeRO stage. Default: as SOURCE.", choices=STAGES)

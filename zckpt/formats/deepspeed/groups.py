@@ -1,4 +1,17 @@
-"""The order of each flat group: from `param_shapes`, and from the slice mappings where a file has no shapes."""
+"""What the files say of the parameters of a group: their order in the flat buffer, other names, and Muon's matrices.
+
+The order is that of `param_shapes`, or follows from the slice mappings where a file has no shapes.
+
+Muon keeps, under ZeRO-1 and 2, the momentum of whole matrices, on every rank that holds elements of one:
+
+partition of rank r       |..AAAA|BBBBBB|CC....|       cut anywhere
+momentum_buffer           all of A, B, C, end to end   a matrix that lies on two ranks is on both of them in full
+
+Its sizes tell it from an ordinary partition; where both are alike on all ranks, no matrix is cut and both say the
+same of every element. Under ZeRO-3, with the optimizer offloaded and in BF16_Optimizer, it is an ordinary partition.
+
+Source: DeepSpeed 0.19.8, `DeepSpeedZeroOptimizer._muon_momentum_buffer` and `_apply_muon_updates_cpu_offload`.
+"""
 
 from __future__ import annotations
 

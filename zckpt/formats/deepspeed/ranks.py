@@ -1,4 +1,7 @@
-"""Which ranks a checkpoint should have files of, and whether those that are there belong together. No layout."""
+"""Which ranks a checkpoint should have files of, and whether those that are there belong together. No layout.
+
+`select` stops at the first problem, as opening does; `survey` reads every file that can be read and returns them all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""What the values in DeepSpeed's files are, for the inventory: some say how state is cut, others are state."""
+"""What the values in DeepSpeed's files are, and which of them each rank has of its own.
+
+For the inventory, some say how state is cut, and others are state.
+
+Of an optimizer's state, a rank's own is what is neither one value for each element nor one for a param group. An
+optimizer sees a rank's partition as one parameter. What it computes over "the parameter" differs by rank:
+
+    Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
+    bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
+                    (older: the same keys without that dict around them)
+
+What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
+
+What the files of all ranks have under one key is kept once. Where another rank has something else (a random state, a
+sampler's position), that is kept under the file's stem and the key: `zero_pp_rank_1_mp_rank_00_model_states.rng`.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +67,7 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         ),
         Rule((_Z, "base_optimizer_state", "state", "*", "*"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state", "*", "*"), STATE, "single values of a group"),
-        Rule(
-            (
-                _Z,
-                "base_optimizer_state_step",
-            ),
-            STATE,
-            "the step",
-        ),
+        Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "*", "*"), STATE, "single values of a group"),
         *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
         Rule(("ds_version",), IMPLIED, "ranks and version of the run"),

@@ -1,8 +1,20 @@
-"""The files of one parameter's folder, as tensors and single values.
+"""The folder of one parameter: what its files hold, and what they are to hold. Lays out nothing yet.
 
-{param: tensor, cat_dim, vocab_tensor, ...}    DeepSpeed's ZeRO-1 and 2, and zckpt
-tensor                                         DeepSpeed's ZeRO-3: flat
-step.pt: number or tensor                      not of DeepSpeed's ZeRO-3
+fp32.pt, SLOT.pt
+    {param: tensor, cat_dim, vocab_tensor, ...}    DeepSpeed's ZeRO-1 and 2, and zckpt
+    {param: tensor}                                of a parameter that is not trained
+    tensor                                         DeepSpeed's ZeRO-3: flat
+step.pt
+    number or tensor                               by itself; not of DeepSpeed's ZeRO-3
+
+DeepSpeed's ZeRO-1 and 2 read every file of a folder, and need the same ones for all parameters of a group: a parameter
+that no step has reached gets zeros, as DeepSpeed itself has them. The values next to a tensor say how a tensor-parallel
+training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are those of `tp_rules`):
+
+    cat_dim               slices along this dimension
+    param_n_sub_params    that many equal sub-parameters along it, each sliced
+    sub_param_shape       sub-parameters of these sizes, each sliced
+    vocab_tensor          rows of a vocabulary, padded again for the number of ranks
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 zckpt            mp_rank_00 with whole weights (and one for ZeRO-3, which says nothing more)
 DeepSpeed        those of the source as they were: one for each model-parallel rank; of ZeRO-3 one for each rank,
                  in which parameters are empty, and frozen ones cut
+
+Param groups have their hyperparameters from the optimizer's file, and their names from these.
 """
 
 from __future__ import annotations
