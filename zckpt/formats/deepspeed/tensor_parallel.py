@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from zckpt.engine.cast import Array
 
 
+SHOWN_NAMES = 8
+"""More names than this are counted, not listed."""
+
+
 def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded: bool = False) -> RankState:
     """Return one state for all tensor-parallel ranks.
 
@@ -130,7 +134,7 @@ def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
     """Return the error for slices that no rule names."""
     return UnsupportedError(
-        f"tensor-parallel slices of {len(names)} parameters ({listed(names)}) and no rules {what}",
+        f"tensor-parallel slices of {len(names)} parameters ({listed(names, most=SHOWN_NAMES)}) and no rules {what}",
         path=path,
         expected="universal_checkpoint_info in the model file",
         advice="give them with --tp-rules FILE",

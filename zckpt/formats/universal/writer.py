@@ -112,7 +112,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(
             "a universal checkpoint has a folder for each parameter by name, and the names of some are not known",
             path=checkpoint.source,
-            found=listed(names),
+            found=listed(names, most=8),
             advice="give --names FILE",
         )
     if checkpoint.optimizers():
