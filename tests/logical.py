@@ -9,7 +9,7 @@ import torch
 
 import zckpt
 from tests.truth import bits
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.state import Parameter, Scalar, Slot
 from zckpt.torchfile import FromFile, plain, walk_tensors
 

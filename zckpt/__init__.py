@@ -29,27 +29,27 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zckpt.errors import (
+    DamagedFileError,
+    LayoutError,
+    LeftOutError,
+    MissingPackageError,
+    PickleError,
+    ShardError,
+    SourceError,
+    TargetError,
+    TargetExistsError,
+    UnknownFormatError,
+    UnsupportedError,
+    UsageError,
+    WeightMismatchError,
+    ZckptError,
+)
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
     from zckpt import dcp, hf, optim
     from zckpt.compare.digests import Fingerprint
-    from zckpt.errors import (
-        DamagedFileError,
-        LayoutError,
-        LeftOutError,
-        MissingPackageError,
-        PickleError,
-        ShardError,
-        SourceError,
-        TargetError,
-        TargetExistsError,
-        UnknownFormatError,
-        UnsupportedError,
-        UsageError,
-        WeightMismatchError,
-        ZckptError,
-    )
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
@@ -82,25 +82,11 @@ _HOMES = {
     "zckpt.operations.verify": ("Finding", "Verification", "verify"),
     "zckpt.training": ("Checkpointer", "Restored", "Saving", "load", "save"),
     "zckpt.state": ("Checkpoint", "Extent", "ParamGroup", "Parameter", "Scalar", "Slot", "Span", "Topology"),
-    "zckpt.errors": (
-        "DamagedFileError",
-        "LayoutError",
-        "LeftOutError",
-        "MissingPackageError",
-        "PickleError",
-        "ShardError",
-        "SourceError",
-        "TargetError",
-        "TargetExistsError",
-        "UnknownFormatError",
-        "UnsupportedError",
-        "UsageError",
-        "WeightMismatchError",
-        "ZckptError",
-    ),
 }
+"""The module of each name that is loaded when it is first used."""
+
 _MODULES = ("dcp", "hf", "optim")
-"""Parts of zckpt that are modules of their own, and are there without a further import; they need torch."""
+"""Modules that are there without a further import; they need torch."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zckpt.compare.figures import DECADES, Figures, Tolerance, figures
+from zckpt.compare.slots import DECADES, Figures, Tolerance, figures
 from zckpt.engine.cast import numpy_dtype
 
 BITWISE = Tolerance()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from zckpt.compare.rounding import not_rounded, one_nan
+from zckpt.compare.weights import not_rounded, one_nan
 from zckpt.engine.cast import numpy_dtype
 
 WORDS = hnp.arrays(np.uint32, st.integers(0, 50), elements=st.integers(0, 2**32 - 1))

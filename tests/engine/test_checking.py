@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import zckpt
 from tests.cli.console import FIXTURES, run, succeeded
 from zckpt.codes import CHECKSUM
-from zckpt.engine.checking import REST_NBYTES, Checks, Part, Sum, WatchedSources
+from zckpt.engine.checking import REST_NBYTES, Checks, Seen, Sum, WatchedSources
 from zckpt.engine.plan import plan
 from zckpt.engine.read import Read, read_all
 from zckpt.engine.targets import Hole, TargetFile
@@ -54,7 +54,7 @@ def test_parts_in_any_order_that_may_overlap_are_put_together(
     path.write_bytes(b"before" + there + b"after")
     checks = Checks([Sum("record", str(path), 6, len(data), crc32(data)), Sum("next", str(path), 60000, 5, 1)])
     for low, high, summed in ranges:
-        checks.add([Part(str(path), 6 + low, high - low, crc32(there[low:high]) if summed else None)])
+        checks.add([Seen(str(path), 6 + low, high - low, crc32(there[low:high]) if summed else None)])
     if not any(high > low for low, high, _ in ranges):
         assert checks.finish().records == 0
     elif flipped >= 0:
@@ -175,7 +175,7 @@ def test_sources_that_are_not_watched_keep_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc")
     with WatchedSources(frozenset()) as sources:
         sources.read(str(tmp_path / "x"), 0, memoryview(bytearray(3)))
-        assert sources.parts == []
+        assert sources.seen == []
 
 
 def test_the_pickle_is_checked_whenever_a_file_is_opened(tmp_path: Path) -> None:

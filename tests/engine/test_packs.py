@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zckpt.engine import packs
-from zckpt.engine.packs import Pack, PackRow
+from zckpt.engine.packs import Pack, PackedSlot
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.engine.write import write
@@ -54,9 +54,9 @@ def source(directory: Path, numels: list[int], world: int, *, flat: bool) -> lis
     return [CutSpans(files, (n,), 0, held[i], ats[i]) for i, n in enumerate(numels)]
 
 
-def row(spans: list[CutSpans], world: int) -> PackRow:
+def row(spans: list[CutSpans], world: int) -> PackedSlot:
     held = [shard_numel(one.numel, world) for one in spans]
-    return PackRow("exp_avg", spans[0].files, Cuts(spans), flat_starts(held)[:-1], held)
+    return PackedSlot("exp_avg", spans[0].files, Cuts(spans), flat_starts(held)[:-1], held)
 
 
 @pytest.mark.parametrize("flat", [False, True])

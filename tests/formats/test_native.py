@@ -583,11 +583,11 @@ def test_table_of_kinds_says_the_same_as_sums_one_by_one(name: str, world_size: 
     table = Table(reading.listed, reading.cuts)
     assert table.is_proven
     for cut, pieces in reading.cuts:
-        expected, found = reading.places.spans(cut, pieces, reading.paths), table.spans(cut, pieces, reading.paths)
+        expected, found = reading.offsets.spans(cut, pieces, reading.paths), table.spans(cut, pieces, reading.paths)
         assert isinstance(found, PieceSpans)
         assert found == expected
         assert tuple(found[n] for n in range(len(found))) == tuple(expected) == found[:]
-        assert table.offsets(cut, pieces) == reading.places.offsets(cut, pieces)
+        assert table.offsets(cut, pieces) == reading.offsets.offsets(cut, pieces)
         for span in expected:
             low, high = bounds(span.extent, cut.shape)
             assert span in found.reaching(low, high)

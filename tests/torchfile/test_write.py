@@ -26,9 +26,9 @@ from zckpt.engine.plan import plan
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.torch_files.writer import (
     FromFile,
-    SlotPart,
+    SlotContent,
     SlotTensor,
-    ValuePart,
+    ValueContent,
     ValueTensor,
     lay_out,
     new_storage,
@@ -678,9 +678,9 @@ def stored(tmp_path):
 def test_views_of_one_new_storage_with_padding(tmp_path, stored):
     shape = stored.shape
     parts = [
-        SlotPart(2, stored, "weight/w"),
-        ValuePart(8, struct.pack("<f", 7)),
-        SlotPart(12, stored, "weight/tail", Extent.flat(shape, 4, 2)),
+        SlotContent(2, stored, "weight/w"),
+        ValueContent(8, struct.pack("<f", 7)),
+        SlotContent(12, stored, "weight/tail", Extent.flat(shape, 4, 2)),
     ]
     flat = new_storage("float32", 16, parts)
     root = OrderedMapping()
@@ -703,7 +703,7 @@ def test_views_of_one_new_storage_with_padding(tmp_path, stored):
 
 @pytest.mark.parametrize("gap", [1, 2**20 - 1, 3 * 2**20 + 5])
 def test_checksum_counts_what_no_part_fills(tmp_path, stored, gap):
-    storage = new_storage("bfloat16", 12 + gap, [SlotPart(0, stored, "a"), SlotPart(6 + gap, stored, "b")])
+    storage = new_storage("bfloat16", 12 + gap, [SlotContent(0, stored, "a"), SlotContent(6 + gap, stored, "b")])
     file = write(tmp_path / "new.pt", {"flat": view(storage, (12 + gap,))})
     (record,) = [record for record in file.records if "/data/" in record.name]
     values = b"".join(np.float32(v).tobytes()[2:] for v in range(6))
@@ -714,7 +714,10 @@ def test_checksum_counts_what_no_part_fills(tmp_path, stored, gap):
 
 
 def test_storage_of_nothing_but_zeros_or_values(tmp_path):
-    zeros, values = new_storage("int64", 3), new_storage("int16", 4, [ValuePart(3, b"\1\0"), ValuePart(0, b"\2\0\3\0")])
+    zeros, values = (
+        new_storage("int64", 3),
+        new_storage("int16", 4, [ValueContent(3, b"\1\0"), ValueContent(0, b"\2\0\3\0")]),
+    )
     write(tmp_path / "new.pt", [view(zeros, (3,)), view(values, (4,)), view(new_storage("int8", 0), (0,))])
     loaded = load(tmp_path / "new.pt", weights_only=True)
     assert [tensor.tolist() for tensor in loaded] == [[0, 0, 0], [2, 3, 0, 1], []]
@@ -730,7 +733,7 @@ def test_new_tensor_has_the_class_and_attributes_of_the_old(tmp_path, stored, dt
         tensors.append(gradient)
     torch.save(tensors, tmp_path / "source.pt")
     file = read_torchfile(tmp_path / "source.pt")
-    storage = new_storage(dtype, 6, [SlotPart(0, stored, "weight")])
+    storage = new_storage(dtype, 6, [SlotContent(0, stored, "weight")])
     root = [view(storage, (3,), start=index % 2, like=old) for index, old in enumerate(file.root)]
     write(tmp_path / "target.pt", FromFile.of(file, root))
     for index, (old, new) in enumerate(zip(load(tmp_path / "source.pt"), load(tmp_path / "target.pt"), strict=True)):
@@ -749,8 +752,8 @@ def test_slot_tensors_share_a_storage_and_value_tensors_hold_their_value(tmp_pat
 
 
 def test_what_cannot_be_laid_out_is_refused(tmp_path, stored):
-    slot = SlotPart(0, stored, "weight")
-    for parts in ([slot, SlotPart(5, stored, "b")], [SlotPart(5, stored, "b")], [ValuePart(0, b"abc")]):
+    slot = SlotContent(0, stored, "weight")
+    for parts in ([slot, SlotContent(5, stored, "b")], [SlotContent(5, stored, "b")], [ValueContent(0, b"abc")]):
         with pytest.raises(LayoutError):
             new_storage("float32", 10, parts)
     with pytest.raises(LayoutError):

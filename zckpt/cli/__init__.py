@@ -6,6 +6,7 @@ damaged or unsafe, 4 the target cannot be written, 5 the source is intact but no
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -14,17 +15,16 @@ import traceback
 import click
 
 from zckpt import __version__
-from zckpt.cli.consolidate_command import consolidate_command
-from zckpt.cli.convert_command import convert_command
-from zckpt.cli.diff_command import diff_command
-from zckpt.cli.fingerprint_command import fingerprint_command
-from zckpt.cli.formats_command import formats_command
-from zckpt.cli.inspect_command import inspect_command
-from zckpt.cli.map_command import map_command
-from zckpt.cli.reshard_command import reshard_command
+from zckpt.cli.reading import (
+    diff_command,
+    fingerprint_command,
+    formats_command,
+    inspect_command,
+    map_command,
+    verify_command,
+)
 from zckpt.cli.streams import CannotPrintError, standard_streams
-from zckpt.cli.strip_command import strip_command
-from zckpt.cli.verify_command import verify_command
+from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
 from zckpt.errors import SourceError, TargetError, ZckptError
 
 INTERRUPTED = 130
@@ -43,22 +43,16 @@ def cli(debug: bool) -> None:
     """
 
 
-cli.add_command(inspect_command)
-cli.add_command(consolidate_command)
-cli.add_command(reshard_command)
-cli.add_command(convert_command)
-cli.add_command(strip_command)
-cli.add_command(diff_command)
-cli.add_command(fingerprint_command)
-cli.add_command(verify_command)
-cli.add_command(map_command)
-cli.add_command(formats_command)
+for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, diff_command,
+                fingerprint_command, verify_command, map_command, formats_command):  # fmt: skip
+    cli.add_command(command)
 
 
 def main() -> None:
     """Run the command line; an error is one line on standard error and an exit status."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start threads for algebra that nobody does here
     gc.set_threshold(*COLLECTED_AFTER)
+    atexit.register(gc.freeze)  # Python would look for garbage among all objects before it ends
     standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments

@@ -12,7 +12,6 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
-from zckpt.formats.format import Format
 from zckpt.formats.options import Option, options_of
 from zckpt.formats.registry import formats, names
 
@@ -54,6 +53,20 @@ class ByteSize(_IntegerType):
         if match is None or float(match[1]) <= 0:
             self.fail(f"{value!r} is no size; write it like 64MB or 5GiB", param, ctx)
         return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+source_argument = click.argument("source", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def memory_option(help: str) -> Callable[[Command], Command]:  # noqa: A002
+    """Return the option that bounds buffers."""
+    return click.option("--memory", type=ByteSize(), default="64MB", show_default=True, help=help)
+
+
+def comma_separated(values: Iterable[str]) -> list[str]:
+    """Return the names in values that have several each, `a,b`."""
+    return [name for value in values for name in value.split(",") if name]
 
 
 def _add(command: Command, options: Sequence[Callable[[Command], Command]]) -> Command:
@@ -123,9 +136,7 @@ def write_options(command: Command) -> Command:
                 is_flag=True,
                 help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
             ),
-            click.option(
-                "--memory", type=ByteSize(), default="64MB", show_default=True, help="Bound of all copy buffers."
-            ),
+            memory_option("Bound of all copy buffers."),
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
             click.option(
                 "--drop",
@@ -134,33 +145,34 @@ def write_options(command: Command) -> Command:
                 help="Write without this, which nothing reads: FILE or FILE:PLACE, * for any; may be repeated.",
             ),
             click.option("--dry-run", is_flag=True, help="Say what would be written; write nothing."),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+            json_option,
             click.option("--quiet", "-q", is_flag=True, help="No progress bar, no messages."),
         ),
     )
 
 
-def verify_option(command: Command) -> Command:
-    """Add the option that has all of a target compared with its source."""
-    return click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE.")(command)
-
-
-def fingerprint_option(command: Command) -> Command:
-    """Add the option that has the fingerprint of a target recorded with it."""
-    return click.option(
-        "--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."
-    )(command)
+def proof_options(command: Command) -> Command:
+    """Add the options that have all of a target compared with its source, and its fingerprint recorded."""
+    return _add(
+        command,
+        (
+            click.option("--verify", is_flag=True, help="After writing, compare every byte with SOURCE."),
+            click.option(
+                "--fingerprint/--no-fingerprint", default=None, help="Record the fingerprint of TARGET with it."
+            ),
+        ),
+    )
 
 
 def show(done: Written, *, as_json: bool, quiet: bool) -> None:
     """Print what a verb did: a document or a dry run to standard output, messages to standard error."""
-    from zckpt.report.written import render
+    from zckpt.report.text import written
 
     document = done.as_dict()
     if as_json:
         click.echo(json_text(document))
     elif done.dry_run or not quiet:
-        click.echo(without_controls(render(document)), err=not done.dry_run)
+        click.echo(without_controls(written(document)), err=not done.dry_run)
 
 
 def read_names(path: Path | None) -> list[str] | None:
@@ -183,35 +195,51 @@ def read_names(path: Path | None) -> list[str] | None:
         raise UsageError("cannot be read", path=path, found=str(error)) from error
 
 
-def complete(command: click.Command) -> None:
-    """Give a command `--to`, an option for each that a format has, and a list of formats in its help."""
-    written = [one for one in formats() if one.writes]
-    width = max(len(one.name) for one in written)
-    listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)
-    command.help = f"{command.help}\n\n\b\n{listed}\n"  # the paragraph after this character is not wrapped
-    known = {one.name for one in command.params}
-    command.params[2:2] = [_to(written), *(one for one in _options(written) if one.name not in known)]
+class ReshardCommand(click.Command):
+    """A command with the options that formats state; they are looked up when it is called, so that no other waits."""
+
+    stated = "recut_options"
+    completed = False
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters, those of formats included."""
+        if not self.completed:
+            self.completed = True
+            own = {one.name for one in self.params}
+            at = [one.name for one in self.params].index("verify")
+            self.params[at:at] = [one for one in self.of_formats() if one.name not in own]
+        return super().get_params(ctx)
+
+    def of_formats(self) -> list[click.Option]:
+        """Return one option for each name; what it means for which formats is in its help."""
+        every: dict[str, list[tuple[str, Option]]] = {}
+        for one in formats():
+            for option in options_of(getattr(one, self.stated)):
+                every.setdefault(option.name, []).append((one.name, option))
+        return [_option([option for _, option in same], _help(same)) for same in every.values()]
+
+    @classmethod
+    def typed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of formats' options as their formats take them, from what click returns."""
+        kinds = {option.name: option.kind for one in formats() for option in options_of(getattr(one, cls.stated))}
+        return {name: None if value is None else kinds[name](value) for name, value in given.items()}
 
 
-def typed(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of formats' options as their formats want them, from what click has made of them."""
-    kinds = {option.name: option.kind for one in formats() for option in options_of(one.options)}
-    return {name: None if value is None else kinds[name](value) for name, value in given.items()}
+class ConvertCommand(ReshardCommand):
+    """The same with `--to`, and with a list of formats in its help."""
 
+    stated = "options"
 
-def _to(written: Iterable[Format]) -> click.Option:
-    unwritten = {one.name for one in formats()} - {one.name for one in written}
-    choices = [name for name in names() if name not in unwritten]  # with those that cannot be loaded, to say so
-    return click.Option(["--to"], type=click.Choice(choices), required=True, help="Format of TARGET.")
-
-
-def _options(written: Iterable[Format]) -> list[click.Option]:
-    """Return one option for each name; what it means for which formats is in its help."""
-    every: dict[str, list[tuple[str, Option]]] = {}
-    for one in written:
-        for option in options_of(one.options):
-            every.setdefault(option.name, []).append((one.name, option))
-    return [_option([option for _, option in same], _help(same)) for same in every.values()]
+    def of_formats(self) -> list[click.Option]:
+        """Return `--to` and the options of formats that are written."""
+        written = [one for one in formats() if one.writes]
+        width = max(len(one.name) for one in written)
+        listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)
+        self.help = f"{self.help}\n\n\b\n{listed}\n"  # the paragraph after this character is not wrapped
+        unwritten = {one.name for one in formats()} - {one.name for one in written}
+        choices = [name for name in names() if name not in unwritten]  # with those that cannot be loaded, to say so
+        to = click.Option(["--to"], type=click.Choice(choices), required=True, help="Format of TARGET.")
+        return [to, *super().of_formats()]
 
 
 def _option(same: list[Option], text: str) -> click.Option:

@@ -1,16 +1,14 @@
-"""The logical state of a checkpoint under names and values that do not depend on what wrote it."""
+"""Parameters, and what an optimizer has of each, under names and with values that do not depend on what wrote them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from zckpt.engine.read import read_extent
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.state.names import canonical_names
-from zckpt.storage.files import Sources
-from zckpt.torchfile import plain
+from zckpt.torchfile import Tensor, plain
 
 
 def named(checkpoint: Checkpoint, rename: Sequence[tuple[str, str]] = ()) -> dict[str, Parameter]:
@@ -51,7 +49,54 @@ def single(value: object) -> object:
     if isinstance(value, Slot):
         if value.shape:
             return f"tensor of {value.dtype} {list(value.shape)}"
+        from zckpt.engine.read import read_extent
+        from zckpt.storage.files import Sources
+
         with Sources() as sources:
             number: object = read_extent(value, Extent.whole(()), sources)[0].item()
             return number
     return plain(value.value if isinstance(value, Scalar) else value)
+
+
+def parameter_values(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
+    """Return a parameter's state as `torch.optim` keeps it in `state[parameter]`: slots and single values by key.
+
+    A single value that a file keeps once for a whole param group (`step` of a flat ZeRO buffer) is a value of each
+    of its parameters. A parameter that no step has reached has no state at all: where others of its group have
+    tensors and it has none, the group's values are not its own.
+
+    Returns
+    -------
+    dict of str to Slot, Scalar, number, bool or inert node
+        Without weight and master. Empty for a parameter that no optimizer owns.
+
+    Raises
+    ------
+    UnsupportedError
+        A tensor that belongs to a whole param group, which no single parameter can hold.
+    """
+    if parameter.group is None:
+        return {}
+    group = checkpoint.param_groups[parameter.group]
+    own: dict[str, object] = {**parameter.state, **_slots(parameter)}
+    if not group.state:
+        return own
+    if not own and any(_has_state(checkpoint, name) for name in group.parameters):
+        return {}
+    for key, value in group.state.items():
+        if isinstance(value, Tensor):
+            raise UnsupportedError(
+                f"{key} is a tensor for a whole param group, which no single parameter's state can hold",
+                path=checkpoint.source,
+                advice="`zckpt consolidate` writes the model without it, and `zckpt diff` compares all but it",
+            )
+    return {**group.state, **own}
+
+
+def _slots(parameter: Parameter) -> dict[str, Slot]:
+    return {key: slot for key, slot in parameter.slots.items() if key not in (WEIGHT, MASTER)}
+
+
+def _has_state(checkpoint: Checkpoint, name: str) -> bool:
+    parameter = checkpoint.parameters.get(name) or checkpoint.unnamed.get(name)
+    return parameter is not None and bool(parameter.state or _slots(parameter))

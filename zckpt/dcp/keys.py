@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import UsageError
 from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key

@@ -21,7 +21,7 @@ from zckpt.engine.read import Read, check_reads
 from zckpt.errors import UsageError, ZckptError
 from zckpt.formats.dcp.names import PARAMS
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.operations.tensors import Wanted, read_tensors
+from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.state import Extent, Scalar, Slot
 from zckpt.torchfile import each
 from zckpt.training.values import value_of
@@ -171,13 +171,13 @@ class Reader(StorageReader):
         return self._keys
 
     def _read_tensors(self, planned: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        wanted: list[Wanted] = []
+        wanted: list[TensorRead] = []
         ready: list[tuple[ReadItem, torch.Tensor]] = []
         for item in planned:
             tensor = planner.resolve_tensor(item)
             meaning = self._opened().find(item.storage_index.fqn)
             if isinstance(meaning, Elements):
-                wanted.append(Wanted(meaning.like(tensor.dtype), _extent(item), tensor))
+                wanted.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor))
             elif isinstance(meaning, Zeros):
                 tensor.detach().zero_()
             ready.append((item, tensor))
@@ -224,7 +224,7 @@ def _extent(item: ReadItem) -> Extent:
 def _numbers(slots: Sequence[Slot]) -> dict[int, Scalar]:
     """Read slots of one element each, by their identity."""
     tensors = [torch.empty(slot.shape, dtype=getattr(torch, slot.dtype)) for slot in slots]
-    read_tensors(Wanted(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
+    read_tensors(TensorRead(slot, Extent.whole(slot.shape), one) for slot, one in zip(slots, tensors, strict=True))
     return {id(slot): Scalar(one.item(), slot.dtype) for slot, one in zip(slots, tensors, strict=True)}
 
 

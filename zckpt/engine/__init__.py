@@ -3,7 +3,7 @@
 It knows bytes, boxes and element types; no format, and not what a parameter means. Workers, buffers and batches are
 decided here and nowhere else.
 
-    plan        spans x holes -> copies, every element once         boxes, span_index
+    plan        spans x holes -> copies, every element once         boxes
     copy        copies -> pieces that fit a buffer -> elements      cast
     workers     pieces -> batches -> threads
     write, read, scan       the three things that a batch may do: fill a file, fill memory, show elements to a function

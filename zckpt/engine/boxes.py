@@ -1,4 +1,4 @@
-"""Boxes of tensors: flattened ranges as boxes, intersections, overlap. Pure."""
+"""Boxes of tensors: flattened extents as boxes, intersections, overlap; which spans may reach into an extent. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from zckpt.state import Extent, Slot, Span, Spans
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box of a tensor, in elements."""
+
+FEWEST_INDEXED = 4
+"""Spans of a slot that are as fast looked through as looked up."""
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -120,3 +123,19 @@ class _SpanSet:
 
     def reaching(self, low: int, high: int) -> tuple[Span, ...]:
         return tuple(self._spans[bisect_right(self._highs, low) : bisect_left(self._lows, high)])
+
+
+class SpanIndexes:
+    """The spans of many slots that reach into extents; a slot is indexed when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[int, SpanIndex] = {}  # by the identity of slots, which these keep
+
+    def reaching(self, slot: Slot, extent: Extent) -> Slot:
+        """Return a slot with at least those of its spans that reach into an extent."""
+        if not isinstance(slot.spans, Spans) and len(slot.spans) < FEWEST_INDEXED and not slot.replicas:
+            return slot
+        index = self._indexes.get(id(slot))
+        if index is None:
+            index = self._indexes[id(slot)] = SpanIndex(slot)
+        return index.reaching(extent)

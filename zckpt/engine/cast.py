@@ -45,11 +45,11 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 def swapped(array: Array, dtype: str) -> Array:
     """Return the elements with their bytes in the other order; a complex number is two numbers."""
     size = itemsize(dtype)
-    part = size // 2 if is_complex(dtype) else size
-    if part == 1:
+    number = size // 2 if is_complex(dtype) else size
+    if number == 1:
         return array
-    parts: Array = np.ascontiguousarray(array).view(f"u{part}").byteswap()
-    return parts.view(array.dtype).reshape(array.shape)
+    numbers: Array = np.ascontiguousarray(array).view(f"u{number}").byteswap()
+    return numbers.view(array.dtype).reshape(array.shape)
 
 
 def resolved(array: Array, dtype: str, unresolved: Iterable[str]) -> Array:
@@ -96,17 +96,17 @@ def cast(array: Array, target: str) -> Array:
     UnsupportedError
         One of the types is not a real floating-point number.
     """
-    wanted = numpy_dtype(target)
-    if array.dtype == wanted:
+    result = numpy_dtype(target)
+    if array.dtype == result:
         return array
-    kinds = {array.dtype.kind, wanted.kind} - {"f"}
+    kinds = {array.dtype.kind, result.kind} - {"f"}
     extended = {np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
-    if kinds and not {d for d in (array.dtype, wanted) if d.kind != "f"} <= extended:
+    if kinds and not {d for d in (array.dtype, result) if d.kind != "f"} <= extended:
         raise UnsupportedError(f"elements of {array.dtype} are not cast to {target}")
     with np.errstate(over="ignore", invalid="ignore"):
-        if array.dtype == np.float32 or wanted == np.float64:
-            return array.astype(wanted)
-        return array.astype(np.float32).astype(wanted)
+        if array.dtype == np.float32 or result == np.float64:
+            return array.astype(result)
+        return array.astype(np.float32).astype(result)
 
 
 def mean(arrays: list[Array], dtype: str) -> Array:

@@ -1,16 +1,15 @@
-"""CRC-32s of byte ranges, put together from those of parts that were read or written in any order. Knows no format.
+"""CRC-32s of records, put together from those of bytes that were read or written in any order. Knows no format.
 
 Source bytes are held against the CRC-32s that their files state, as they pass by:
 
-    record      |......................................|     a range of a file with one CRC-32
-    parts        [ part ][ part ]   [ part ][ part ]          what was read, in any order, each with its CRC-32
+    record      |......................................|     bytes of a file with one CRC-32
+    seen         [ seen ][ seen ]   [ seen ][ seen ]          what was read, in any order, each with its CRC-32
                                  ^^^                          not read: read too, where it is little of the record
 
-Who reads hands on parts: the copier, and reads into memory. A record that is not read at all is not checked, for
-nothing depends on it; one that is read in part is, if the rest of it costs little. Bytes that parts share count once.
+The copier and reads into memory report what they have seen. A record that is not read at all is not checked, for
+nothing depends on it; one that is read partly is, if the rest of it costs little. Bytes seen twice count once.
 
-A target states CRC-32s of itself. They come from the parts that were written, and only what none of them summed is read
-again.
+A target states CRC-32s of itself. They come from what was written, and only what was not summed then is read again.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ STEP_NBYTES = 1 << 19
 REST_NBYTES = 1 << 20
 """The rest of a record is read if it is at most this: reading it takes less than a millisecond."""
 
-REST_SHARE = 4
-"""Or if it is at most this part of the record: a partition's padding, a tensor that is left out."""
+REST_FRACTION = 4
+"""Or if it is at most this fraction of the record: a partition's padding, a tensor that is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Sum:
     offset, nbytes : int, bytes
     crc32 : int
     always : bool
-        Whether it is checked even if nothing of it was read by those who hand on parts.
+        Whether it is checked even if nothing of it was seen.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Seen:
     """Bytes of a file that were read or written, and their CRC-32; None: nobody summed them."""
 
     path: str
@@ -89,12 +88,12 @@ class Checked:
 
 
 class WatchedSources(Sources):
-    """Sources that keep the parts that were read of the files in `watched`."""
+    """Sources that note what was read of the files in `watched`."""
 
     def __init__(self, watched: frozenset[str]) -> None:
         super().__init__()
         self.watched = watched
-        self.parts: list[Part] = []
+        self.seen: list[Seen] = []
 
     def read(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer; errors are those of `read_into`."""
@@ -106,24 +105,24 @@ class WatchedSources(Sources):
             view = buffer[at : at + STEP_NBYTES]
             super().read(path, offset + at, view)
             crc = crc32(view, crc)
-        self.parts.append(Part(path, offset, len(buffer), crc))
+        self.seen.append(Seen(path, offset, len(buffer), crc))
 
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read, not all of them and not here."""
         if path in self.watched:
-            self.parts.append(Part(path, offset, nbytes, None))
+            self.seen.append(Seen(path, offset, nbytes, None))
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A record that is to be checked, and the parts of it that are summed, in order and none over another."""
+    """A record that is to be checked, and what of it is summed, in order and none over another."""
 
     sum: Sum
-    parts: tuple[Part, ...]
+    seen: tuple[Seen, ...]
 
 
 class Checks:
-    """Puts parts together and says which records are damaged.
+    """Puts together what was seen, and says which records are damaged.
 
     Parameters
     ----------
@@ -135,7 +134,7 @@ class Checks:
         ordered = sorted(sums, key=lambda one: (one.path, one.offset))
         self._sums = {path: list(some) for path, some in groupby(ordered, key=lambda one: one.path)}
         self._ends = {path: [one.offset + one.nbytes for one in some] for path, some in self._sums.items()}
-        self._parts: dict[Sum, list[Part]] = {}
+        self._seen: dict[Sum, list[Seen]] = {}
         self._nbytes: dict[Sum, int] = {}
         self._done: set[Sum] = set()
         self._wrong: list[tuple[Sum, int]] = []
@@ -149,15 +148,15 @@ class Checks:
                 yield piece
                 continue
             end = source.offset + piece.nbytes
-            places = [source.offset, *self._bounds(source.path, source.offset, end), end]
-            if len(places) == 2:
+            cuts = [source.offset, *self._bounds(source.path, source.offset, end), end]
+            if len(cuts) == 2:
                 yield piece
                 continue
-            for low, high in pairwise(places):
+            for low, high in pairwise(cuts):
                 yield _bytes_of(piece, low - source.offset, high - low)
 
     def _bounds(self, path: str, start: int, end: int) -> list[int]:
-        """Return where records begin or end between two places in a file."""
+        """Return where records begin or end between two offsets in a file."""
         sums = self._sums[path]
         first, found = bisect_right(self._ends[path], start), set[int]()
         while first < len(sums) and sums[first].offset < end:
@@ -165,35 +164,35 @@ class Checks:
             first += 1
         return sorted(at for at in found if start < at < end)
 
-    def add(self, parts: Iterable[Part]) -> None:
-        """Add parts. A record is done with as soon as they tile it."""
-        for part in parts:
-            one = self._sum_of(part)
-            if one is not None and part.nbytes and one not in self._done:
-                self._parts.setdefault(one, []).append(part)
-                self._nbytes[one] = self._nbytes.get(one, 0) + part.nbytes
+    def add(self, seen: Iterable[Seen]) -> None:
+        """Note what was seen. A record is done with as soon as that tiles it."""
+        for each in seen:
+            one = self._sum_of(each)
+            if one is not None and each.nbytes and one not in self._done:
+                self._seen.setdefault(one, []).append(each)
+                self._nbytes[one] = self._nbytes.get(one, 0) + each.nbytes
                 if self._nbytes[one] >= one.nbytes:
                     self._try(one)
 
-    def _sum_of(self, part: Part) -> Sum | None:
-        """Return the record in which a part lies; None if it is in none, or in several."""
-        sums = self._sums.get(part.path, ())
-        at = bisect_right(self._ends.get(part.path, ()), part.offset)
-        if at == len(sums) or part.offset < sums[at].offset:
+    def _sum_of(self, each: Seen) -> Sum | None:
+        """Return the record in which all of it lies; None if it is in none, or in several."""
+        sums = self._sums.get(each.path, ())
+        at = bisect_right(self._ends.get(each.path, ()), each.offset)
+        if at == len(sums) or each.offset < sums[at].offset:
             return None
-        return sums[at] if part.offset + part.nbytes <= sums[at].offset + sums[at].nbytes else None
+        return sums[at] if each.offset + each.nbytes <= sums[at].offset + sums[at].nbytes else None
 
     def _try(self, one: Sum) -> None:
-        """Check a record if its parts tile it."""
-        tiles = _tiles(self._parts[one])
-        if sum(part.nbytes for part in tiles) == one.nbytes:
+        """Check a record if what was seen tiles it."""
+        tiles = _tiles(self._seen[one])
+        if sum(each.nbytes for each in tiles) == one.nbytes:
             self._note(one, crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, Sources()))
         else:
             self._nbytes[one] = 0  # some overlap: not tried again before as many bytes have come
 
     def _note(self, one: Sum, found: int) -> None:
         self._done.add(one)
-        self._parts.pop(one, None)
+        self._seen.pop(one, None)
         self._nbytes.pop(one, None)
         if found != one.crc32:
             self._wrong.append((one, found))
@@ -213,10 +212,10 @@ class Checks:
         """
         tasks = []
         for one in (one for some in self._sums.values() for one in some if one not in self._done):
-            parts = self._parts.get(one, [])
-            rest = one.nbytes - _covered(parts)
-            if one.always or (parts and rest <= max(REST_NBYTES, one.nbytes // REST_SHARE)):
-                tasks.append(_Task(one, tuple(_tiles(parts))))
+            seen = self._seen.get(one, [])
+            rest = one.nbytes - _covered(seen)
+            if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
+                tasks.append(_Task(one, tuple(_tiles(seen))))
         of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task.sum.path)]
         for some, found in zip(of_files, run(_run, of_files), strict=True):
             for task, crc in zip(some, found, strict=True):
@@ -227,10 +226,10 @@ class Checks:
 
 
 def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
-    """Return a part of a piece that is moved as it is, as bytes."""
+    """Return some bytes of a piece that is moved as it is."""
     copy = piece.copies[0]
     source = copy.sources[0]
-    part = replace(
+    moved = replace(
         copy,
         shape=(nbytes,),
         sources=(Strided(source.path, source.offset + start, (1,)),),
@@ -239,33 +238,33 @@ def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
         offset=copy.offset + start,
         strides=(1,),
     )
-    return Piece(piece.offset + start, nbytes, (part,))
+    return Piece(piece.offset + start, nbytes, (moved,))
 
 
-def part_of(piece: Piece, crc: int) -> Part:
-    """Return what of a source file a piece is that was moved as it is, given its CRC-32."""
+def seen_of(piece: Piece, crc: int) -> Seen:
+    """Return what is seen of a source file in a piece that is moved as it is, given its CRC-32."""
     source = piece.copies[0].sources[0]
-    return Part(source.path, source.offset, piece.nbytes, crc)
+    return Seen(source.path, source.offset, piece.nbytes, crc)
 
 
-def _tiles(parts: Iterable[Part]) -> list[Part]:
-    """Return parts that are summed, in order, of which none begins before another ends."""
-    found: list[Part] = []
+def _tiles(seen: Iterable[Seen]) -> list[Seen]:
+    """Return what is summed, in order, of which none begins before another ends."""
+    found: list[Seen] = []
     end = 0
-    summed = (part for part in parts if part.crc32 is not None and part.nbytes)
-    for part in sorted(summed, key=lambda part: (part.offset, -part.nbytes)):
-        if not found or part.offset >= end:
-            found.append(part)
-            end = part.offset + part.nbytes
+    summed = (each for each in seen if each.crc32 is not None and each.nbytes)
+    for each in sorted(summed, key=lambda each: (each.offset, -each.nbytes)):
+        if not found or each.offset >= end:
+            found.append(each)
+            end = each.offset + each.nbytes
     return found
 
 
-def _covered(parts: Iterable[Part]) -> int:
-    """Return how many bytes lie in any of the parts."""
+def _covered(seen: Iterable[Seen]) -> int:
+    """Return how many bytes were seen."""
     covered = end = 0
-    for part in sorted(parts, key=lambda part: part.offset):
-        covered += max(part.offset + part.nbytes - max(part.offset, end), 0)
-        end = max(end, part.offset + part.nbytes)
+    for each in sorted(seen, key=lambda each: each.offset):
+        covered += max(each.offset + each.nbytes - max(each.offset, end), 0)
+        end = max(end, each.offset + each.nbytes)
     return covered
 
 
@@ -273,36 +272,36 @@ def _run(tasks: list[_Task]) -> list[int]:
     """Return the CRC-32 of records of one file; may run in another process."""
     with Sources() as sources:
         return [
-            crc_of(one.path, one.offset, one.offset + one.nbytes, parts, sources)
-            for one, parts in ((task.sum, task.parts) for task in tasks)
+            crc_of(one.path, one.offset, one.offset + one.nbytes, seen, sources)
+            for one, seen in ((task.sum, task.seen) for task in tasks)
         ]
 
 
-def crc_of(path: str, start: int, end: int, tiles: Iterable[Part], sources: Sources) -> int:
+def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sources) -> int:
     """Return the CRC-32 of bytes [start, end) of a file.
 
     Parameters
     ----------
     path : str
     start, end : int, bytes
-    tiles : iterable of Part
-        Parts of them, in order and none over another. What lies between them is read.
+    tiles : iterable of Seen
+        What is summed of them, in order and none over another. What lies between is read.
     sources : Sources
     """
     crc, at, buffer = crc32(b""), start, bytearray(0)
-    for part in (*tiles, Part(path, end, 0, crc32(b""))):
-        while at < part.offset:
+    for each in (*tiles, Seen(path, end, 0, crc32(b""))):
+        while at < each.offset:
             buffer = buffer or bytearray(min(STEP_NBYTES, end - start))
-            view = memoryview(buffer)[: part.offset - at]
+            view = memoryview(buffer)[: each.offset - at]
             sources.read(path, at, view)
             crc = crc32(view, crc)
             at += len(view)
-        crc = combine(crc, part.crc32 or 0, part.nbytes)
-        at += part.nbytes
+        crc = combine(crc, each.crc32 or 0, each.nbytes)
+        at += each.nbytes
     return crc
 
 
-def patch_checksums(path: Path, one: FilePlan, written: Iterable[Part]) -> None:
+def patch_checksums(path: Path, one: FilePlan, written: Iterable[Seen]) -> None:
     """Compute each checksum that a target states of itself and put it where it belongs.
 
     Parameters
@@ -310,15 +309,15 @@ def patch_checksums(path: Path, one: FilePlan, written: Iterable[Part]) -> None:
     path : Path
         Under which the file is written.
     one : FilePlan
-    written : iterable of Part
+    written : iterable of Seen
         Of the file, as far as they were summed.
     """
-    parts = sorted(written, key=attrgetter("offset"))
-    starts = [part.offset for part in parts]
+    seen = sorted(written, key=attrgetter("offset"))
+    starts = [each.offset for each in seen]
     with path.open("r+b") as file, Sources() as sources:
         for checksum in one.file.checksums:
-            within = parts[bisect_left(starts, checksum.start) : bisect_left(starts, checksum.end)]
-            tiles = _tiles(part for part in within if part.offset + part.nbytes <= checksum.end)
+            within = seen[bisect_left(starts, checksum.start) : bisect_left(starts, checksum.end)]
+            tiles = _tiles(each for each in within if each.offset + each.nbytes <= checksum.end)
             crc = crc_of(str(path), checksum.start, checksum.end, tiles, sources)
             for offset in checksum.offsets:
                 os.pwrite(file.fileno(), crc.to_bytes(4, "little"), offset)

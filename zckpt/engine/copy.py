@@ -3,8 +3,6 @@
 Copies whose target is contiguous are cut along their first dimension. Where several copies lie interleaved in the
 target (tensor-parallel slices along an inner dimension), the target is cut into windows of whole rows, and each window
 is put together in memory from all the copies that reach into it and written at once.
-
-Loads numpy only when a piece needs it; a plan that moves bytes as they are runs without.
 """
 
 from __future__ import annotations
@@ -13,21 +11,20 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from zckpt.engine.boxes import row_major
+from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.plan import Copy, Fill, Strided
 from zckpt.errors import DamagedFileError
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
 
-if TYPE_CHECKING:
-    from zckpt.engine.cast import Array
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A contiguous run of a target file, and the copies that fill it.
+    """Contiguous bytes of a target file, and the copies that fill them.
 
     Parameters
     ----------
@@ -42,7 +39,7 @@ class Piece:
 
     @property
     def is_bytewise(self) -> bool:
-        """Whether the run is moved without looking at it."""
+        """Whether the bytes are moved as they are."""
         return len(self.copies) == 1 and self.copies[0].is_bytewise
 
 
@@ -59,8 +56,8 @@ def pieces(fill: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     """
     if all(_is_dense(copy) for copy in fill.copies):
         for copy in fill.copies:
-            for part in _cut(copy, most_bytewise if copy.is_bytewise else most):
-                yield Piece(part.offset, part.nbytes, (part,))
+            for one in _cut(copy, most_bytewise if copy.is_bytewise else most):
+                yield Piece(one.offset, one.nbytes, (one,))
         return
     hole = fill.hole
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
@@ -77,13 +74,13 @@ def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most
     size = max(most // step, 1) * step
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
-        parts = tuple(part for copy in copies if (part := _window(copy, origin, window, window + size)) is not None)
-        if len(parts) == 1 and _is_dense(parts[0]):
-            yield from (Piece(part.offset, part.nbytes, (part,)) for part in _cut(parts[0], most))
+        within = tuple(one for copy in copies if (one := _window(copy, origin, window, window + size)) is not None)
+        if len(within) == 1 and _is_dense(within[0]):
+            yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
         elif high - low > most:
-            yield from _interleaved([_without_row(part, step) for part in parts], window, low, high, most)
+            yield from _interleaved([_without_row(one, step) for one in within], window, low, high, most)
         else:
-            yield Piece(low, high - low, parts)
+            yield Piece(low, high - low, within)
 
 
 def _without_row(copy: Copy, step: int) -> Copy:
@@ -98,7 +95,7 @@ def _without_row(copy: Copy, step: int) -> Copy:
 
 
 def _is_dense(copy: Copy) -> bool:
-    """Tell whether a copy's target is one contiguous run."""
+    """Tell whether a copy's target is contiguous."""
     size = itemsize(copy.target_dtype)
     return copy.strides == tuple(step * size for step in row_major(copy.shape))
 
@@ -136,7 +133,7 @@ def _window(copy: Copy, origin: int, low: int, high: int) -> Copy | None:
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
-    """Return the part of a copy from row `first`; `drop` leaves the first dimension out, of which it has one."""
+    """Return `count` rows of a copy from `first` on; `drop` leaves the first dimension out, of which it has one."""
     kept = slice(1, None) if drop else slice(None)
     return replace(
         copy,
@@ -161,10 +158,6 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     DamagedFileError
         A source file ends too early.
     """
-    import numpy as np
-
-    from zckpt.engine.cast import numpy_dtype
-
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
@@ -177,8 +170,6 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    from zckpt.engine.cast import cast, mean, resolved, swapped
-
     arrays = [_gather(copy, source, sources) for source in copy.sources]
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
@@ -190,10 +181,6 @@ def _values(copy: Copy, sources: Sources) -> Array:
 
 def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
-    import numpy as np
-
-    from zckpt.engine.cast import numpy_dtype
-
     dtype = numpy_dtype(copy.source_dtype)
     reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
     if reach <= 2 * copy.numel * dtype.itemsize:
@@ -206,10 +193,6 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
 
 def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
     """Gather elements that lie far apart through a mapping of the file: only the pages they are on are read."""
-    import numpy as np
-
-    from zckpt.engine.cast import numpy_dtype
-
     start = source.offset - source.offset % mmap.ALLOCATIONGRANULARITY
     try:
         mapped = mmap.mmap(

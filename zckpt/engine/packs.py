@@ -1,8 +1,8 @@
-"""Shares of thousands of parameters that lie end to end, in the source's files and in the target's, moved as one.
+"""Shares of thousands of parameters that lie end to end, in the source's files and in the target's, copied as one.
 
 ZeRO-3 cuts every parameter by itself, so that another number of ranks needs parameters x ranks copies, of a few
 elements each where ranks are many. A pack has the numbers of all of them as columns. It is checked, counted and filled
-by operations on arrays: what is needed of a source file is read at once, and elements are put in place in memory.
+by operations on arrays: what is needed of a source file is read at once, and put in order in memory.
 
     source file   | a a | b b b | c c |     columns: where each begins on its line, how wide that is cut, where it is
     target        | a | b b . | c |         and: from which element, how many, and where here; all others are zero
@@ -23,10 +23,10 @@ from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
 
 PIECE_NUMEL = 1 << 17
-"""Elements of a target that are filled at once: the columns of their places take some times as much as they."""
+"""Elements of a target that are filled at once: the columns take some times as much memory as they."""
 
 GAP_NBYTES = 1 << 14
-"""Bytes between two places in a file below which one read is cheaper than two."""
+"""Bytes between two spans of a file below which one read is cheaper than two."""
 
 LONG_NUMEL = 1 << 9
 """Elements from which on they are moved one share after the other: there are few enough."""
@@ -34,7 +34,7 @@ LONG_NUMEL = 1 << 9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """A place in a target for shares of many parameters, all of the source's type; elements of none of them are zero.
+    """A hole in a target for shares of many parameters, all of the source's type; elements of none of them are zero.
 
     Parameters
     ----------
@@ -46,9 +46,9 @@ class Pack:
     cuts : Cuts
         By which rules: columns.
     start, count, position : column, elements
-        Of each parameter, the first element and how many, and where they are in this place.
+        Of each parameter, the first element and how many, and where they are in the hole.
     numel : int, elements
-        Of this place.
+        Of the hole.
     """
 
     offset: int
@@ -67,7 +67,7 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the place."""
+        """Bytes of the hole."""
         return self.numel * self.itemsize
 
     @property
@@ -87,10 +87,10 @@ class Pack:
         some = self.count > 0
         begin, end = begin[some], end[some]
         if len(begin) and (begin[0] < 0 or end[-1] > self.numel or (begin[1:] < end[:-1]).any()):
-            raise LayoutError(f"{self.label}: shares lie over each other, or outside of their place")
+            raise LayoutError(f"{self.label}: shares lie over each other, or outside of their hole")
 
     def paths(self, low: int = 0, high: int | None = None) -> set[str]:
-        """Return the files that elements [low, high) of the place come from, and perhaps some between them."""
+        """Return the files that elements [low, high) of the hole come from, and perhaps some between them."""
         high = self.numel if high is None else high
         some = (self.position < high) & (self.position + self.count > low) & (self.count > 0)
         if not some.any():
@@ -100,12 +100,12 @@ class Pack:
         return set(self.files.paths[int(first) : int(last) + 1])
 
     def pieces(self) -> Iterator[PackPiece]:
-        """Yield the place in pieces of bounded size."""
+        """Yield the hole in pieces of bounded size."""
         for low in range(0, self.numel, PIECE_NUMEL):
             yield PackPiece(self, low, min(low + PIECE_NUMEL, self.numel))
 
-    def _runs(self, low: int, high: int) -> _Runs:
-        """Return what elements [low, high) of the place are, in runs that each lie in one file."""
+    def _copies(self, low: int, high: int) -> _Copies:
+        """Return the copies that fill elements [low, high) of the hole."""
         some = np.flatnonzero((self.position < high) & (self.position + self.count > low) & (self.count > 0))
         skipped = np.maximum(low - self.position[some], 0)
         count = np.minimum(self.position[some] + self.count[some], high) - self.position[some] - skipped
@@ -113,16 +113,16 @@ class Pack:
         line = self.cuts.origin[some] + self.start[some] + skipped
         width = self.cuts.width[some]
         first = line // width
-        parts = (line + count - 1) // width - first + 1
-        of = np.repeat(np.arange(len(some)), parts)
-        file = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        files = (line + count - 1) // width - first + 1
+        of = np.repeat(np.arange(len(some)), files)
+        file = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(files) - files, files)
         begin = file * width[of]
         from_, to = np.maximum(line[of], begin), np.minimum((line + count)[of], begin + width[of])
-        return _Runs(file, self.cuts.at[some][of] + from_ - begin, target[of] + from_ - line[of], to - from_)
+        return _Copies(file, self.cuts.at[some][of] + from_ - begin, target[of] + from_ - line[of], to - from_)
 
 
-class PackRow:
-    """One slot of parameters that are cut in shares of the same sizes for all ranks of a target.
+class PackedSlot:
+    """One slot of parameters, whose shares of all ranks of a target have the same sizes.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class PackRow:
     files : CutFiles
     cuts : Cuts
     position, share : sequence of int, elements
-        For each parameter, where its share is in a rank's place, and how large it is.
+        For each parameter, where its share is in a rank's hole, and how large it is.
     """
 
     def __init__(self, label: str, files: CutFiles, cuts: Cuts, position: Sequence[int], share: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class PackRow:
         self._position, self._share = np.array(position, np.int64), np.array(share, np.int64)
 
     def share(self, rank: int) -> Pack:
-        """Return what one rank has: the elements from its number times their share on."""
+        """Return the pack of one rank: of each parameter, the share of its number."""
         start = np.minimum(rank * self._share, self._cuts.numel)
         count = np.minimum(self._share, self._cuts.numel - start)
         numel = int((self._position + self._share).max(initial=0))
@@ -146,8 +146,8 @@ class PackRow:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """Columns: which file, the first element in its tensor, the first in the target, and how many."""
+class _Copies:
+    """Copies from one file each, as columns: which file, first element in its tensor, first in the target, how many."""
 
     file: Column
     source: Column
@@ -157,7 +157,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class PackPiece:
-    """Elements [low, high) of a pack's place."""
+    """Elements [low, high) of a pack's hole."""
 
     pack: Pack
     low: int
@@ -175,20 +175,20 @@ class PackPiece:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of its elements: those of the place that are some parameter's."""
+        """Bytes of its elements: those of the hole that are some parameter's."""
         pack = self.pack
         low, high = np.maximum(pack.position, self.low), np.minimum(pack.position + pack.count, self.high)
         return int(np.maximum(high - low, 0).sum()) * pack.itemsize
 
     def read(self, sources: Sources) -> memoryview:
         """Return its bytes; errors are those of `read_into`."""
-        pack, runs = self.pack, self.pack._runs(self.low, self.high)
+        pack, copies = self.pack, self.pack._copies(self.low, self.high)
         kind = np.dtype(f"V{pack.itemsize}") if pack.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{pack.itemsize}")
         found = np.zeros(self.high - self.low, kind)
-        for file in np.unique(runs.file).tolist():
-            mine = np.flatnonzero(runs.file == file)
-            mine = mine[np.argsort(runs.source[mine], kind="stable")]
-            source, target, numel = runs.source[mine], runs.target[mine], runs.numel[mine]
+        for file in np.unique(copies.file).tolist():
+            mine = np.flatnonzero(copies.file == file)
+            mine = mine[np.argsort(copies.source[mine], kind="stable")]
+            source, target, numel = copies.source[mine], copies.target[mine], copies.numel[mine]
             gaps = source[1:] - (source + numel)[:-1]
             ends = [*(np.flatnonzero(gaps * pack.itemsize > GAP_NBYTES) + 1).tolist(), len(mine)]
             begin = 0
@@ -205,7 +205,7 @@ class PackPiece:
 def _scatter(
     window: npt.NDArray[np.generic], source: Column, found: npt.NDArray[np.generic], target: Column, numel: Column
 ) -> None:
-    """Put runs of elements in their places."""
+    """Copy elements from where they are in a window to where they are in the target."""
     total = int(numel.sum())
     if total >= len(numel) * LONG_NUMEL:
         for a, b, n in zip(source.tolist(), target.tolist(), numel.tolist(), strict=True):

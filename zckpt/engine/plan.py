@@ -1,10 +1,10 @@
 """What is to be written, and the copies that write it. Pure: no I/O, no format.
 
-    TargetFile = literals (headers, pickles, JSON) + holes (an extent of a slot, with the dtype wanted)
+    TargetFile = literals (headers, pickles, JSON) + holes (an extent of a slot, and their type)
     plan       = for each hole, the copies that fill it, every element exactly once
 
 A copy moves an n-dimensional box of elements between two strided byte layouts; adjacent dimensions are
-merged wherever both sides allow, so that what is contiguous on both sides is one long run.
+merged wherever both sides allow, so that what is contiguous on both sides is one dimension.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zckpt.engine.boxes import Box, SpanIndex, boxes_of, intersections, overlap, row_major
+from zckpt.engine.boxes import Box, SpanIndexes, boxes_of, intersections, overlap, row_major
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import CutSpans, Extent, Span, Spans
+from zckpt.state import CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
-
-FEWEST_INDEXED = 4
-"""Spans of a slot that are as fast looked through as looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ class Copy:
 
     @property
     def is_bytewise(self) -> bool:
-        """Whether both sides are one contiguous run of the same bytes."""
+        """Whether both sides are the same bytes, end to end."""
         size = itemsize(self.source_dtype)
         return (
             len(self.sources) == 1
@@ -118,7 +115,7 @@ class Plan:
     Parameters
     ----------
     files : collection of FilePlan
-        Those of thousands of ranks are not kept: each is planned when it is come to, and again the next time.
+        Those of thousands of ranks are not kept: each is planned in every iteration.
     totals : Totals
     """
 
@@ -152,7 +149,7 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     Parameters
     ----------
     files : iterable of TargetFile
-        Where they are `Lazily` made, so are their plans.
+        Of files that come `Lazily`, so do the plans.
 
     Raises
     ------
@@ -162,25 +159,20 @@ def plan(files: Iterable[TargetFile]) -> Plan:
     if isinstance(files, Lazily):
         lazy = Lazily(lambda: _planned(files), len(files))
         return Plan(lazy, _totals(lazy))
-    made = tuple(_planned(files))
-    return Plan(made, _totals(made))
+    planned = tuple(_planned(files))
+    return Plan(planned, _totals(planned))
 
 
 def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
-    indexes: dict[int, SpanIndex] = {}  # each has its slot, whose identity is so its own
-
-    def reaching(hole: Hole) -> Hole:
-        if not isinstance(hole.slot.spans, Spans) and len(hole.slot.spans) < FEWEST_INDEXED and not hole.slot.replicas:
-            return hole
-        index = indexes.get(id(hole.slot))
-        if index is None:
-            index = indexes[id(hole.slot)] = SpanIndex(hole.slot)
-        return replace(hole, slot=index.reaching(hole.extent))
-
+    indexes = SpanIndexes()
     for file in files:
         for pack in file.packs:
             pack.check()
-        yield FilePlan(file, tuple(Fill(hole, tuple(fill(reaching(hole)))) for hole in file.holes))
+        yield FilePlan(file, tuple(Fill(hole, tuple(_fill(hole, indexes))) for hole in file.holes))
+
+
+def _fill(hole: Hole, indexes: SpanIndexes) -> list[Copy]:
+    return fill(replace(hole, slot=indexes.reaching(hole.slot, hole.extent)))
 
 
 def _totals(files: Iterable[FilePlan]) -> Totals:
@@ -200,7 +192,7 @@ def _totals(files: Iterable[FilePlan]) -> Totals:
 
 
 def check_covered(hole: Hole) -> None:
-    """Raise LayoutError unless each element of a hole is there once; a rule has made sure of its own."""
+    """Raise LayoutError unless each element of a hole is there once; spans of a rule are by construction."""
     if hole.slot.replicas or not isinstance(hole.slot.spans, CutSpans) or hole.slot.spans.shape != hole.slot.shape:
         fill(hole)
 
@@ -220,20 +212,7 @@ def fill(hole: Hole) -> list[Copy]:
     cut = [[(c.offset, c.shape, c.strides, c.source_dtype, c.byteorder, c.unresolved) for c in one] for one in sets]
     if any(one != cut[0] for one in cut):
         raise LayoutError(f"{hole.label}: the tensors to be averaged are stored differently")
-    return [
-        Copy(
-            first.shape,
-            tuple(c.sources[0] for c in same),
-            first.source_dtype,
-            first.target_dtype,
-            first.byteorder,
-            first.offset,
-            first.strides,
-            first.unresolved,
-        )
-        for same in zip(*sets, strict=True)
-        for first in same[:1]
-    ]
+    return [replace(same[0], sources=tuple(c.sources[0] for c in same)) for same in zip(*sets, strict=True)]
 
 
 def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
@@ -311,7 +290,7 @@ def _merge(
 def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]], boxes: list[Box]) -> None:
     """Raise unless the copies cover the hole exactly once: their elements add up, and no two overlap."""
     if boxes:
-        flat = [b for low, high in ranges for b in boxes_of(_part(hole.extent, low, high))]
+        flat = [b for low, high in ranges for b in boxes_of(replace(hole.extent, start=low, numel=high - low))]
         twice = overlap(flat + boxes)
     else:
         ranges = sorted(ranges)
@@ -330,7 +309,3 @@ def _check_coverage(hole: Hole, copies: list[Copy], ranges: list[tuple[int, int]
             found=covered,
             advice="a rank's file is missing or belongs to another run",
         )
-
-
-def _part(extent: Extent, low: int, high: int) -> Extent:
-    return Extent(extent.offsets, extent.sizes, low, high - low)

@@ -1,4 +1,4 @@
-"""Elements of slots in memory: whole slots or parts. The same plan as for a file, with memory for a target."""
+"""Elements of slots in memory, extent by extent. The same plan as for a file, with memory for a target."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.boxes import SpanIndex
+from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
-from zckpt.engine.checking import Checks, Part, WatchedSources
+from zckpt.engine.checking import Checks, Seen, WatchedSources
 from zckpt.engine.copy import Piece, elements, pieces
 from zckpt.engine.plan import Copy, Fill, fill
 from zckpt.engine.targets import Hole
@@ -24,14 +24,14 @@ from zckpt.storage.files import Sources, check_nbytes
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Elements that are wanted in memory.
+    """Elements that are to be read into memory.
 
     Parameters
     ----------
     slot : Slot
     extent : Extent
     dtype : str
-        Element type wanted.
+        Element type in memory.
     into : memoryview
         As many bytes as these elements have, in the order of the extent.
     """
@@ -49,7 +49,7 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     ----------
     reads : sequence of Read
     checks : Checks, optional
-        Gets what is read; who made them finishes them when all that is to be read has been.
+        Gets what is read; the caller finishes them after the last read.
 
     Raises
     ------
@@ -63,14 +63,14 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
     watching = checks or Checks()
     with Workers(READERS) as workers, closing(workers.run(partial(_read_batch, watching.watched), batches)) as results:
-        for _, parts in results:
-            watching.add(parts)
+        for _, seen in results:
+            watching.add(seen)
 
 
 def check_reads(reads: Iterable[Read]) -> None:
     """Check all that can be known before elements are read; nothing is read.
 
-    Spans cover every extent once, elements can be cast to the type wanted, and files open and are long enough.
+    Spans cover every extent once, elements can be cast to the type in memory, and files open and are long enough.
 
     Raises
     ------
@@ -79,11 +79,9 @@ def check_reads(reads: Iterable[Read]) -> None:
     """
     needed: dict[str, int] = {}
     casts: dict[tuple[str, str], str] = {}
-    indexes: dict[int, SpanIndex] = {}
+    indexes = SpanIndexes()
     for read in reads:
-        if id(read.slot) not in indexes:
-            indexes[id(read.slot)] = SpanIndex(read.slot)
-        reaching = indexes[id(read.slot)].reaching(read.extent)
+        reaching = indexes.reaching(read.slot, read.extent)
         for copy in fill(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
             casts.setdefault((copy.source_dtype, copy.target_dtype), copy.sources[0].path)
             for path, end in _ends(copy):
@@ -114,7 +112,7 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     extent : Extent
     sources : Sources
     dtype : str, optional
-        Element type wanted; by default the slot's own.
+        Element type of the result; by default the slot's own.
 
     Raises
     ------
@@ -123,10 +121,10 @@ def read_extent(slot: Slot, extent: Extent, sources: Sources, *, dtype: str | No
     DamagedFileError
         A file ends too early.
     """
-    wanted = dtype or slot.dtype
-    result = np.empty(extent.numel, numpy_dtype(wanted))
+    dtype = dtype or slot.dtype
+    result = np.empty(extent.numel, numpy_dtype(dtype))
     view = memoryview(result.view(np.uint8).data) if extent.numel else memoryview(b"")
-    for piece in _pieces(Hole(0, slot.name, slot, extent, wanted)):
+    for piece in _pieces(Hole(0, slot.name, slot, extent, dtype)):
         read_piece(piece, view, sources)
     return result
 
@@ -137,24 +135,22 @@ def _pieces(hole: Hole) -> Iterator[Piece]:
 
 def _all_pieces(reads: Iterable[Read]) -> Iterator[tuple[Piece, memoryview]]:
     """Yield pieces and the memory that each goes to."""
-    indexes: dict[int, SpanIndex] = {}
+    indexes = SpanIndexes()
     for read in reads:
-        if id(read.slot) not in indexes:
-            indexes[id(read.slot)] = SpanIndex(read.slot)
-        reaching = indexes[id(read.slot)].reaching(read.extent)
+        reaching = indexes.reaching(read.slot, read.extent)
         for piece in _pieces(Hole(0, read.slot.name, reaching, read.extent, read.dtype)):
             yield piece, read.into
 
 
-def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Part]:
+def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
     with WatchedSources(watched) as sources:
         for piece, into in batch:
             read_piece(piece, into, sources)
-        return sources.parts
+        return sources.seen
 
 
 def read_piece(piece: Piece, into: memoryview, sources: Sources) -> None:
-    """Read a piece into its place in a buffer; what is stored as it is wanted is not copied on the way."""
+    """Read a piece into a buffer, at its offset; bytes that are moved as they are are not copied on the way."""
     view = into[piece.offset : piece.offset + piece.nbytes]
     if piece.is_bytewise:
         source = piece.copies[0].sources[0]

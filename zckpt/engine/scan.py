@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -125,10 +125,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Batch(Generic[Result]):
-    """Blocks that one task looks at."""
+    """Blocks that one task looks at, and the buffers that no task of the scan has at the moment."""
 
     blocks: tuple[Block, ...]
     look: Look[Result]
+    spare: list[list[Array]]
 
 
 def scan(
@@ -174,7 +175,8 @@ def scan(
         with Workers(READERS) as workers:
             most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
-            batches = (Batch(some, look) for some in batched(blocks, attrgetter("nbytes")))
+            spare: list[list[Array]] = []
+            batches = (Batch(some, look, spare) for some in batched(blocks, attrgetter("nbytes")))
             with closing(workers.run(look_at_batch, batches)) as results:
                 for batch, found in results:
                     progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
@@ -213,6 +215,8 @@ def _within(held: FlatSpans | SpanIndex | Slot, shape: tuple[int, ...], start: i
 def look_at_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
     """Look at the blocks of a batch; return what was found, by index of the set. May run in another process."""
     buffers: list[Array] = []
+    with suppress(IndexError):  # none are spare yet
+        buffers = batch.spare.pop()
     results = []
     with Sources() as sources:
         for block in batch.blocks:
@@ -220,6 +224,7 @@ def look_at_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
             found = batch.look(block.index, block.start, arrays)
             if found is not None:
                 results.append((block.index, found))
+    batch.spare.append(buffers)
     return results
 
 

@@ -25,7 +25,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """A place in a target file for an extent of a slot.
+    """Bytes of a target file for an extent of a slot.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Hole:
     slot : Slot
     extent : Extent
     dtype : str
-        Element type wanted.
+        Element type in the target.
     """
 
     offset: int
@@ -72,7 +72,7 @@ class TargetFile:
 
 
 class Lazily(Collection[Item]):
-    """Things that are made one after the other as they are come to, as often as that is.
+    """Items that are computed one after the other, again in every iteration.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Lazily(Collection[Item]):
         self._count = count
 
     def __iter__(self) -> Iterator[Item]:
-        """Make them."""
+        """Compute them."""
         return self._make()
 
     def __len__(self) -> int:

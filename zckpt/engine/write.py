@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.checking import Checked, Checks, Part, WatchedSources, part_of, patch_checksums
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums, seen_of
 from zckpt.engine.copy import Piece, elements, pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import Copy, FilePlan, Plan
@@ -87,9 +87,9 @@ def write(
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large)
             batches = (batch for path, one in files for batch in _batches(path, one, most, large, checks))
-            for batch, (parts, read) in workers.run(write_batch, batches):
+            for batch, (seen, read) in workers.run(write_batch, batches):
                 checks.add(read)
-                files.note(batch, parts)
+                files.note(batch, seen)
                 progress.advance(sum(_moved(piece) for piece in batch.pieces))
             files.finish()
             return checks.finish(workers.map)
@@ -107,21 +107,21 @@ class _Files:
         self._files = files
         self._large = large
         self._known: set[tuple[int, int]] = set()
-        self._open: dict[str, tuple[Path, FilePlan, list[Part]]] = {}
+        self._open: dict[str, tuple[Path, FilePlan, list[Seen]]] = {}
 
     def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
         for path, one in self._files:
-            parts = _write_literals(path, one, self._large, self._known)
+            seen = _write_literals(path, one, self._large, self._known)
             if one.file.checksums:
-                self._open[str(path)] = path, one, parts
+                self._open[str(path)] = path, one, seen
             yield path, one
 
-    def note(self, batch: Batch, parts: Iterable[Part]) -> None:
+    def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
         """Note what was written."""
         while batch.checksummed and (first := next(iter(self._open))) != batch.path:
             self._patch(first)
         if batch.checksummed:
-            self._open[batch.path][2].extend(parts)
+            self._open[batch.path][2].extend(seen)
 
     def finish(self) -> None:
         """State the checksums of what is left."""
@@ -129,8 +129,8 @@ class _Files:
             self._patch(path)
 
     def _patch(self, name: str) -> None:
-        path, one, parts = self._open.pop(name)
-        patch_checksums(path, one, parts)
+        path, one, seen = self._open.pop(name)
+        patch_checksums(path, one, seen)
 
 
 def _moved(piece: Piece | PackPiece | Literal) -> int:
@@ -138,7 +138,7 @@ def _moved(piece: Piece | PackPiece | Literal) -> int:
     return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
 
 
-def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Part]:
+def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Seen]:
     """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
     with path.open("wb") as file:
         found = os.fstat(file.fileno())
@@ -156,7 +156,7 @@ def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int,
             file.write(literal.data)
     if not one.file.checksums:
         return []
-    return [Part(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
+    return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
 
 
 def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
@@ -164,8 +164,8 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
     for literal in one.file.literals:
         data = memoryview(literal.data)
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
-            part = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
-            yield Batch(str(path), (part,), checksummed, buffer)
+            block = Literal(literal.offset + at, data[at : at + BATCH_NBYTES])
+            yield Batch(str(path), (block,), checksummed, buffer)
     found = (piece for fill in one.fills for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
     for batch in batched(found, lambda piece: piece.nbytes):
         watched = checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
@@ -176,39 +176,39 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
             yield Batch(str(path), packed, checksummed, buffer, watched)
 
 
-def write_batch(batch: Batch) -> tuple[list[Part], list[Part]]:
-    """Write the pieces of a batch in order; return the parts written and those read. May run in another process."""
+def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
+    """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
     target = os.open(batch.path, os.O_WRONLY)
     buffer = bytearray(batch.buffer_nbytes)
     try:
         with WatchedSources(batch.watched) as sources:
-            parts = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
-        first = parts[0].offset
-        start_writeback(target, first, parts[-1].offset + parts[-1].nbytes - first)
-        return parts, sources.parts
+            seen = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
+        first = seen[0].offset
+        start_writeback(target, first, seen[-1].offset + seen[-1].nbytes - first)
+        return seen, sources.seen
     finally:
         os.close(target)
 
 
 def _write_piece(
     piece: Piece | PackPiece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray
-) -> Part:
+) -> Seen:
     if isinstance(piece, Literal):
         crc = _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
-        return Part(batch.path, piece.offset, len(piece.data), crc)
+        return Seen(batch.path, piece.offset, len(piece.data), crc)
     if isinstance(piece, PackPiece):
         packed = piece.read(sources)
         _write_all(target, packed, piece.offset)
-        return Part(batch.path, piece.offset, piece.nbytes, crc32(packed) if batch.checksummed else None)
+        return Seen(batch.path, piece.offset, piece.nbytes, crc32(packed) if batch.checksummed else None)
     if piece.is_bytewise:
         watched = piece.copies[0].sources[0].path in batch.watched
         crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)
         if watched and crc is not None:
-            sources.parts.append(part_of(piece, crc))
-        return Part(batch.path, piece.offset, piece.nbytes, crc)
+            sources.seen.append(seen_of(piece, crc))
+        return Seen(batch.path, piece.offset, piece.nbytes, crc)
     data = elements(piece, sources)
     _write_all(target, data, piece.offset)
-    return Part(batch.path, piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
+    return Seen(batch.path, piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
 
 
 def _copy_bytes(

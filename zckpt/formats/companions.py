@@ -138,7 +138,7 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
     ----------
     root : Path
     without : collection of str
-        Names of directories directly in `root` that are left out.
+        Names within `root` of directories that are left out.
 
     Raises
     ------
@@ -147,9 +147,7 @@ def files_below(root: Path, *, without: Collection[str] = ()) -> Iterator[tuple[
     """
     for at, folders, names in os.walk(root, onerror=_unreadable):
         here = Path(at)
-        if here == root:
-            folders[:] = [name for name in folders if name not in without]
-        folders.sort()
+        folders[:] = sorted(name for name in folders if (here / name).relative_to(root).as_posix() not in without)
         for name in folders:
             if (here / name).is_symlink():
                 raise SourceError(

@@ -19,7 +19,7 @@ from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError
 from zckpt.formats.companions import copy_of
 from zckpt.formats.shrinking import Kept, Range, gaps, kept_ranges, replace_tensors, shares
-from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotPart, lay_out, new_storage
+from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import is_file, read_head
@@ -254,7 +254,7 @@ def _shrunk(storage: Storage, kept: Kept, file: TorchFile, byteorder: str) -> Ne
         shape = ((high - low) // size,)
         span = Span(Extent.whole(shape), file.path, storage.offset + low, dtype, None, byteorder)
         label = f"storage {storage.key} of {file.path}"
-        parts.append(SlotPart(start // size, Slot("storage", dtype, shape, (span,)), label))
+        parts.append(SlotContent(start // size, Slot("storage", dtype, shape, (span,)), label))
     return new_storage(dtype, kept.nbytes // size, parts, location=storage.location)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from zckpt.compare.digests import Fingerprint
-from zckpt.compare.leaves import digest_part, put_together
+from zckpt.compare.digests import Fingerprint, digest_part, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.operations.open import Source, opened
 

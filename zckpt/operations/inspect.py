@@ -7,6 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from zckpt.formats.account import take_inventory
+from zckpt.formats.format import Format
+from zckpt.formats.options import options_of
+from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
@@ -238,3 +241,40 @@ def _file(checkpoint: Checkpoint, index: int, include_globals: bool) -> dict[str
     if include_globals:
         found["globals"] = {record: list(names) for record, names in file.globals.items()}
     return found
+
+
+def list_formats() -> dict[str, object]:
+    """Return what is known of each format, and the errors about formats of other packages that cannot be loaded.
+
+    Returns
+    -------
+    dict
+        JSON-able: `formats`, in the order in which they are asked whose a path is, and `broken`.
+    """
+    broken: list[BrokenPluginError] = []
+    found = [_about(one) for one in formats(broken)]
+    return {"formats": found, "broken": [str(error) for error in broken]}
+
+
+def _about(one: Format) -> dict[str, object]:
+    options = [
+        {
+            "name": option.name,
+            "type": option.kind.__name__,
+            "default": option.default,
+            "choices": list(option.choices),
+            "help": option.help,
+        }
+        for option in options_of(one.options)
+    ]
+    return {
+        "name": one.name,
+        "title": one.title,
+        "built_in": one.name in BUILT_IN,
+        "reads": [{"what": what, "details": details} for what, details in one.reads] or [{"what": one.title}],
+        "written": bool(one.writes),
+        "writes": one.writes or None,
+        "options": options,
+        "reshard": type(one).recut is not Format.recut,
+        "strip": type(one).strip is not Format.strip,
+    }

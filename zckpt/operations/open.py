@@ -50,11 +50,11 @@ class OpenedCheckpoint(Checkpoint):
         require_torch("read()")
         import torch
 
-        from zckpt.operations.tensors import Wanted, read_tensors
+        from zckpt.operations.tensors import TensorRead, read_tensors
 
         found = self._slot(name, slot)
         tensor = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
-        read_tensors([Wanted(found, Extent.whole(found.shape), tensor)])
+        read_tensors([TensorRead(found, Extent.whole(found.shape), tensor)])
         return tensor
 
     def _slot(self, name: str, slot: str | None) -> Slot:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.compare.digests import FILE_NAME, bytes_of, digests_path_of_file
 from zckpt.engine.plan import check_covered
 from zckpt.engine.targets import Hole
 from zckpt.errors import LayoutError, TargetExistsError, UsageError
@@ -21,7 +20,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
-from zckpt.storage.ownership import Owned, check_replaceable
+from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
@@ -81,13 +80,19 @@ def check_companions(target: Path, written: Sequence[Path]) -> None:
         check_replaceable(one)
     if not target.is_file():
         return
-    for one in (digests_path_of_file(target), optimizer_path(target)):
+    for one in (_digests_path(target), optimizer_path(target)):
         if one not in written and os.path.lexists(one):
             raise TargetExistsError(
                 "belongs to the file that is to be replaced, and would be taken for the new one's",
                 path=one,
                 advice="remove it, or have it written again",
             )
+
+
+def _digests_path(file: Path) -> Path:
+    from zckpt.compare.digests import digests_path_of_file
+
+    return digests_path_of_file(file)
 
 
 @dataclass(slots=True)
@@ -128,7 +133,7 @@ class Proof:
     @property
     def beside(self) -> list[Path]:
         """What is written beside a target that is one file: its fingerprint, if it is recorded."""
-        return [digests_path_of_file(self.target)] if self.fingerprint else []
+        return [_digests_path(self.target)] if self.fingerprint else []
 
     def of(self, written: Path, more: Sequence[Path]) -> None:
         """Open what was written under a temporary name; raise LayoutError unless all is there.
@@ -147,10 +152,11 @@ class Proof:
                 self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
             )
         if self.fingerprint:
+            from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint
 
             data = bytes_of(fingerprint(found, memory=self.memory, reporter=self.reporter))
-            (more[0] if more else written / FILE_NAME).write_bytes(data)
+            (more[0] if more else written / FINGERPRINT_NAME).write_bytes(data)
 
 
 def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:

@@ -23,14 +23,6 @@ def reshard(
     target: str | os.PathLike[str],
     *,
     world_size: int,
-    stage: int | None = None,
-    elastic: bool | None = None,
-    round_robin: bool | None = None,
-    parameter_alignment: bool | None = None,
-    expert_parallel_size: int | None = None,
-    tensor_parallel_size: int | None = None,
-    tp_rules: str | os.PathLike[str] | None = None,
-    padded_vocab_size: int | None = None,
     weight_check: bool = True,
     checksums: bool = True,
     verify: bool = False,
@@ -43,6 +35,8 @@ def reshard(
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+    **options: object,
 ) -> Written:
     """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
 
@@ -55,24 +49,17 @@ def reshard(
         A directory that does not exist.
     world_size : int
         Data-parallel ranks of the target; under tensor parallelism there are that many of each slice.
-    stage : {1, 2, 3}, optional
-        ZeRO stage of the target; by default the source's.
-    elastic, round_robin, parameter_alignment : bool, optional
-        As the target's training is configured; by default as the source's was.
-    expert_parallel_size : int, optional
-        Ranks over which the experts are spread; by default as in the source.
-    tensor_parallel_size : int, optional
-        Ranks over which parameters are sliced; by default as in the source. Then no value is touched.
-    tp_rules : path-like, optional
-        A JSON file with the rules for slices, in the form of `universal_checkpoint_info`; by default the source's own.
-    padded_vocab_size : int, optional
-        Rows of the target model's vocabulary; by default the source's, or the next multiple of the slices.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
+    **options
+        What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
+        `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
+        is configured; `expert_parallel_size` and `tensor_parallel_size`, the ranks over which experts are spread and
+        parameters are sliced; `padded_vocab_size`, the rows of the target model's vocabulary.
 
     Raises
     ------
@@ -93,11 +80,7 @@ def reshard(
         if Path(place).resolve() in path.resolve().parents:
             raise UsageError("the target is inside the source", path=path, found=place)
     own = get(checkpoint.format)
-    given = {
-        "world_size": world_size, "stage": stage, "elastic": elastic, "round_robin": round_robin,
-        "parameter_alignment": parameter_alignment, "expert_parallel_size": expert_parallel_size,
-        "tensor_parallel_size": tensor_parallel_size, "padded_vocab_size": padded_vocab_size,
-    }  # fmt: skip
+    given = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
     laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
     dropped = check_nothing_lost(checkpoint, drop, copied=laid.copied)

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare.figures import Figures, Tolerance
-from zckpt.compare.slots import measure
+from zckpt.compare.slots import Figures, Tolerance, measure
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.scan import SlotSet
 from zckpt.errors import UsageError

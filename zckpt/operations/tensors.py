@@ -16,7 +16,7 @@ STAGED_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class TensorRead:
     """Elements of a slot that a tensor is to have.
 
     Parameters
@@ -44,7 +44,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def check_tensors(wanted: Iterable[Wanted]) -> None:
+def check_tensors(wanted: Iterable[TensorRead]) -> None:
     """Check all that can be known before elements are read; errors are those of `zckpt.engine.read.check_reads`."""
     check_reads(
         Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b""))
@@ -53,7 +53,7 @@ def check_tensors(wanted: Iterable[Wanted]) -> None:
     )
 
 
-def read_tensors(wanted: Iterable[Wanted], *, checks: Checks | None = None) -> None:
+def read_tensors(wanted: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
     """Read the elements of many extents into tensors; as `zckpt.engine.read.read_all`."""
     reads: list[Read] = []
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []

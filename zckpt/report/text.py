@@ -1,9 +1,9 @@
-"""Aligned tables and units a person reads."""
+"""Text: aligned tables, units a person reads, and two short reports: what a verb wrote, and which formats there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from zckpt.errors import shortened, without_controls
 
@@ -14,6 +14,9 @@ SHOWN_CHARACTERS = 1200
 
 SHOWN_CELL = 200
 """Characters of a cell of a table, whose other rows are filled to the same width."""
+
+SHOWN_FILES = 8
+"""More files than this are counted, not listed."""
 
 _LINES = {ord("\n"): "\ufffd", ord("\t"): "\ufffd"}
 
@@ -80,3 +83,56 @@ def _cell(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if type(value) is int else shortened(str(value), SHOWN_CELL)
+
+
+def written(document: dict[str, Any]) -> str:
+    """Return the document of a result, `Written.as_dict()`, as text."""
+    verb, files = "would write" if document["dry_run"] else "wrote", document["files"]
+    lines = [f"{verb} {path}" for path in files[:SHOWN_FILES]]
+    if len(files) > SHOWN_FILES:
+        lines.append(f"... and {len(files) - SHOWN_FILES} more files")
+    what = count(document["num_tensors"], "tensor") if "num_tensors" in document else count(len(files), "file")
+    lines.append(
+        f"{what}, {size(document['write_nbytes'])}; {size(document['read_nbytes'])} read, "
+        f"at most {size(document['memory_nbytes'])} of buffers"
+    )
+    if document["checked_elements"]:
+        lines.append(f"{count(document['checked_elements'], 'element')} of masters agree with their weights")
+    if document["checksummed_nbytes"]:
+        lines.append(f"{size(document['checksummed_nbytes'])} of the source agree with the checksums in its files")
+    if document["verified_nbytes"]:
+        lines.append(f"{size(document['verified_nbytes'])} compared with the source, byte for byte")
+    if "saved_nbytes" in document:
+        saved = document["saved_nbytes"]
+        rows = sorted(saved.items(), key=lambda one: -one[1])
+        lines += table(["saved", "bytes"], [*rows, ("in all", sum(saved.values()))], right=(1,))
+    lines += [f"dropped {one}" for one in document["dropped"]]
+    lines += [f"note: {note}" for note in document["notes"]]
+    return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+
+
+def formats(document: Mapping[str, Any]) -> str:
+    """Return a table of formats, then the options of each that is written."""
+    every = document["formats"]
+    rows = [(one["name"], one["title"], _verbs(one), "" if one["built_in"] else "of another package") for one in every]
+    lines = table(["format", "is", "verbs", ""], rows)
+    for one in every:
+        if one["written"]:
+            lines += ["", f"--to {one['name']}: {one['writes']}"]
+            lines += table(["", ""], [(f"  {_flag(option)}", _described(option)) for option in one["options"]])[1:]
+    return "\n".join(lines + [""] * bool(document["broken"]) + [f"broken: {text}" for text in document["broken"]])
+
+
+def _verbs(one: Mapping[str, Any]) -> str:
+    found = ["read", *(["convert"] if one["written"] else []), *(verb for verb in ("reshard", "strip") if one[verb])]
+    return ", ".join(found)
+
+
+def _flag(option: Mapping[str, Any]) -> str:
+    flag = f"--{option['name'].replace('_', '-')}"
+    return flag if option["type"] == "bool" else f"{flag} {'|'.join(map(str, option['choices'])) or option['type']}"
+
+
+def _described(option: Mapping[str, Any]) -> str:
+    default = "" if option["default"] is None else f" Default: {option['default']}."
+    return str(option["help"]) + default

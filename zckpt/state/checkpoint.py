@@ -105,7 +105,7 @@ class RankValue:
     group : int
         The param group.
     part : int
-        Which part of the group it is of, where a rank's share of the group is in several.
+        Which tensor of the group it is of, where a rank's share of the group is in several.
     rank, mp_rank : int
         The data- and the model-parallel rank.
     value : object
@@ -209,7 +209,7 @@ class SourceFile:
 
 @dataclass(slots=True, repr=False)
 class Checkpoint:
-    """The logical state of a checkpoint, with the place of every element; made by an adapter.
+    """The logical state of a checkpoint, and where every element lies; an adapter makes it.
 
     Parameters
     ----------
@@ -224,7 +224,7 @@ class Checkpoint:
     parameters, buffers : dict of str to Parameter
         In the model's order.
     unnamed : dict of str to Parameter
-        Optimizer state of parameters that the file knows by number only and whose name cannot be told, by number.
+        Optimizer state of parameters that the file knows by number only and whose name is unknown, by number.
     param_groups : list of ParamGroup
     per_rank : list of RankValue
         State of the optimizer that other ranks could do nothing with; empty almost always.
@@ -240,7 +240,7 @@ class Checkpoint:
         Everything else the files hold, by key: client state, scheduler, random states; inert. A value that is more
         than plain data is a `torchfile.FromFile`: a tree and the file in which its tensors lie.
     optimizer_metadata : dict
-        What the optimizer keeps beside its state, in the same form: loss scaler, clipping.
+        What the optimizer keeps besides its state, in the same form: loss scaler, clipping.
     origin : object
         What the adapter keeps of the files to write their format again; of no meaning to anyone else.
     padding : list of Padding
@@ -250,9 +250,9 @@ class Checkpoint:
     claims : dict of str to Claim
         What other files are that belong to it, by path: an index, `latest`.
     duplicates : list of Duplicate
-        Copies that the files hold beside what is read.
+        Copies that the files hold besides what is read.
     leftovers : dict of str to str
-        Files among the checkpoint's that are not part of it, by path, and what is said of them in `warnings`.
+        Files among the checkpoint's that do not belong to it, by path, and what `warnings` say of them.
     wrapped : dict of str to str
         Names that the files have for tensors, by their names here, where wrappers of the model have put more there.
     is_numbered : bool

@@ -39,7 +39,7 @@ class Cuts:
         self._is_sorted = bool((np.diff(self._first) >= 0).all() and (np.diff(self._end) >= 0).all())
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the same elements lie in the same places of other files."""
+        """Tell whether the same elements lie at the same offsets of other files."""
         if not isinstance(other, Cuts):
             return NotImplemented
         ours, theirs = ((x.origin, x.width, x.at, x.numel) for x in (self, other))

@@ -36,7 +36,7 @@ REST = "**"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the values at a place in a file's tree are. It never speaks for tensors with elements: their bytes do.
+    """What the values at some steps of a file's tree are. It never speaks for tensors with elements: their bytes do.
 
     Parameters
     ----------

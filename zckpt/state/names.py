@@ -13,7 +13,7 @@ Names are treated as lists, or a checkpoint's tensors get other ones: those of t
 The first four are attributes of torch's that no model has: they are left out wherever they stand. `module.` may be a
 child of the model itself, so it is left out at the front only, once, and only if every tensor of the model has it: one
 that has not shows that it is a child. Neither is left out where two names would become one. A model that is nothing but
-a child called `module` cannot be told from one in a wrapper; where a live model is at hand, its own names decide, see
+a child called `module` looks like one in a wrapper; where a live model is at hand, its own names decide, see
 `aligned`. For comparing, `module.` and PEFT's prefix, which is part of the names that PEFT loads, are left out as often
 as all names have them.
 """
@@ -39,7 +39,7 @@ def plain_name(name: str) -> str:
     """Return a name without the attributes in which wrappers keep modules."""
     if not any(one in name for one in INNER):
         return name
-    return ".".join(part for part in name.split(".") if part not in INNER) or name
+    return ".".join(step for step in name.split(".") if step not in INNER) or name
 
 
 def without_wrappers(name: str) -> str:
@@ -173,8 +173,8 @@ def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     new = {name: changed.get(name, name) for name in _names_of(checkpoint)}
     filed = {new[name]: checkpoint.wrapped.get(name, name) for name in new}
     for section in ("parameters", "buffers", "unnamed"):  # which the adapter may have kept for itself, too
-        made = [_renamed(one, new) for one in getattr(checkpoint, section).values()]
-        setattr(checkpoint, section, {one.name: one for one in made})
+        tensors = [_renamed(one, new) for one in getattr(checkpoint, section).values()]
+        setattr(checkpoint, section, {one.name: one for one in tensors})
     checkpoint.param_groups = [
         replace(group, parameters=[new.get(name, name) for name in group.parameters])
         for group in checkpoint.param_groups

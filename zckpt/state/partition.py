@@ -14,7 +14,7 @@ Whole parameters (torch's ZeroRedundancyOptimizer): each belongs to one rank, th
     | a a a a a a |   | b b b b | d |   | c c c | e e |
          rank 0           rank 1            rank 2
 
-Even (zckpt's own files): all tensors end to end, cut in equal runs of bytes.
+Even (zckpt's own files): all tensors end to end, cut into as many bytes for each file.
 
     | a a a a b b | b b b b c d | d d d |
          file 0        file 1     file 2
@@ -40,7 +40,7 @@ PARAMETER_ALIGNMENT_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FlatShare:
-    """A run of one parameter's elements inside one rank's partition.
+    """Elements of one parameter inside one rank's partition.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def flat_starts(numels: Sequence[int], pads: Sequence[int] | None = None) -> lis
 
 
 def flat_shares(numels: Sequence[int], starts: Sequence[int], partition: int, rank: int) -> Iterator[FlatShare]:
-    """Yield the non-empty runs of parameters in one rank's partition, in order.
+    """Yield the non-empty shares of parameters in one rank's partition, in order.
 
     Parameters
     ----------
@@ -293,7 +293,7 @@ def greedy_order(held: Sequence[Sequence[Sequence[int]]]) -> list[list[tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class FileShare:
     """Elements [start, start + numel) of a flattened tensor, which lie in one file."""
 
     file: int
@@ -301,10 +301,10 @@ class Run:
     numel: int
 
 
-def even_extents(tensors: Sequence[tuple[int, int]], world_size: int, *, before: int = 0) -> Iterator[list[Run]]:
-    """Yield the runs of each tensor when all, end to end, are cut in equal parts; an empty tensor has an empty run.
+def even_extents(tensors: Sequence[tuple[int, int]], world_size: int, *, before: int = 0) -> Iterator[list[FileShare]]:
+    """Yield the shares of each tensor when all, end to end, are cut evenly; an empty tensor has an empty share.
 
-    Parts are of one size to within an element, whatever the tensors are, and there are never many more runs than
+    Files get the same size to within an element, whatever the tensors are, and there are never many more shares than
     tensors.
 
     Parameters
@@ -319,13 +319,13 @@ def even_extents(tensors: Sequence[tuple[int, int]], world_size: int, *, before:
     ends = [total * (file + 1) // world_size for file in range(world_size)]
     file, at = 0, before
     for numel, size in tensors:
-        runs: list[Run] = []
+        shares: list[FileShare] = []
         start = 0
-        while start < numel or not runs:
+        while start < numel or not shares:
             while file < world_size - 1 and ends[file] - at < (size if numel else 1):
                 file += 1
             room = (ends[file] - at) // size if file < world_size - 1 else numel
-            runs.append(Run(file, start, min(numel - start, room)))
-            start += runs[-1].numel
-            at += runs[-1].numel * size
-        yield runs
+            shares.append(FileShare(file, start, min(numel - start, room)))
+            start += shares[-1].numel
+            at += shares[-1].numel * size
+        yield shares

@@ -1,7 +1,7 @@
 """Where the elements of a slot lie: extents, spans, and spans that a rule gives. Pure: no I/O.
 
 A `Span` places an `Extent`: a box of the tensor and a flattened range within that box. The whole tensor is a box with
-the full range; a ZeRO slice is the whole box with a part of the range; a tensor-parallel slice is a smaller box; a ZeRO
+the full range; a ZeRO slice is the whole box with a smaller range; a tensor-parallel slice is a smaller box; a ZeRO
 slice of a tensor-parallel slice is both.
 
 A slot has a sequence of spans. Few of them are a tuple. The spans that ZeRO cuts are a rule, so that a checkpoint of
@@ -69,7 +69,7 @@ class Span:
         Element type as stored.
     strides : tuple of int, elements, or None
         Distance between neighbours along each dimension of the box, for a tensor that is not stored in
-        row-major order; the range is then the whole box. None: the range is one contiguous run.
+        row-major order; the range is then the whole box. None: the range is contiguous.
     byteorder : {"little", "big"}
     unresolved : tuple of {"conj", "neg"}
         What is still to be done to the elements that are stored, to have their values: torch's bits for lazy views.
@@ -90,7 +90,7 @@ class Span:
 
 
 class Spans(Sequence[Span]):
-    """Spans that are not kept one by one: each is made when it is asked for."""
+    """Spans that are not kept one by one: each is computed when it is asked for."""
 
     __slots__ = ()
 
@@ -157,7 +157,7 @@ class CutSpans(Spans):
     width : int, elements
         That each file has of the line.
     at : int, elements
-        Where in the tensor of a file its part of the line begins.
+        Where in the tensor of a file its elements of the line begin.
 
     Raises
     ------
@@ -299,7 +299,7 @@ class PaddingSpan:
 
 @runtime_checkable
 class PaddingRule(Protocol):
-    """Padding of many files that is worked out file by file: there may be millions of places."""
+    """Padding of many files that is worked out file by file: there may be millions of spans."""
 
     def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield all of it."""

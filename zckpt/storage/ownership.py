@@ -166,7 +166,7 @@ def _raise(error: OSError) -> None:
 
 
 def partial_name(target: Path) -> Path:
-    """Return the temporary name beside `target`."""
+    """Return the temporary name of `target`, in the same directory."""
     return target.with_name(f".{target.name}.zckpt-partial")
 
 
@@ -174,12 +174,7 @@ def partial_name(target: Path) -> Path:
 def claimed(name: Path, *, directory: bool, left: Left | None = None) -> Iterator[int]:
     """Create an empty file or directory that no other run has, and hold a lock on it; yield its descriptor.
 
-    Parameters
-    ----------
-    name : Path
-    directory : bool
-    left : callable, optional
-        Told of a file that a killed run left under the name.
+    A file that a killed run left under the name is handed to `left` first.
 
     Raises
     ------

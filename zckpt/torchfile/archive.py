@@ -287,15 +287,7 @@ def locate(source: ByteSource, entries: list[Entry], directory: int) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class NewRecord:
-    """A record that is to be written: its bytes, or for tensor data only their number.
-
-    Parameters
-    ----------
-    name : str
-        With the archive's root.
-    data : bytes or None
-    nbytes : int, bytes
-    """
+    """A record to write, its name with the archive's root: its bytes, or for tensor data only their number."""
 
     name: str
     data: bytes | None
@@ -313,15 +305,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLayout:
-    """All bytes of an archive but those of tensors.
-
-    Parameters
-    ----------
-    nbytes : int, bytes
-    literals : list of (offset, bytes)
-    placed : list of Placed
-        In the order of the records.
-    """
+    """All bytes of an archive but those of tensors, and where each record lies, in their order."""
 
     nbytes: int
     literals: list[tuple[int, bytes]]

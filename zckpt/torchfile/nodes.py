@@ -319,18 +319,7 @@ class NestedTensor:
 class MetaTensor:
     """A tensor without data: of the meta device, or the shell of a wrapper subclass.
 
-    Parameters
-    ----------
-    dtype : str
-    shape, strides : tuple of int, elements
-    requires_grad : bool
-    subclass : Global or None
-        Class of a wrapper subclass, which keeps its data in `attributes` or `state`.
-    storage_offset : int, elements
-    layout : Layout or None
-    device : Device or str or None
-    attributes : dict or None
-    state : object or None
+    A wrapper subclass keeps its data in `attributes` or `state`. The other fields are those of `Tensor`.
     """
 
     dtype: str
@@ -366,3 +355,9 @@ class DeviceTensor:
     device: Device | str
     requires_grad: bool
     rebuild: str
+
+
+NAMES = frozenset({Global, DType, Layout, MemoryFormat, Device})
+"""Nodes that are a name and nothing else: two equal ones are as good as one."""
+
+TENSORS = frozenset({Tensor, SparseTensor, QuantizedTensor, NestedTensor, MetaTensor, DeviceTensor})

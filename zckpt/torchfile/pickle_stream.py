@@ -5,7 +5,7 @@ here, all others in `pickle_writer`. The generator writes the opcodes around its
 so that nothing here recurses, however deep a tree is.
 
     list    ] PUT ( <yield item> ... e        a cycle may lead back into it: it is in the memo before its items are
-    tuple   ( <yield item> ... t PUT          where a cycle has made it meanwhile: POP GET instead of PUT
+    tuple   ( <yield item> ... t PUT          where a cycle has written it meanwhile: POP GET instead of PUT
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ def nested(*kinds: type) -> Callable[[N], N]:
 
 class Writer:
     """Writes one pickle.
-
-    Parameters
-    ----------
-    stand_for : callable
 
     Attributes
     ----------
@@ -143,8 +139,8 @@ class Writer:
         """Push what is in the memo."""
         self.out += bytes((0x68, number)) if number < 256 else b"j" + struct.pack("<I", number)
 
-    def made(self, node: object) -> bool:
-        """Note that a node is on top of the stack; False where a cycle has made it meanwhile, contents and all."""
+    def keep(self, node: object) -> bool:
+        """Put what is on top of the stack in the memo as a node; False where a cycle has written the node meanwhile."""
         known = self.memo.get(id(node))
         if known is None:
             self.memo[id(node)] = (self.put(), node)
@@ -207,7 +203,7 @@ class Writer:
         """Write a call that returns `node`."""
         self.function(module, name)
         yield from self.call(args)
-        self.made(node)
+        self.keep(node)
 
     def call(self, args: Iterable[object]) -> Parts:
         """Write the arguments of what is on top of the stack, and the call."""
@@ -292,19 +288,19 @@ def tuple_of(writer: Writer, value: tuple[object, ...]) -> Parts:
     elif len(value) <= 3:
         yield from value
         writer.out += (b"\x85", b"\x86", b"\x87")[len(value) - 1]
-        writer.made(value)
+        writer.keep(value)
     else:
         writer.out += b"("
         yield from value
         writer.out += b"t"
-        writer.made(value)
+        writer.keep(value)
 
 
 @nested(list)
 def list_of(writer: Writer, value: list[object]) -> Parts:
     """Write a list."""
     writer.out += b"]"
-    writer.made(value)
+    writer.keep(value)
     yield from appended(writer, value)
 
 
@@ -312,7 +308,7 @@ def list_of(writer: Writer, value: list[object]) -> Parts:
 def dict_of(writer: Writer, value: dict[object, object]) -> Parts:
     """Write a dict."""
     writer.out += b"}"
-    writer.made(value)
+    writer.keep(value)
     yield from entered(writer, value.items())
 
 

@@ -15,25 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zckpt.errors import UnsupportedError
+from zckpt.torchfile import nodes
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.nodes import (
-    DefaultMapping,
-    Device,
-    DeviceTensor,
-    DType,
-    Global,
-    Layout,
-    MemoryFormat,
-    MetaTensor,
-    Namespace,
-    NestedTensor,
-    Object,
-    OrderedMapping,
-    QuantizedTensor,
-    Size,
-    SparseTensor,
-    Tensor,
-)
 from zckpt.torchfile.pickle_stream import CALLS, LEAVES, Call, Parts, StandFor, Writer, appended, entered, nested
 from zckpt.torchfile.rebuild import NAMESPACE
 from zckpt.torchfile.rebuild_torch import TENSOR
@@ -43,7 +26,7 @@ COPYREG = "copy_reg"
 """The name of `copyreg` in protocol 2."""
 
 
-def global_of(writer: Writer, node: Global) -> None:
+def global_of(writer: Writer, node: nodes.Global) -> None:
     """Write a class or function that is named: numpy's own under the name that the file it is from has for them."""
     module = node.module
     if module == f"{NUMPY[1]}.multiarray" and writer.source is not None:
@@ -51,13 +34,13 @@ def global_of(writer: Writer, node: Global) -> None:
     writer.function(module, node.name)
 
 
-@nested(OrderedMapping, DefaultMapping)
-def mapping(writer: Writer, node: OrderedMapping | DefaultMapping) -> Parts:
+@nested(nodes.OrderedMapping, nodes.DefaultMapping)
+def mapping(writer: Writer, node: nodes.OrderedMapping | nodes.DefaultMapping) -> Parts:
     """Write an `OrderedDict` or a `defaultdict` and what is set on it."""
-    factory = node.factory if isinstance(node, DefaultMapping) else None
-    writer.function("collections", "OrderedDict" if isinstance(node, OrderedMapping) else "defaultdict")
+    factory = node.factory if isinstance(node, nodes.DefaultMapping) else None
+    writer.function("collections", "OrderedDict" if isinstance(node, nodes.OrderedMapping) else "defaultdict")
     yield from writer.call(() if factory is None else (factory,))
-    if not writer.made(node):
+    if not writer.keep(node):
         return
     if node:
         yield from entered(writer, node.items())
@@ -66,22 +49,22 @@ def mapping(writer: Writer, node: OrderedMapping | DefaultMapping) -> Parts:
         writer.out += b"b"
 
 
-@nested(Namespace)
-def namespace(writer: Writer, node: Namespace) -> Parts:
+@nested(nodes.Namespace)
+def namespace(writer: Writer, node: nodes.Namespace) -> Parts:
     """Write an `argparse.Namespace`, whose attributes are its state."""
     writer.function(NAMESPACE.module, NAMESPACE.name)
     writer.out += b")\x81"
-    writer.made(node)
+    writer.keep(node)
     writer.out += b"}"
     yield from entered(writer, node.items())
     writer.out += b"b"
 
 
-@nested(Object)
-def object_of(writer: Writer, node: Object) -> Parts:
+@nested(nodes.Object)
+def object_of(writer: Writer, node: nodes.Object) -> Parts:
     """Write the call that a pickle makes an object with, and then what it sets in it."""
     yield from created(writer, node)
-    if not writer.made(node):
+    if not writer.keep(node):
         return
     yield from appended(writer, node.items)
     if node.entries:
@@ -91,7 +74,7 @@ def object_of(writer: Writer, node: Object) -> Parts:
         writer.out += b"b"
 
 
-def created(writer: Writer, node: Object) -> Parts:
+def created(writer: Writer, node: nodes.Object) -> Parts:
     """Write the call that makes an object.
 
     NEWOBJ_EX came with protocol 4; the function of `copyreg` does the same.
@@ -114,8 +97,8 @@ def created(writer: Writer, node: Object) -> Parts:
         writer.out += b"t\x81" if node.how == "newobj" else b"tR"
 
 
-DTYPE = Global("numpy", "dtype")
-NDARRAY = Global("numpy", "ndarray")
+DTYPE = nodes.Global("numpy", "dtype")
+NDARRAY = nodes.Global("numpy", "ndarray")
 
 STATE_VERSION = 3
 """First part of a dtype's state."""
@@ -134,7 +117,7 @@ def dtype(writer: Writer, node: NumpyDType) -> Parts:
     """Write a dtype and its state."""
     writer.function(DTYPE.module, DTYPE.name)
     yield from writer.call((node.code, *node.flags))
-    if writer.made(node) and node.state is not None:
+    if writer.keep(node) and node.state is not None:
         yield node.state
         writer.out += b"b"
 
@@ -144,7 +127,7 @@ def scalar(writer: Writer, node: NumpyScalar) -> Parts:
     """Write a scalar."""
     numpy_function(writer, "scalar")
     yield from writer.call((dtype_of(node.dtype), node.data))
-    writer.made(node)
+    writer.keep(node)
 
 
 def dtype_of(text: str) -> NumpyDType:
@@ -176,7 +159,7 @@ def array(writer: Writer, node: NumpyArray) -> Parts:
     """Write an array: an empty one, and then its shape, dtype and data as its state."""
     numpy_function(writer, "_reconstruct")
     yield from writer.call((node.cls or NDARRAY, (0,), b"b"))
-    if writer.made(node) and node.dtype_node is not None:
+    if writer.keep(node) and node.dtype_node is not None:
         contents = node.data if node.items is None else node.items
         yield (ARRAY_VERSION, node.shape, node.dtype_node, node.fortran_order, contents)
         writer.out += b"b"
@@ -186,8 +169,8 @@ UTILS = "torch._utils"
 NEW = "_rebuild_tensor_v3"
 
 
-@nested(Tensor)
-def tensor(writer: Writer, node: Tensor) -> Parts:
+@nested(nodes.Tensor)
+def tensor(writer: Writer, node: nodes.Tensor) -> Parts:
     """Write a dense tensor, within its class, its attributes or a parameter where it has them."""
     wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
     state = node.state if node.attributes is None else node.attributes
@@ -200,7 +183,7 @@ def tensor(writer: Writer, node: Tensor) -> Parts:
         yield from arguments(writer, node)
         writer.out += b"R"
     later = node.state if not wrapped or node.attributes is not None else None
-    if writer.made(node) and later is not None:
+    if writer.keep(node) and later is not None:
         yield later
         writer.out += b"b"
 
@@ -210,12 +193,12 @@ def is_slots(state: object) -> bool:
     return isinstance(state, tuple) and len(state) == 2
 
 
-def function_of(node: Tensor) -> str:
+def function_of(node: nodes.Tensor) -> str:
     """Return the function that rebuilds a dense tensor: the newest that does."""
     return NEW if class_of(node.storage, node.dtype) is None or node.rebuild == NEW else "_rebuild_tensor_v2"
 
 
-def parameter(writer: Writer, node: Tensor, state: object, *, wrapped: bool) -> Parts:
+def parameter(writer: Writer, node: nodes.Tensor, state: object, *, wrapped: bool) -> Parts:
     """Write a parameter: its class, where it has one, is that of its data."""
     with_state = wrapped and node.subclass is None
     writer.function(UTILS, "_rebuild_parameter_with_state" if with_state else "_rebuild_parameter")
@@ -233,7 +216,7 @@ def parameter(writer: Writer, node: Tensor, state: object, *, wrapped: bool) -> 
     writer.out += b"tR"
 
 
-def from_type(writer: Writer, node: Tensor, state: object) -> Parts:
+def from_type(writer: Writer, node: nodes.Tensor, state: object) -> Parts:
     """Write a tensor of a class, or one with attributes."""
     writer.function("torch._tensor", "_rebuild_from_type_v2")
     writer.out += b"("
@@ -244,20 +227,20 @@ def from_type(writer: Writer, node: Tensor, state: object) -> Parts:
     writer.out += b"tR"
 
 
-def arguments(writer: Writer, node: Tensor) -> Parts:
+def arguments(writer: Writer, node: nodes.Tensor) -> Parts:
     """Write the arguments that rebuild a dense tensor. What is within a parameter has no gradient itself."""
     writer.out += b"("
     view(writer, node)
     yield node.requires_grad and not node.is_parameter
     yield from hooks(writer, None if node.is_parameter else node.hooks)
     if function_of(node) == NEW:
-        yield DType(node.dtype)
+        yield nodes.DType(node.dtype)
     if node.metadata is not None:
         yield node.metadata
     writer.out += b"t"
 
 
-def view(writer: Writer, node: Tensor) -> None:
+def view(writer: Writer, node: nodes.Tensor) -> None:
     """Write storage, offset, size and stride."""
     writer.mention(node.storage, node.byteorder, node.dtype)
     writer.integer(node.storage_offset)
@@ -274,8 +257,8 @@ def hooks(writer: Writer, node: object) -> Parts:
         yield node
 
 
-@nested(QuantizedTensor)
-def quantized(writer: Writer, node: QuantizedTensor) -> Parts:
+@nested(nodes.QuantizedTensor)
+def quantized(writer: Writer, node: nodes.QuantizedTensor) -> Parts:
     """Write a quantized tensor."""
     writer.function(UTILS, "_rebuild_qtensor")
     writer.out += b"("
@@ -284,58 +267,58 @@ def quantized(writer: Writer, node: QuantizedTensor) -> Parts:
     yield node.tensor.requires_grad
     yield from hooks(writer, node.tensor.hooks)
     writer.out += b"tR"
-    writer.made(node)
+    writer.keep(node)
 
 
-@nested(MetaTensor)
-def meta(writer: Writer, node: MetaTensor) -> Parts:
+@nested(nodes.MetaTensor)
+def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
     """Write a tensor of the meta device, or the shell of a wrapper subclass."""
     gradient, has_state = node.requires_grad, node.attributes is not None or node.state is not None
-    if isinstance(node.layout, Layout):
-        function = Global(UTILS, "_rebuild_wrapper_subclass")
+    if isinstance(node.layout, nodes.Layout):
+        function = nodes.Global(UTILS, "_rebuild_wrapper_subclass")
         place = (node.storage_offset, node.layout, node.device, gradient)
-        args: tuple[object, ...] = (node.subclass, DType(node.dtype), node.shape, node.strides, *place)
+        args: tuple[object, ...] = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *place)
         wrapped = has_state
     else:
-        function = Global(UTILS, "_rebuild_meta_tensor_no_storage")
-        args = (DType(node.dtype), node.shape, node.strides, gradient)
+        function = nodes.Global(UTILS, "_rebuild_meta_tensor_no_storage")
+        args = (nodes.DType(node.dtype), node.shape, node.strides, gradient)
         wrapped = node.subclass is not None or node.attributes is not None or is_slots(node.state)
     if wrapped:
         state = node.state if node.attributes is None else node.attributes
         args = (function, node.subclass or TENSOR, args, state)
-        function = Global("torch._tensor", "_rebuild_from_type_v2")
+        function = nodes.Global("torch._tensor", "_rebuild_from_type_v2")
     writer.function(function.module, function.name)
     yield from writer.call(args)
-    if writer.made(node) and not wrapped and node.state is not None:
+    if writer.keep(node) and not wrapped and node.state is not None:
         yield node.state
         writer.out += b"b"
 
 
-def sparse_call(node: SparseTensor) -> Call:
+def sparse_call(node: nodes.SparseTensor) -> Call:
     """Return the call for a sparse tensor."""
     known = () if node.is_coalesced is None else (node.is_coalesced,)
-    return UTILS, node.rebuild, (node.layout, (*node.parts, Size(node.shape), *known))
+    return UTILS, node.rebuild, (node.layout, (*node.parts, nodes.Size(node.shape), *known))
 
 
 LEAVES |= {
-    Global: global_of,
-    DType: lambda writer, node: writer.function("torch", node.name),
-    MemoryFormat: lambda writer, node: writer.function("torch", node.name),
+    nodes.Global: global_of,
+    nodes.DType: lambda writer, node: writer.function("torch", node.name),
+    nodes.MemoryFormat: lambda writer, node: writer.function("torch", node.name),
 }
 
 CALLS |= {
-    Layout: lambda node: ("torch.serialization", "_get_layout", (node.name,)),
-    Device: lambda node: ("torch", "device", (node.type,) if node.index is None else (node.type, node.index)),
-    Size: lambda node: ("torch", "Size", (tuple(node),)),
-    NestedTensor: lambda node: (
+    nodes.Layout: lambda node: ("torch.serialization", "_get_layout", (node.name,)),
+    nodes.Device: lambda node: ("torch", "device", (node.type,) if node.index is None else (node.type, node.index)),
+    nodes.Size: lambda node: ("torch", "Size", (tuple(node),)),
+    nodes.NestedTensor: lambda node: (
         UTILS,
         "_rebuild_nested_tensor",
         (node.buffer, node.sizes, node.strides, node.offsets),
     ),
-    DeviceTensor: lambda node: (UTILS, node.rebuild, (node.data, node.dtype, node.device, node.requires_grad)),
+    nodes.DeviceTensor: lambda node: (UTILS, node.rebuild, (node.data, node.dtype, node.device, node.requires_grad)),
 }
 
-CALLS[SparseTensor] = sparse_call
+CALLS[nodes.SparseTensor] = sparse_call
 
 
 @dataclass(frozen=True, slots=True)

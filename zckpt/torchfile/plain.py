@@ -8,22 +8,8 @@ from __future__ import annotations
 
 from math import isfinite
 
+from zckpt.torchfile import nodes
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.nodes import (
-    Device,
-    DeviceTensor,
-    DType,
-    Global,
-    Layout,
-    MemoryFormat,
-    MetaTensor,
-    NestedTensor,
-    Object,
-    QuantizedTensor,
-    SparseTensor,
-    Storage,
-    Tensor,
-)
 from zckpt.torchfile.trees import MAX_DEPTH
 
 LIMIT = 100_000
@@ -81,7 +67,7 @@ class Renderer:
         self.left -= 1
         if self.left < 0:
             return CUT
-        if isinstance(node, (list, tuple, set, frozenset, dict, Object, NumpyArray)) or type(node) in PARTS:
+        if isinstance(node, (list, tuple, set, frozenset, dict, nodes.Object, NumpyArray)) or type(node) in PARTS:
             if id(node) in self.inside:
                 return CYCLE
             if len(self.inside) > MAX_DEPTH:
@@ -105,19 +91,19 @@ class Renderer:
 
     def render_node(self, node: object) -> object:
         """Return a node with parts as JSON-able data."""
-        if isinstance(node, Object):
+        if isinstance(node, nodes.Object):
             return self.render_object(node)
         if isinstance(node, NumpyArray):
             return self.render_array(node)
-        if isinstance(node, Tensor):
+        if isinstance(node, nodes.Tensor):
             return self.render_tensor(node)
         name, fields = PARTS[type(node)]
         return {name: self.render_dict({field: getattr(node, field) for field in fields})}
 
-    def render_list(self, nodes: list[object] | tuple[object, ...] | set[object] | frozenset[object]) -> list[object]:
+    def render_list(self, members: list[object] | tuple[object, ...] | set[object] | frozenset[object]) -> list[object]:
         """Return elements as a list, cut where the limit is reached."""
         result: list[object] = []
-        for node in nodes:
+        for node in members:
             result.append(self.render(node))
             if self.left < 0:
                 break
@@ -141,7 +127,7 @@ class Renderer:
         shown = self.render(key)
         return shown if isinstance(shown, str) else str(shown)
 
-    def render_object(self, node: Object) -> object:
+    def render_object(self, node: nodes.Object) -> object:
         """Return an object of an unknown class."""
         if is_enum_like(node):
             return self.render(node.args[0])
@@ -151,7 +137,7 @@ class Renderer:
         if name == "collections.deque" and not node.has_state:
             return self.render_list(node.items or first_list(node))
         result: dict[str, object] = {"class": name}
-        if isinstance(node.cls, Object):
+        if isinstance(node.cls, nodes.Object):
             result["callable"] = self.render(node.cls)
         for field in ("args", "kwargs", "state", "items"):
             value = getattr(node, field)
@@ -168,7 +154,7 @@ class Renderer:
             result["values"] = self.render_list(node.values())
         return result
 
-    def render_tensor(self, node: Tensor) -> object:
+    def render_tensor(self, node: nodes.Tensor) -> object:
         """Return a dense tensor: dtype, shape, and what is unusual about it."""
         result: dict[str, object] = {"tensor": node.dtype, "shape": list(node.shape)}
         if node.subclass is not None:
@@ -181,27 +167,27 @@ class Renderer:
 
 
 PARTS: dict[type, tuple[str, tuple[str, ...]]] = {
-    Tensor: ("tensor", ()),
-    MetaTensor: ("tensor without data", ("dtype", "shape", "subclass", "attributes", "state")),
-    SparseTensor: ("sparse tensor", ("layout", "shape", "parts")),
-    QuantizedTensor: ("quantized tensor", ("tensor", "quantizer")),
-    NestedTensor: ("nested tensor", ("buffer", "sizes", "strides", "offsets")),
-    DeviceTensor: ("device tensor", ("data", "dtype", "device")),
+    nodes.Tensor: ("tensor", ()),
+    nodes.MetaTensor: ("tensor without data", ("dtype", "shape", "subclass", "attributes", "state")),
+    nodes.SparseTensor: ("sparse tensor", ("layout", "shape", "parts")),
+    nodes.QuantizedTensor: ("quantized tensor", ("tensor", "quantizer")),
+    nodes.NestedTensor: ("nested tensor", ("buffer", "sizes", "strides", "offsets")),
+    nodes.DeviceTensor: ("device tensor", ("data", "dtype", "device")),
 }
 """How nodes with parts are shown: a name, and the fields shown under it."""
 
 
-def is_enum_like(node: Object) -> bool:
+def is_enum_like(node: nodes.Object) -> bool:
     """Tell whether an object is a class called with one scalar and nothing else: an enum member."""
     return (
         len(node.args) == 1
         and isinstance(node.args[0], SCALARS)
-        and isinstance(node.cls, Global)
+        and isinstance(node.cls, nodes.Global)
         and not (node.has_state or node.kwargs or node.items or node.entries)
     )
 
 
-def first_list(node: Object) -> list[object]:
+def first_list(node: nodes.Object) -> list[object]:
     """Return the first argument of a call if it is a list or tuple, as a list."""
     first = node.args[0] if node.args else ()
     return list(first) if isinstance(first, (list, tuple)) else []
@@ -217,7 +203,7 @@ def render_scalar(node: object) -> object:
         return node if isfinite(node) else str(node)
     if isinstance(node, (bytes, bytearray)):
         return {"bytes": len(node), "hex": bytes(node[:SHOWN_BYTES]).hex()}
-    if isinstance(node, Storage):
+    if isinstance(node, nodes.Storage):
         return {"storage": node.key, "dtype": node.dtype, "nbytes": node.nbytes}
     return scalar_text(node)
 
@@ -226,10 +212,10 @@ def scalar_text(node: object) -> str:
     """Return the text that stands for a value JSON has no type for."""
     if isinstance(node, NumpyDType):
         return node.text
-    if isinstance(node, (DType, MemoryFormat)):
+    if isinstance(node, (nodes.DType, nodes.MemoryFormat)):
         return f"torch.{node.name}"
-    if isinstance(node, Layout):
+    if isinstance(node, nodes.Layout):
         return node.name
-    if isinstance(node, (Global, Device, complex, range, slice)):
+    if isinstance(node, (nodes.Global, nodes.Device, complex, range, slice)):
         return str(node)
     return f"<{type(node).__name__}>"

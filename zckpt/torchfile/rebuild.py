@@ -17,26 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zckpt.errors import PickleError
+from zckpt.torchfile import nodes
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.nodes import (
-    DefaultMapping,
-    Device,
-    DeviceTensor,
-    DType,
-    Global,
-    Layout,
-    MemoryFormat,
-    MetaTensor,
-    Namespace,
-    NestedTensor,
-    Object,
-    OrderedMapping,
-    QuantizedTensor,
-    Size,
-    SparseTensor,
-    Storage,
-    Tensor,
-)
 
 FREE_WORK = 1 << 16
 WORK_PER_BYTE = 2
@@ -58,12 +40,12 @@ SMALL = 1 << 60
 """Integers below hash to themselves, so that no two collide."""
 
 SAFE = frozenset(
-    {str, bytes, bool, type(None), Global, DType, Layout, MemoryFormat, Device, Object, Storage, Tensor}
-    | {SparseTensor, QuantizedTensor, NestedTensor, MetaTensor, DeviceTensor}
-    | {NumpyScalar, NumpyDType, NumpyArray}
+    {str, bytes, bool, type(None), nodes.Object, nodes.Storage, NumpyScalar, NumpyDType, NumpyArray}
+    | nodes.NAMES
+    | nodes.TENSORS
 )
 NUMBERS = frozenset({int, float, complex})
-NESTS = frozenset({tuple, Size, frozenset})
+NESTS = frozenset({tuple, nodes.Size, frozenset})
 
 
 class Guard:
@@ -187,7 +169,7 @@ def integers(value: object, what: str) -> tuple[int, ...]:
 
 def ordered_dict(args: tuple[object, ...], context: Context) -> object:
     """Build `OrderedDict()` or, as Python 2 wrote it, `OrderedDict([[key, value], ...])`."""
-    mapping = OrderedMapping()
+    mapping = nodes.OrderedMapping()
     if not args:
         return mapping
     if len(args) != 1 or not isinstance(args[0], (list, tuple)):
@@ -203,9 +185,9 @@ def ordered_dict(args: tuple[object, ...], context: Context) -> object:
 
 def default_dict(args: tuple[object, ...], _: Context) -> object:
     """Build `defaultdict(factory)`."""
-    if len(args) > 1 or (args and not isinstance(args[0], (Global, Object, type(None)))):
+    if len(args) > 1 or (args and not isinstance(args[0], (nodes.Global, nodes.Object, type(None)))):
         raise wrong("defaultdict", args)
-    return DefaultMapping(*args)
+    return nodes.DefaultMapping(*args)
 
 
 def members(name: str, args: tuple[object, ...], context: Context) -> set[object]:
@@ -279,7 +261,7 @@ def make_slice(args: tuple[object, ...], _: Context) -> object:
     """Build a `slice` of integers; any other stays an inert object."""
     if len(args) == 3 and all(arg is None or type(arg) is int for arg in args):
         return slice(*args)
-    return Object(Global("builtins", "slice"), args)
+    return nodes.Object(nodes.Global("builtins", "slice"), args)
 
 
 def make_range(args: tuple[object, ...], _: Context) -> object:
@@ -292,11 +274,11 @@ def make_range(args: tuple[object, ...], _: Context) -> object:
 
 def reconstructor(args: tuple[object, ...], _: Context) -> object:
     """Build what `copyreg._reconstructor(cls, base, state)` would: an instance in protocols 0 and 1."""
-    if len(args) != 3 or not isinstance(args[0], (Global, Object)):
+    if len(args) != 3 or not isinstance(args[0], (nodes.Global, nodes.Object)):
         raise wrong("copyreg._reconstructor", args)
     if args[0] == NAMESPACE:
-        return Namespace()
-    return Object(args[0], args[1:], how="reconstructor")
+        return nodes.Namespace()
+    return nodes.Object(args[0], args[1:], how="reconstructor")
 
 
 def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
@@ -304,18 +286,18 @@ def numpy_dtype(args: tuple[object, ...], _: Context) -> object:
     if not args:
         raise wrong("numpy.dtype", args)
     if not isinstance(args[0], str) or not args[0]:
-        return Object(Global("numpy", "dtype"), args)
+        return nodes.Object(nodes.Global("numpy", "dtype"), args)
     return NumpyDType(args[0], args[1:])
 
 
 def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
     """Build `numpy.core.multiarray.scalar(dtype, data)`."""
     if not args or not isinstance(args[0], NumpyDType):
-        return Object(Global("numpy._core.multiarray", "scalar"), args)
+        return nodes.Object(nodes.Global("numpy._core.multiarray", "scalar"), args)
     dtype, data = args[0], raw(args[1], context) if len(args) == 2 else None
     structured = dtype.state is not None and any(part is not None for part in dtype.state[2:5])
     if not isinstance(data, bytes) or structured or len(dtype.state or ()) > 8:
-        return Object(Global("numpy._core.multiarray", "scalar"), args)
+        return nodes.Object(nodes.Global("numpy._core.multiarray", "scalar"), args)
     if dtype.itemsize is not None and len(data) != dtype.itemsize:
         raise PickleError("numpy scalar", expected=f"{dtype.itemsize} bytes", found=len(data))
     return NumpyScalar(dtype.text, data)
@@ -323,7 +305,7 @@ def numpy_scalar(args: tuple[object, ...], context: Context) -> object:
 
 def numpy_array(args: tuple[object, ...], _: Context) -> object:
     """Build the empty array that `numpy.core.multiarray._reconstruct` makes; its state fills it."""
-    if len(args) != 3 or not isinstance(args[0], Global):
+    if len(args) != 3 or not isinstance(args[0], nodes.Global):
         raise wrong("numpy _reconstruct", args)
     return NumpyArray(cls=args[0])
 
@@ -331,8 +313,8 @@ def numpy_array(args: tuple[object, ...], _: Context) -> object:
 def numpy_buffer(args: tuple[object, ...], context: Context) -> object:
     """Build the array of `numpy._core.numeric._frombuffer(buffer, dtype, shape, order)`, protocol 5."""
     if len(args) < 4 or not isinstance(args[1], NumpyDType) or args[3] not in ("C", "F") or any(args[4:]):
-        return Object(Global("numpy._core.numeric", "_frombuffer"), args)
-    array = NumpyArray(cls=Global("numpy", "ndarray"))
+        return nodes.Object(nodes.Global("numpy._core.numeric", "_frombuffer"), args)
+    array = NumpyArray(cls=nodes.Global("numpy", "ndarray"))
     shape = integers((args[2],) if type(args[2]) is int else args[2], "shape")
     array.fill(shape, args[1], raw(args[0], context), fortran_order=args[3] == "F")
     return array
@@ -360,7 +342,7 @@ def fill_array(array: NumpyArray, state: object, context: Context) -> None:
     array.fill(integers(state[1], "shape"), state[2], raw(state[4], context), fortran_order=bool(state[3]))
 
 
-NAMESPACE = Global("argparse", "Namespace")
+NAMESPACE = nodes.Global("argparse", "Namespace")
 
 BUILDERS: dict[tuple[str, str], Builder] = {
     ("collections", "OrderedDict"): ordered_dict,

@@ -11,30 +11,14 @@ from math import prod
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.state.dtypes import DTYPES
+from zckpt.torchfile import nodes
 from zckpt.torchfile.arrays import NumpyArray
-from zckpt.torchfile.nodes import (
-    Device,
-    DeviceTensor,
-    DType,
-    Global,
-    Layout,
-    MemoryFormat,
-    MetaTensor,
-    NestedTensor,
-    Object,
-    OrderedMapping,
-    QuantizedTensor,
-    Size,
-    SparseTensor,
-    Storage,
-    Tensor,
-)
 from zckpt.torchfile.rebuild import BUILDERS, MAX_ELEMENTS, MODULES, Builder, Context, integers, wrong
 
-TENSOR = Global("torch", "Tensor")
+TENSOR = nodes.Global("torch", "Tensor")
 
 
-def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: str) -> Tensor:
+def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: str) -> nodes.Tensor:
     """Build a dense tensor from (storage, storage offset, shape, strides, ...).
 
     Raises
@@ -45,9 +29,9 @@ def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: st
         Its dtype is unknown.
     """
     storage, start = args[0], args[1]
-    if not isinstance(storage, Storage) or type(start) is not int or not 0 <= start <= MAX_ELEMENTS:
+    if not isinstance(storage, nodes.Storage) or type(start) is not int or not 0 <= start <= MAX_ELEMENTS:
         raise wrong(rebuild, args)
-    name = dtype.name if isinstance(dtype, (DType, Global)) else dtype
+    name = dtype.name if isinstance(dtype, (nodes.DType, nodes.Global)) else dtype
     info = DTYPES.get(name) if isinstance(name, str) else None
     if info is None:
         raise UnsupportedError(f"{rebuild}: unknown element type", found=f"{name!s:.60}")
@@ -67,17 +51,17 @@ def dense(args: tuple[object, ...], dtype: object, context: Context, rebuild: st
                 expected=f"at least {(last + 1) * info.itemsize} bytes",
                 found=storage.nbytes,
             )
-    return Tensor(storage, info.name, shape, strides, start, context.byteorder, rebuild=rebuild)
+    return nodes.Tensor(storage, info.name, shape, strides, start, context.byteorder, rebuild=rebuild)
 
 
 def storage_dtype(args: tuple[object, ...]) -> object:
     """Return the dtype of the storage that is the first argument."""
-    return args[0].dtype if args and isinstance(args[0], Storage) else None
+    return args[0].dtype if args and isinstance(args[0], nodes.Storage) else None
 
 
 def hooks_of(value: object) -> object | None:
     """Return backward hooks, or None for the empty mapping that torch writes."""
-    return None if isinstance(value, OrderedMapping) and not value and value.state is None else value
+    return None if isinstance(value, nodes.OrderedMapping) and not value and value.state is None else value
 
 
 def flags(value: object) -> dict[object, object] | None:
@@ -89,14 +73,14 @@ def flags(value: object) -> dict[object, object] | None:
 
 def rebuild_v1(args: tuple[object, ...], context: Context) -> object:
     """Build `_rebuild_tensor(storage, offset, size, stride)`."""
-    if len(args) != 4 or not isinstance(args[0], Storage):
+    if len(args) != 4 or not isinstance(args[0], nodes.Storage):
         raise wrong("_rebuild_tensor", args)
     return dense(args, args[0].dtype, context, "_rebuild_tensor")
 
 
 def rebuild_v2(args: tuple[object, ...], context: Context) -> object:
     """Build `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
-    if not 6 <= len(args) <= 7 or not isinstance(args[0], Storage):
+    if not 6 <= len(args) <= 7 or not isinstance(args[0], nodes.Storage):
         raise wrong("_rebuild_tensor_v2", args)
     tensor = dense(args, args[0].dtype, context, "_rebuild_tensor_v2")
     return with_gradient(tensor, args[4], args[5], flags(args[6]) if len(args) == 7 else None)
@@ -104,15 +88,15 @@ def rebuild_v2(args: tuple[object, ...], context: Context) -> object:
 
 def rebuild_v3(args: tuple[object, ...], context: Context) -> object:
     """Build `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
-    if not 7 <= len(args) <= 8 or not isinstance(args[6], (DType, Global)):
+    if not 7 <= len(args) <= 8 or not isinstance(args[6], (nodes.DType, nodes.Global)):
         raise wrong("_rebuild_tensor_v3", args)
     tensor = dense(args, args[6], context, "_rebuild_tensor_v3")
     return with_gradient(tensor, args[4], args[5], flags(args[7]) if len(args) == 8 else None)
 
 
 def with_gradient(
-    tensor: Tensor, requires_grad: object, hooks: object, metadata: dict[object, object] | None
-) -> Tensor:
+    tensor: nodes.Tensor, requires_grad: object, hooks: object, metadata: dict[object, object] | None
+) -> nodes.Tensor:
     """Return the tensor with what the later arguments say; the same one where they say nothing."""
     hooks = hooks_of(hooks)
     if requires_grad or hooks is not None or metadata is not None:
@@ -124,8 +108,8 @@ def parameter(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_parameter(data, requires_grad, hooks)`."""
     if len(args) != 3:
         raise wrong("_rebuild_parameter", args)
-    if not isinstance(args[0], Tensor):  # a parameter of another kind of tensor: keep the call
-        return Object(Global("torch._utils", "_rebuild_parameter"), args)
+    if not isinstance(args[0], nodes.Tensor):  # a parameter of another kind of tensor: keep the call
+        return nodes.Object(nodes.Global("torch._utils", "_rebuild_parameter"), args)
     return replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
 
 
@@ -133,13 +117,13 @@ def parameter_with_state(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_parameter_with_state(data, requires_grad, hooks, state)`."""
     if len(args) != 4:
         raise wrong("_rebuild_parameter_with_state", args)
-    if not isinstance(args[0], Tensor):
-        return Object(Global("torch._utils", "_rebuild_parameter_with_state"), args)
+    if not isinstance(args[0], nodes.Tensor):
+        return nodes.Object(nodes.Global("torch._utils", "_rebuild_parameter_with_state"), args)
     made = replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
     return with_state(made, args[3])
 
 
-def with_state(node: Tensor | MetaTensor, state: object) -> Tensor | MetaTensor:
+def with_state(node: nodes.Tensor | nodes.MetaTensor, state: object) -> nodes.Tensor | nodes.MetaTensor:
     """Return the tensor with the state of its Python object: a dict of attributes, or anything else."""
     if type(state) is dict:
         return replace(node, attributes=state)
@@ -157,34 +141,34 @@ def from_type_v2(args: tuple[object, ...], context: Context) -> object:
             pass
         case _:
             raise wrong("_rebuild_from_type_v2", args)
-    if isinstance(function, Global) and isinstance(cls, Global):
+    if isinstance(function, nodes.Global) and isinstance(cls, nodes.Global):
         builder = TENSOR_BUILDERS.get((MODULES.get(function.module, function.module), function.name))
         node = None if builder is None else builder(inner, context)
-        if isinstance(node, (Tensor, MetaTensor)):
+        if isinstance(node, (nodes.Tensor, nodes.MetaTensor)):
             if cls != TENSOR:
                 node = replace(node, subclass=cls)
             return with_state(node, state)
-    return Object(Global("torch._tensor", "_rebuild_from_type_v2"), args)
+    return nodes.Object(nodes.Global("torch._tensor", "_rebuild_from_type_v2"), args)
 
 
 def sparse(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_sparse_tensor(layout, (indices, values, size[, coalesced]))` or a compressed one."""
     match args:
-        case (Layout("torch.sparse_coo") as layout, (indices, values, shape)):
-            return SparseTensor(layout, (indices, values), integers(shape, "shape"))
-        case (Layout("torch.sparse_coo") as layout, (indices, values, shape, bool(coalesced))):
-            return SparseTensor(layout, (indices, values), integers(shape, "shape"), coalesced)
-        case (Layout() as layout, (compressed, plain, values, shape)):
-            return SparseTensor(layout, (compressed, plain, values), integers(shape, "shape"))
+        case (nodes.Layout("torch.sparse_coo") as layout, (indices, values, shape)):
+            return nodes.SparseTensor(layout, (indices, values), integers(shape, "shape"))
+        case (nodes.Layout("torch.sparse_coo") as layout, (indices, values, shape, bool(coalesced))):
+            return nodes.SparseTensor(layout, (indices, values), integers(shape, "shape"), coalesced)
+        case (nodes.Layout() as layout, (compressed, plain, values, shape)):
+            return nodes.SparseTensor(layout, (compressed, plain, values), integers(shape, "shape"))
     raise wrong("_rebuild_sparse_tensor", args)
 
 
 def sparse_csr(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_sparse_csr_tensor(layout, (rows, columns, values, size))` of torch 1.9 to 1.12."""
     match args:
-        case (Layout() as layout, (rows, columns, values, shape)):
+        case (nodes.Layout() as layout, (rows, columns, values, shape)):
             parts = (rows, columns, values)
-            return SparseTensor(layout, parts, integers(shape, "shape"), rebuild="_rebuild_sparse_csr_tensor")
+            return nodes.SparseTensor(layout, parts, integers(shape, "shape"), rebuild="_rebuild_sparse_csr_tensor")
     raise wrong("_rebuild_sparse_csr_tensor", args)
 
 
@@ -193,39 +177,39 @@ def quantized(args: tuple[object, ...], context: Context) -> object:
     if len(args) != 7 or not isinstance(args[4], tuple):
         raise wrong("_rebuild_qtensor", args)
     tensor = dense(args, storage_dtype(args), context, "_rebuild_qtensor")
-    return QuantizedTensor(with_gradient(tensor, args[5], args[6], None), args[4])
+    return nodes.QuantizedTensor(with_gradient(tensor, args[5], args[6], None), args[4])
 
 
 def nested(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
     if len(args) != 4:
         raise wrong("_rebuild_nested_tensor", args)
-    return NestedTensor(*args)
+    return nodes.NestedTensor(*args)
 
 
 def meta(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
-    if len(args) != 4 or not isinstance(args[0], DType):
+    if len(args) != 4 or not isinstance(args[0], nodes.DType):
         raise wrong("_rebuild_meta_tensor_no_storage", args)
     shape, strides = integers(args[1], "shape"), integers(args[2], "strides")
-    return MetaTensor(args[0].name, shape, strides, bool(args[3]), device=Device("meta"))
+    return nodes.MetaTensor(args[0].name, shape, strides, bool(args[3]), device=nodes.Device("meta"))
 
 
 def wrapper(args: tuple[object, ...], _: Context) -> object:
     """Build `_rebuild_wrapper_subclass(class, dtype, size, stride, offset, layout, device, gradient)`."""
     match args:
         case (
-            Global() as cls,
-            DType(dtype),
+            nodes.Global() as cls,
+            nodes.DType(dtype),
             size,
             stride,
             int(offset),
-            Layout() as layout,
-            Device() | str() as device,
+            nodes.Layout() as layout,
+            nodes.Device() | str() as device,
             bool(gradient),
         ):
             shape, strides = integers(size, "shape"), integers(stride, "strides")
-            return MetaTensor(dtype, shape, strides, gradient, cls, offset, layout, device)
+            return nodes.MetaTensor(dtype, shape, strides, gradient, cls, offset, layout, device)
     raise wrong("_rebuild_wrapper_subclass", args)
 
 
@@ -233,18 +217,22 @@ def on_device(name: str) -> Builder:
     """Return the builder of `_rebuild_device_tensor_from_...(data, dtype, device, requires_grad)`."""
 
     def build(args: tuple[object, ...], _: Context) -> object:
-        if len(args) != 4 or not isinstance(args[0], (Tensor, NumpyArray)) or not isinstance(args[1], DType):
-            raise wrong(name, args)
-        if not isinstance(args[2], (Device, str)):
-            raise wrong(name, args)
-        return DeviceTensor(args[0], args[1], args[2], bool(args[3]), name)
+        match args:
+            case (
+                nodes.Tensor() | NumpyArray() as data,
+                nodes.DType() as dtype,
+                nodes.Device() | str() as device,
+                grad,
+            ):
+                return nodes.DeviceTensor(data, dtype, device, bool(grad), name)
+        raise wrong(name, args)
 
     return build
 
 
 def size(args: tuple[object, ...], _: Context) -> object:
     """Build `torch.Size(tuple)`."""
-    return Size(integers(args[0], "torch.Size") if args else ())
+    return nodes.Size(integers(args[0], "torch.Size") if args else ())
 
 
 def device(args: tuple[object, ...], _: Context) -> object:
@@ -259,14 +247,14 @@ def device(args: tuple[object, ...], _: Context) -> object:
         index = int(digits)
     if index is not None and type(index) is not int:
         raise wrong("torch.device", args)
-    return Device(kind, index)
+    return nodes.Device(kind, index)
 
 
 def get_layout(args: tuple[object, ...], _: Context) -> object:
     """Build `torch.serialization._get_layout(name)`."""
     if len(args) != 1 or not isinstance(args[0], str):
         raise wrong("_get_layout", args)
-    return Layout(args[0])
+    return nodes.Layout(args[0])
 
 
 TENSOR_BUILDERS: dict[tuple[str, str], Builder] = {
@@ -340,10 +328,10 @@ class Globals:
                 expected=f"at most {MAX_GLOBALS} globals of {MAX_NAME} characters",
             )
         if module == "torch" and name in DTYPES:
-            return DType(name)
+            return nodes.DType(name)
         if module == "torch" and name in MEMORY_FORMATS:
-            return MemoryFormat(name)
-        node = Global(module, name)
+            return nodes.MemoryFormat(name)
+        node = nodes.Global(module, name)
         builder = ALL_BUILDERS.get((MODULES.get(module, module), name))
         if builder is not None:
             self.builders[id(node)] = builder  # the node is kept here, so its id stays its own

@@ -9,27 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from zckpt.errors import PickleError
+from zckpt.torchfile import nodes
 from zckpt.torchfile.arrays import NumpyArray, NumpyDType, NumpyScalar
-from zckpt.torchfile.nodes import (
-    DefaultMapping,
-    Device,
-    DeviceTensor,
-    DType,
-    Global,
-    Layout,
-    MemoryFormat,
-    MetaTensor,
-    NestedTensor,
-    Object,
-    OrderedMapping,
-    QuantizedTensor,
-    Size,
-    SparseTensor,
-    Storage,
-    Tensor,
-)
 from zckpt.torchfile.torch_file import FromFile
 
 MAX_DEPTH = 200
@@ -37,23 +21,23 @@ MAX_DEPTH = 200
 
 LEAVES = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, range, slice}
-    | {Global, DType, Layout, MemoryFormat, Device, Size, Storage, NumpyScalar}
+    | {*nodes.NAMES, nodes.Size, nodes.Storage, NumpyScalar}
 )
 
 _TEXT = frozenset({str})
 
 PARTS: dict[type, tuple[str, ...]] = {
-    Tensor: ("attributes", "state", "metadata", "hooks"),
-    MetaTensor: ("attributes", "state"),
-    SparseTensor: ("parts",),
-    QuantizedTensor: ("tensor", "quantizer"),
-    NestedTensor: ("buffer", "sizes", "strides", "offsets"),
-    DeviceTensor: ("data",),
+    nodes.Tensor: ("attributes", "state", "metadata", "hooks"),
+    nodes.MetaTensor: ("attributes", "state"),
+    nodes.SparseTensor: ("parts",),
+    nodes.QuantizedTensor: ("tensor", "quantizer"),
+    nodes.NestedTensor: ("buffer", "sizes", "strides", "offsets"),
+    nodes.DeviceTensor: ("data",),
     NumpyArray: ("items", "dtype_node"),
     NumpyDType: ("flags", "state"),
-    Object: ("cls", "args", "kwargs", "state", "items", "entries"),
-    OrderedMapping: ("state",),
-    DefaultMapping: ("factory", "state"),
+    nodes.Object: ("cls", "args", "kwargs", "state", "items", "entries"),
+    nodes.OrderedMapping: ("state",),
+    nodes.DefaultMapping: ("factory", "state"),
 }
 """The fields of each node that may hold other nodes."""
 
@@ -79,7 +63,7 @@ def children(node: object) -> Iterator[tuple[object, object]]:
 def is_leaf(node: object) -> bool:
     """Tell whether nothing can be below a node."""
     return type(node) in LEAVES or (
-        type(node) is Tensor
+        type(node) is nodes.Tensor
         and node.attributes is None
         and node.state is None
         and node.metadata is None
@@ -87,7 +71,7 @@ def is_leaf(node: object) -> bool:
     )
 
 
-def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], Tensor]]:
+def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], nodes.Tensor]]:
     """Yield every dense tensor below `root` with its path, each object once, in the order of the file.
 
     Parameters
@@ -102,7 +86,7 @@ def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], Tensor]]:
     tensor : Tensor
     """
     seen = {id(root)}
-    if isinstance(root, Tensor):
+    if isinstance(root, nodes.Tensor):
         yield (), root
     if is_leaf(root):
         return
@@ -113,7 +97,7 @@ def walk_tensors(root: object) -> Iterator[tuple[tuple[object, ...], Tensor]]:
             if type(child) in LEAVES or id(child) in seen:
                 continue
             seen.add(id(child))
-            if type(child) is Tensor:
+            if type(child) is nodes.Tensor:
                 yield (*path, step), child
             if not is_leaf(child):
                 path.append(step)
@@ -143,15 +127,15 @@ def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
     if is_leaf(root) or id(root) in heights:
         return
     heights[id(root)] = 0
-    nodes, levels, highest = [root], [iter(inner(root))], [0]
-    while nodes:
+    open_nodes, levels, highest = [root], [iter(inner(root))], [0]
+    while open_nodes:
         for child in levels[-1]:
             known = heights.get(id(child))
             if known is None:
                 heights[id(child)] = 0  # being visited: a way back to it is a cycle
                 below = inner(child)
                 if below:
-                    nodes.append(child)
+                    open_nodes.append(child)
                     levels.append(iter(below))
                     highest.append(0)
                     break
@@ -159,11 +143,11 @@ def check_depth(root: object, heights: dict[int, int] | None = None) -> None:
             highest[-1] = max(highest[-1], known)
         else:
             height = highest.pop() + 1
-            heights[id(nodes.pop())] = height
+            heights[id(open_nodes.pop())] = height
             levels.pop()
             if highest and height > highest[-1]:
                 highest[-1] = height
-        if len(nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
+        if len(open_nodes) + (highest[-1] if highest else 0) > MAX_DEPTH:
             raise PickleError("it is nested too deep", expected=f"at most {MAX_DEPTH} levels")
 
 
@@ -181,7 +165,7 @@ def inner(node: object) -> list[object]:
         part = getattr(node, name)
         if type(part) not in LEAVES:
             below.append(part)
-    return [child for child in below if type(child) is not Tensor or not is_leaf(child)] if below else below
+    return [child for child in below if type(child) is not nodes.Tensor or not is_leaf(child)] if below else below
 
 
 def check_tree(root: object, path: str, record: str) -> None:
@@ -219,20 +203,20 @@ class PlainParts:
             return False
         if id(root) in self._answers:
             return self._answers[id(root)][1]
-        nodes: list[dict[object, object] | list[object]] = [root]
+        open_nodes: list[dict[object, object] | list[object]] = [root]
         levels = [self._below(root)]
-        while nodes:
+        while open_nodes:
             for child in levels[-1]:
                 known = self._answers.get(id(child))
                 if known is None and type(child) in (dict, list):
-                    nodes.append(child)  # type: ignore[arg-type]  # one of the two
+                    open_nodes.append(child)  # type: ignore[arg-type]  # one of the two
                     levels.append(self._below(child))
                     break
                 if known is None or not known[1]:
                     return False  # and so is all that is open: it leads here
             else:
                 levels.pop()
-                node = nodes.pop()
+                node = open_nodes.pop()
                 self._answers[id(node)] = node, True
         return True
 
@@ -243,6 +227,16 @@ class PlainParts:
             yield from (key for key in node if type(key) is not str)
             node = list(node.values())
         yield from (value for value in node if type(value) not in PLAIN)  # type: ignore[attr-defined]  # one of the two
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A node whose digest is being made: how its parent leads to it, what is below it, and digests of some of that."""
+
+    step: object
+    node: object
+    below: Iterator[tuple[object, object]]
+    parts: list[tuple[str, bytes]]
 
 
 class Digests:
@@ -257,34 +251,30 @@ class Digests:
     def of(self, root: object) -> bytes:
         """Return the digest of a tree."""
         known = self._known(root)
-        if known is not None:
-            return known
-        nodes: list[object] = []
-        levels: list[Iterator[tuple[object, object]]] = []
-        parts: list[list[tuple[str, bytes]]] = []
-        self._enter(root, nodes, levels, parts)
-        while nodes:
-            for step, child in levels[-1]:
-                found = self._known(child)
-                parts[-1].append((_step(nodes[-1], step), found or b""))
-                if found is None:
-                    self._enter(child, nodes, levels, parts)
+        levels = [] if known is not None else [self._level(None, root)]
+        while levels:
+            level = levels[-1]
+            for step, child in level.below:
+                known = self._known(child)
+                if known is None:
+                    levels.append(self._level(step, child))
                     break
+                level.parts.append((_step(level.node, step), known))
             else:
                 levels.pop()
-                known = self._digest(nodes.pop(), parts.pop())
-                if parts:
-                    parts[-1][-1] = parts[-1][-1][0], known
-        return self._found[id(root)][1]
+                known = self._digest(level.node, level.parts)
+                if levels:
+                    levels[-1].parts.append((_step(levels[-1].node, level.step), known))
+        return known or b""
 
     def value(self, node: object) -> str | None:
         """Return what says all about a node that has nothing below it; None for any other."""
-        if type(node) is Tensor:
+        if type(node) is nodes.Tensor:
             return f"Tensor {node.dtype} {node.shape} {node.strides} {node.storage_offset} {node.storage}"
         return None if is_container(node) else f"{type(node).__name__} {node!r}"
 
     def kind(self, node: object) -> str:
-        """Return what says all about a node beside what is below it."""
+        """Return what says all about a node but what is below it."""
         own = [name for name in getattr(node, "__dataclass_fields__", ()) if name not in PARTS.get(type(node), ())]
         return f"{type(node).__name__} {[getattr(node, name) for name in own if name != 'node']}"
 
@@ -292,17 +282,9 @@ class Digests:
         """Yield what is directly below a node, each with its key, index or field name."""
         return children(node) if not isinstance(node, FromFile) else iter([("node", node.node)])
 
-    def _enter(
-        self,
-        node: object,
-        nodes: list[object],
-        levels: list[Iterator[tuple[object, object]]],
-        parts: list[list[tuple[str, bytes]]],
-    ) -> None:
+    def _level(self, step: object, node: object) -> _Level:
         self._found[id(node)] = node, b"itself"  # what leads back to it while it is open
-        nodes.append(node)
-        levels.append(self.below(node))
-        parts.append([])
+        return _Level(step, node, self.below(node), [])
 
     def _known(self, node: object) -> bytes | None:
         value = self.value(node)

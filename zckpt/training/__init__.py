@@ -3,9 +3,8 @@
 It alone knows which rank of a training writes and reads what, and what a program keeps besides model and optimizer.
 
 values        plain data, tensors and arrays as inert nodes, and back, without a pickle
-parts         what this rank writes
-whole         what the first rank knows of all, and the document
-writing       all ranks, or all RPC workers, write one directory
+pieces        what this rank writes
+directory     what all ranks, or all RPC workers, write together
 saving        `save`, and saving while training goes on
 loading       `load`
 other_state   schedulers, random states and the program's own values

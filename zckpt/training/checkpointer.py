@@ -34,7 +34,7 @@ from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.loading import Restored, load
-from zckpt.training.run_record import NAME, Entry, Record
+from zckpt.training.run_record import NAME, Record, Saved
 from zckpt.training.saving import Saving, save_given
 
 _REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
@@ -110,7 +110,7 @@ class Checkpointer:
         self._is_asked_to_end = False
         self._listens = on_sigterm
         self._before: Any = None
-        self._saving: tuple[Saving, Entry] | None = None
+        self._saving: tuple[Saving, Saved] | None = None
         if on_sigterm and threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -159,9 +159,9 @@ class Checkpointer:
         Parameters and errors are those of `zckpt.save`.
         """
         self._publish(wait=True)
-        entry, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
+        checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
         saving = save_given(
-            self.directory / entry.name,
+            self.directory / checkpoint.name,
             model,
             optimizer,
             {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
@@ -169,14 +169,14 @@ class Checkpointer:
             async_=self.async_,
             overwrite=overwrite,
             fingerprint=self.fingerprint,
-            identity=entry.identity,
+            identity=checkpoint.identity,
         )
         if saving is None:
-            self._ranks.of_first(lambda: self._name_and_prune(entry))
+            self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
         else:
-            self._saving = (saving, entry)
+            self._saving = (saving, checkpoint)
 
-    def _begun(self, name: str) -> tuple[Entry, bool]:
+    def _begun(self, name: str) -> tuple[Saved, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
         self.directory.mkdir(parents=True, exist_ok=True)
         run_record.check_directory(self.directory)
@@ -188,10 +188,10 @@ class Checkpointer:
             )
         if record.saving is not None and record.saving.name != name:
             recover(self.directory / record.saving.name)  # of a save that was killed, and may be as large as any
-        entry = Entry(name, new_identity())
+        checkpoint = Saved(name, new_identity())
         before = run_record.latest_of(self.directory)
-        run_record.write_record(self.directory, Record(record.settled(self.directory).saved, entry, before))
-        return entry, is_own
+        run_record.write_record(self.directory, Record(record.settled(self.directory).saved, checkpoint, before))
+        return checkpoint, is_own
 
     def close(self) -> None:
         """Wait for a save that is going on, and no longer answer SIGTERM.
@@ -212,16 +212,16 @@ class Checkpointer:
         """Name what has been saved in the meantime as the latest, if all ranks have it."""
         if self._saving is None:
             return
-        saving, entry = self._saving
+        saving, checkpoint = self._saving
         if not wait and not self._ranks.all(saving.done()):
             return
         self._saving = None
         saving.result()
-        self._ranks.of_first(lambda: self._name_and_prune(entry))
+        self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
 
-    def _name_and_prune(self, entry: Entry) -> None:
-        run_record.write_latest(self.directory, entry.name)
-        record = run_record.read_record(self.directory).with_saved(entry)
+    def _name_and_prune(self, checkpoint: Saved) -> None:
+        run_record.write_latest(self.directory, checkpoint.name)
+        record = run_record.read_record(self.directory).with_saved(checkpoint)
         run_record.write_record(self.directory, record)
         pruned = self._pruned(record)
         if pruned != record:
@@ -237,19 +237,19 @@ class Checkpointer:
         *before, last = record.saved
         remaining = [last]
         kept = 1
-        for entry in reversed(before):
-            path = self.directory / entry.name
+        for checkpoint in reversed(before):
+            path = self.directory / checkpoint.name
             if kept >= self.keep:
-                self._remove(path, entry)
-            elif entry.is_in(self.directory) and _unsound(path) is None:
+                self._remove(path, checkpoint)
+            elif checkpoint.is_in(self.directory) and _unsound(path) is None:
                 kept += 1
             if os.path.lexists(path):
-                remaining.append(entry)
+                remaining.append(checkpoint)
         return Record(tuple(reversed(remaining)))
 
-    def _remove(self, path: Path, entry: Entry) -> None:
+    def _remove(self, path: Path, checkpoint: Saved) -> None:
         """Remove a checkpoint, unless something else is in its place or in it."""
-        if not entry.is_in(self.directory):
+        if not checkpoint.is_in(self.directory):
             return
         try:
             check_replaceable(path, OWNED)

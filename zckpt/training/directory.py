@@ -103,7 +103,7 @@ def write_rank(directory: Path, rank: int, count: int, entries: Sequence[Entry],
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank some of it; the first writes it down."""
-    from zckpt.compare.leaves import digest_part, put_together
+    from zckpt.compare.digests import digest_part, put_together
 
     def digested() -> Entries:
         with headers_shared(*share):

@@ -1,4 +1,4 @@
-"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own part.
+"""`load`: whatever checkpoint there is, into what is being trained; each rank reads the bytes of its own share.
 
 Of weights that all ranks have whole, one rank can read each and send it to the others.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zckpt.errors import UsageError
 from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
+from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks
 from zckpt.optim.states import Restoring
@@ -37,7 +37,7 @@ LEFT_OVER = "model and optimizer are the checkpoint's already; a scheduler, a gr
 
 @dataclass(slots=True)
 class Restored:
-    """What a checkpoint had, and what was made of it.
+    """What a checkpoint had, and what of it was restored.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ def load(
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
 
-    Parameters are found by name. A rank reads what it needs: its own part of sharded tensors and state, and the whole
+    Parameters are found by name. A rank reads what it needs: its own share of sharded tensors and state, and the whole
     of what it has whole. Elements are rounded where types differ.
 
     Parameters
@@ -170,8 +170,8 @@ class _Loading:
         self.found = self._match()
         if strict:
             self._be_strict()
-        self.replicated: list[Wanted] = []
-        self.sharded: list[Wanted] = []
+        self.replicated: list[TensorRead] = []
+        self.sharded: list[TensorRead] = []
         self.other = OtherState()
         self.restoring: list[Restoring] = optimizers.restore(
             self.checkpoint, self.path, tag=tag, listed=names, strict=strict
@@ -238,16 +238,16 @@ class _Loading:
                 self.replicated = []
             read_tensors([*self.replicated, *self.sharded])
 
-    def _weights(self, made_of_masters: set[str]) -> tuple[list[Wanted], list[Wanted]]:
-        """Return what all ranks want alike, and this rank's parts of what is sharded."""
-        replicated: list[Wanted] = []
-        sharded: list[Wanted] = []
+    def _weights(self, made_of_masters: set[str]) -> tuple[list[TensorRead], list[TensorRead]]:
+        """Return what all ranks read alike, and this rank's shares of what is sharded."""
+        replicated: list[TensorRead] = []
+        sharded: list[TensorRead] = []
         for name, its in self.found.items():
             tensor = self.tensors.tensors[name]
             share = None if name in made_of_masters else share_of(tensor, name)
             if share is not None and share.tensor.numel():
-                wanted = Wanted(_weight_like(its, tensor.dtype), share.extent, share.tensor)
-                (replicated if share.ranks is None else sharded).append(wanted)
+                read = TensorRead(_weight_like(its, tensor.dtype), share.extent, share.tensor)
+                (replicated if share.ranks is None else sharded).append(read)
         return replicated, sharded
 
     def take_state(self) -> None:
@@ -284,28 +284,28 @@ ROUND_NBYTES = 64 << 20
 """Read by each rank before all of it is sent: what a rank needs besides the weights."""
 
 
-def read_and_broadcast(wanted: Sequence[Wanted], ranks: Ranks) -> None:
-    """Read what all ranks want, each rank some of it, and send it around.
+def read_and_broadcast(reads: Sequence[TensorRead], ranks: Ranks) -> None:
+    """Read what all ranks need, each rank some of it, and send it around.
 
-    All ranks must want the same tensors in the same order.
+    All ranks must need the same tensors in the same order.
 
     Raises
     ------
     SourceError
         A file cannot be read: on all ranks, if on one.
     """
-    for turn in _rounds(wanted, ranks.world_size):
+    for turn in _rounds(reads, ranks.world_size):
         mine = [one for reader, one in turn if reader == ranks.rank]
         ranks.do(partial(read_tensors, mine))
         for reader, one in turn:
             _send(one.tensor, ranks, reader)
 
 
-def _rounds(wanted: Sequence[Wanted], world_size: int) -> Iterator[list[tuple[int, Wanted]]]:
+def _rounds(reads: Sequence[TensorRead], world_size: int) -> Iterator[list[tuple[int, TensorRead]]]:
     """Yield who reads what; in each round every rank reads about as much."""
-    turn: list[tuple[int, Wanted]] = []
+    turn: list[tuple[int, TensorRead]] = []
     loads = [0] * world_size
-    for one in wanted:
+    for one in reads:
         reader = loads.index(min(loads))
         turn.append((reader, one))
         loads[reader] += one.tensor.nbytes

@@ -40,7 +40,7 @@ NAME_MAX = 255
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Saved:
     """A checkpoint that was written: the name of its directory, and the id in its document."""
 
     name: str
@@ -58,16 +58,16 @@ class Record:
 
     Parameters
     ----------
-    saved : tuple of Entry
+    saved : tuple of Saved
         In the order of saving.
-    saving : Entry or None
+    saving : Saved or None
         What a save was begun of, after which the record has not been written again.
     before : str or None
         What `latest` said when that began.
     """
 
-    saved: tuple[Entry, ...] = ()
-    saving: Entry | None = None
+    saved: tuple[Saved, ...] = ()
+    saving: Saved | None = None
     before: str | None = None
 
     def settled(self, directory: Path) -> Record:
@@ -76,9 +76,9 @@ class Record:
             return Record(self.saved)
         return self.with_saved(self.saving)
 
-    def with_saved(self, entry: Entry) -> Record:
-        """Return the record with an entry as the last one; it may have replaced one of its name."""
-        return Record((*(one for one in self.saved if one.name != entry.name), entry))
+    def with_saved(self, checkpoint: Saved) -> Record:
+        """Return the record with a checkpoint as the last one; it may have replaced one of its name."""
+        return Record((*(one for one in self.saved if one.name != checkpoint.name), checkpoint))
 
     def has(self, directory: Path, name: str) -> bool:
         """Tell whether what has this name in the directory was written by a Checkpointer."""
@@ -120,15 +120,15 @@ def read_record(directory: Path) -> Record:
 def _parsed(found: Any) -> Record:  # noqa: ANN401  # what JSON holds
     if (found["format"], found["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{found['format']}, version {found['version']}")
-    saved = tuple(_entry(*row) for row in found["saved"])
+    saved = tuple(_saved(*row) for row in found["saved"])
     saving = found["saving"]
-    return Record(saved) if saving is None else Record(saved, _entry(*saving[:2]), str(saving[2]))
+    return Record(saved) if saving is None else Record(saved, _saved(*saving[:2]), str(saving[2]))
 
 
-def _entry(name: object, identity: object) -> Entry:
+def _saved(name: object, identity: object) -> Saved:
     if not isinstance(name, str) or not isinstance(identity, str) or not NAME.fullmatch(name):
-        raise ValueError(f"an entry {name!r}")
-    return Entry(name, identity)
+        raise ValueError(f"a checkpoint called {name!r}")
+    return Saved(name, identity)
 
 
 def write_record(directory: Path, record: Record) -> None:

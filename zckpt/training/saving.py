@@ -1,4 +1,4 @@
-"""`save`: every rank writes its own part of a checkpoint in zckpt's format; the first makes it whole, at the end.
+"""`save`: every rank writes its share of a checkpoint in zckpt's format; the first makes it whole, at the end.
 
     first rank      creates the partial directory and sends its name
     every rank      writes its file there, and says to the first what is in it
@@ -113,10 +113,10 @@ def save(
     fingerprint: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Saving | None:
-    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its own part.
+    """Write a checkpoint of what is being trained; all ranks call it together, and each writes its share.
 
-    What several ranks have is written once, each of them a part. The checkpoint appears whole or not at all, and has
-    the states of each rank's random number generators.
+    Each of the ranks that have the same writes some of it. The checkpoint appears whole or not at all, and has the
+    states of each rank's random number generators.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def save(
     overwrite : bool
         Replace the directory if it exists and holds a checkpoint of the same format, and nothing else.
     fingerprint : bool
-        Record the fingerprint with it: what has been written is read again, each rank a part. In zckpt's format only.
+        Record the fingerprint with it, in zckpt's format only: each rank reads some of what was written again.
     process_group : ProcessGroup, optional
         The ranks that save; by default the optimizer's, else the whole world.
 
@@ -154,7 +154,7 @@ def save(
     Raises
     ------
     UsageError
-        Something cannot be told by name, a parameter is in two optimizers, or the format does not suit the optimizer.
+        Something has no name, a parameter is in two optimizers, or the format does not suit the optimizer.
     UnsupportedError
         Something that only a pickle could hold.
     TargetError
@@ -256,12 +256,12 @@ def _save_as(
     Raises
     ------
     UsageError
-        The format is not one for this optimizer, or has place for one only.
+        The format is not one for this optimizer, or has room for one only.
     """
     every = named(optimizer)
     if len(every) > 1:
         raise UsageError(
-            f"format {form} has place for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
+            f"format {form} has room for one optimizer", found=f"{len(every)} optimizers", advice="save as zckpt"
         )
     for one in every.values():
         if state_class(one).writes != form:

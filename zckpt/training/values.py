@@ -11,7 +11,7 @@ import torch
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.operations.tensors import Wanted, dtype_name, memory_of, read_tensors
+from zckpt.operations.tensors import TensorRead, dtype_name, memory_of, read_tensors
 from zckpt.state import Extent, Scalar
 from zckpt.torchfile import (
     MAX_DEPTH,
@@ -90,16 +90,16 @@ class Values:
         if id(value) in self._open or len(self._open) > MAX_DEPTH:
             raise UnsupportedError(f"{where:.200} contains itself, or is nested too deep")
         self._open.add(id(value))
-        made = self._parts(value, where)
+        found = self._content(value, where)
         self._open.remove(id(value))
-        return made
+        return found
 
-    def _parts(self, value: Value, where: str) -> object:
+    def _content(self, value: Value, where: str) -> object:
         kind = type(value)
         if isinstance(value, dict) and kind in (dict, OrderedDict, defaultdict):
-            made: dict[Any, object] = {} if kind is not OrderedDict else OrderedMapping()
-            made.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
-            return made
+            found: dict[Any, object] = {} if kind is not OrderedDict else OrderedMapping()
+            found.update((key, self.node(one, f"{where}[{key!r}]")) for key, one in value.items())
+            return found
         if kind in (list, tuple, set, frozenset):
             return kind(self.node(one, f"{where}[{index}]") for index, one in enumerate(value))
         raise UnsupportedError(
@@ -138,9 +138,9 @@ def _array(value: np.ndarray[Any, Any], where: str) -> NumpyArray:
         raise UnsupportedError(f"{where} is a numpy array of {value.dtype}, which is not kept")
     found = np.ascontiguousarray(value, _little(value.dtype))
     dtype = NumpyDType(found.dtype.str[1:], (False, True), (3, "<", None, None, None, -1, -1, 0))
-    made = NumpyArray(cls=Global("numpy", "ndarray"))
-    made.fill(value.shape, dtype, found.tobytes())
-    return made
+    node = NumpyArray(cls=Global("numpy", "ndarray"))
+    node.fill(value.shape, dtype, found.tobytes())
+    return node
 
 
 _LEAVES: dict[type, Callable[[Any], object]] = {
@@ -180,31 +180,31 @@ class _Reading:
         if id(node) in self._made:
             return self._made[id(node)]
         if isinstance(node, Tensor) and file is not None:
-            made: Value = _read(node, file)
+            found: Value = _read(node, file)
         elif (rule := _RULES.get(type(node))) is not None:
             return rule(node)
         elif isinstance(node, Mapping):
-            made = self._made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
-            made.update((self.value_of(key, file), self.value_of(one, file)) for key, one in node.items())
+            found = self._made[id(node)] = OrderedDict() if isinstance(node, (OrderedMapping, DefaultMapping)) else {}
+            found.update((self.value_of(key, file), self.value_of(one, file)) for key, one in node.items())
         elif type(node) is list:
-            made = self._made[id(node)] = []
-            made.extend(self.value_of(one, file) for one in node)
+            found = self._made[id(node)] = []
+            found.extend(self.value_of(one, file) for one in node)
         elif type(node) in (tuple, set, frozenset):
-            made = self._tuple_or_set(node, file)
+            found = self._tuple_or_set(node, file)
         else:
             return node
-        self._made[id(node)] = made
-        return made
+        self._made[id(node)] = found
+        return found
 
     def _tuple_or_set(self, node: Node, file: FromFile | None) -> Value:
         values = [self.value_of(one, file) for one in node]
-        return self._made.get(id(node), type(node)(values))  # a tuple within itself has been made meanwhile
+        return self._made.get(id(node), type(node)(values))  # a tuple within itself exists by now
 
 
 def _read(node: Tensor, file: FromFile) -> torch.Tensor:
-    made = torch.empty(node.shape, dtype=getattr(torch, node.dtype))
-    read_tensors([Wanted(slot_of("tensor", node, file.path), Extent.whole(node.shape), made)])
-    return made
+    found = torch.empty(node.shape, dtype=getattr(torch, node.dtype))
+    read_tensors([TensorRead(slot_of("tensor", node, file.path), Extent.whole(node.shape), found)])
+    return found
 
 
 _RULES: dict[type, Callable[[Any], Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,19 @@ def test_other_files_are_copied_and_other_checkpoints_left_out(tmp_path: Path) -
     assert (tmp_path / "thin" / "latest").read_text() == "global_step3"
     assert not (tmp_path / "thin" / "global_step5").exists()
     assert zckpt.open(tmp_path / "thin").step == 3
+
+
+def test_other_checkpoints_are_left_out_where_tags_have_slashes(tmp_path: Path) -> None:
+    source, run = copy("s2_bf16_dp2_multitag", tmp_path), tmp_path / "run"
+    for tag in ("a/step 5", "a/step 6", "b/step 7", "step 8"):
+        shutil.copytree(source / "global_step5", run / tag)
+    (run / "a" / "note").write_text("kept")
+    (run / "latest").write_text("a/step 5")
+    done = strip(run, tmp_path / "thin", optimizer=True)
+    assert any("a/step 6, b/step 7, step 8" in note for note in done.notes)
+    assert sorted(path.name for path in (tmp_path / "thin").iterdir()) == ["a", "latest"]
+    assert sorted(path.name for path in (tmp_path / "thin" / "a").iterdir()) == ["note", "step 5"]
+    assert zckpt.open(tmp_path / "thin").details["tag"] == "a/step 5"
 
 
 def test_shards_of_several_nodes_come_together(tmp_path: Path) -> None:

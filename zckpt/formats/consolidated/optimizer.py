@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables

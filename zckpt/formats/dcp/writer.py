@@ -24,7 +24,7 @@ from zckpt.formats.dcp.own import own_tree
 from zckpt.formats.dcp.write_items import Item, items
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, ValueTensor
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
 from zckpt.state import Checkpoint, Extent, Slot
 from zckpt.state.partition import check_world_size
 from zckpt.torchfile import ALIGNMENT
@@ -207,7 +207,7 @@ def _node(value: object) -> object:
     if not isinstance(value, TensorPiece):
         return value
     stand_in = Slot("", value.tensor.dtype, value.sizes, ())
-    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotPart(0, stand_in, "")])
+    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotContent(0, stand_in, "")])
     return torch_writer.view(storage, value.sizes)
 
 

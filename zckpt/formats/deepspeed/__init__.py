@@ -26,12 +26,14 @@ class Options:
 
     world_size: int | None = option(int, None, "Data-parallel ranks. Default: as SOURCE.", metavar="N")
     stage: int | None = option(int, None, "ZeRO stage. Default: as SOURCE.", choices=STAGES)
-    elastic: bool | None = option(bool, None, "Form of the optimizer state (ZeRO-1, 2).", opposite="rigid")
+    elastic: bool | None = option(
+        bool, None, "Form of the optimizer state (ZeRO-1, 2). Default: as SOURCE.", opposite="rigid"
+    )
     round_robin: bool | None = option(
-        bool, None, "As round_robin_gradients of the training.", opposite="no-round-robin"
+        bool, None, "As round_robin_gradients of the training. Default: as SOURCE.", opposite="no-round-robin"
     )
     parameter_alignment: bool | None = option(
-        bool, None, "As parameter_alignment of the training.", opposite="no-parameter-alignment"
+        bool, None, "As parameter_alignment of the training. Default: as SOURCE.", opposite="no-parameter-alignment"
     )
 
 
@@ -40,8 +42,12 @@ class RecutOptions(Options):
     """What `reshard` can be given."""
 
     world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    expert_parallel_size: int | None = option(int, None, "Ranks over which experts are spread.", metavar="E")
-    tensor_parallel_size: int | None = option(int, None, "Ranks over which parameters are sliced.", metavar="T")
+    expert_parallel_size: int | None = option(
+        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
+    )
+    tensor_parallel_size: int | None = option(
+        int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
+    )
     padded_vocab_size: int | None = option(
         int,
         None,

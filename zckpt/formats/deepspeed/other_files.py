@@ -26,7 +26,7 @@ _RANDOM = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
 def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path]], list[str]]:
-    """Return what is in a run directory, by name and path, and the names of other checkpoints, which are left out.
+    """Return what is in a run directory, by name and path, and the tags of other checkpoints, which are left out.
 
     Parameters
     ----------
@@ -40,13 +40,15 @@ def other_files(source: Path, tag_directory: Path) -> tuple[list[tuple[str, Path
     SourceError
         As `files_below`.
     """
-    others = [
-        entry.name
-        for entry in os.scandir(source)
-        if entry.is_dir() and entry.name != tag_directory.name and _is_checkpoint(Path(entry.path))
-    ]
+    levels = len(tag_directory.relative_to(source).parts)  # other tags of the run have as many slashes, or fewer
+    others = sorted(
+        path.relative_to(source).as_posix()
+        for level in range(1, levels + 1)
+        for path in source.glob("/".join("*" * level))
+        if path.is_dir() and path != tag_directory and _is_checkpoint(path)
+    )
     gone = (f"{LATEST}_universal",) if others else ()
-    return [one for one in files_below(source, without=others) if one[0] not in gone], sorted(others)
+    return [one for one in files_below(source, without=others) if one[0] not in gone], others
 
 
 def companion_files(

@@ -10,9 +10,9 @@ from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_parts
+from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
 from zckpt.formats.torch_files.tensors import slot_of
-from zckpt.formats.torch_files.writer import FromFile, SlotPart, SlotTensor, new_storage, view
+from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.state.partition import shard_numel, shard_share
 from zckpt.torchfile import OrderedMapping, Size, Tensor
@@ -142,8 +142,8 @@ def _single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))
-    parts = slot_parts(_weight(parameter), parameter.name, 0, 0, parameter.numel)
-    return view(new_storage(parameter.dtype, parameter.numel, list(parts)), parameter.shape)
+    contents = slot_contents(_weight(parameter), parameter.name, 0, 0, parameter.numel)
+    return view(new_storage(parameter.dtype, parameter.numel, list(contents)), parameter.shape)
 
 
 def _views(group: TargetGroup) -> dict[str, Tensor]:
@@ -152,10 +152,10 @@ def _views(group: TargetGroup) -> dict[str, Tensor]:
     dtypes = {p.dtype for p in parameters}
     if len(dtypes) != 1:
         return {}
-    parts: list[SlotPart] = []
+    contents: list[SlotContent] = []
     for start, p in zip(starts, parameters, strict=False):
-        parts += slot_parts(_weight(p), p.name, 0, start, p.numel)
-    storage = new_storage(dtypes.pop(), group.partition * group.shared_by, parts)
+        contents += slot_contents(_weight(p), p.name, 0, start, p.numel)
+    storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
     return {p.name: view(storage, p.shape, start=start) for start, p in zip(starts, parameters, strict=False)}
 
 
@@ -165,11 +165,11 @@ def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None
     for parameter in frozen:
         slot, numel = _weight(parameter), parameter.numel
         if rank is None:
-            parts = slot_parts(slot, parameter.name, 0, 0, numel)
-            shards[parameter.name] = view(new_storage(slot.dtype, numel, list(parts)), parameter.shape)
+            contents = slot_contents(slot, parameter.name, 0, 0, numel)
+            shards[parameter.name] = view(new_storage(slot.dtype, numel, list(contents)), parameter.shape)
             continue
         start, count = shard_share(numel, target.world_size, rank)
         held = shard_numel(numel, target.world_size)
-        parts = slot_parts(slot, parameter.name, start, 0, count)
-        shards[parameter.name] = view(new_storage(slot.dtype, held, list(parts)), (held,))
+        contents = slot_contents(slot, parameter.name, start, 0, count)
+        shards[parameter.name] = view(new_storage(slot.dtype, held, list(contents)), (held,))
     return shards

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetRank
-from zckpt.formats.torch_files.writer import FromFile, PackPart, Part, SlotPart, new_storage, value_node, view
+from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
     FlatShare,
@@ -21,10 +21,10 @@ from zckpt.state.partition import (
 from zckpt.torchfile import Global, Object, OrderedMapping, Tensor
 
 if TYPE_CHECKING:
-    from zckpt.engine.packs import PackRow
+    from zckpt.engine.packs import PackedSlot
 
 
-def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
     """Yield what a slot has of an extent of a parameter: all, or none of a vocabulary's padding rows.
 
     Parameters
@@ -39,7 +39,7 @@ def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) ->
     """
     count = min(numel, slot.numel - start)
     if count > 0:
-        yield SlotPart(position, slot, label, Extent.flat(slot.shape, start, count))
+        yield SlotContent(position, slot, label, Extent.flat(slot.shape, start, count))
 
 
 _STAGE_ENUM = Global("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -199,24 +199,24 @@ def _partition(
     like: Tensor | None = None,
 ) -> Tensor:
     """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
-    parts = [part for f in shares for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
-    return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
+    contents = [one for f in shares for one in _contents(parameters[f.index], key, f.start, f.position, f.numel)]
+    return view(new_storage(_dtype(parameters, key), numel, contents), (length,), like=like)
 
 
 def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     """Return one slot of whole parameters, end to end."""
-    parts: list[SlotPart] = []
+    contents: list[SlotContent] = []
     at = 0
     for p in parameters:
-        parts += _parts(p, key, 0, at, p.numel)
+        contents += _contents(p, key, 0, at, p.numel)
         at += p.numel
-    return view(new_storage(_dtype(list(parameters), key), at, parts), (at,))
+    return view(new_storage(_dtype(list(parameters), key), at, contents), (at,))
 
 
-def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotPart]:
+def _contents(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
     slot = parameter.slots.get(key)
     if slot is not None:
-        yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
+        yield from slot_contents(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
 def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
@@ -270,11 +270,11 @@ class _Shards:
     def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
         """Return one rank's shards of one slot."""
         row, numel = self._rows[key], self.starts[-1]
-        parts: list[Part] = list(self._parts(key, rank)) if row is None else [PackPart(0, row.share(rank))]
-        storage = new_storage(_dtype(self.parameters, key), numel, parts)
+        contents: list[Content] = list(self._contents(key, rank)) if row is None else [PackContent(0, row.share(rank))]
+        storage = new_storage(_dtype(self.parameters, key), numel, contents)
         return view(storage, (numel,), like=like)
 
-    def _row(self, key: str) -> PackRow | None:
+    def _row(self, key: str) -> PackedSlot | None:
         """Return a slot of all parameters as a row of packs; None where no one rule says where they lie."""
         slots = [p.slots.get(key) for p in self.parameters if p.numel]
         rules = [slot.spans for slot in slots if slot is not None and not slot.replicas]
@@ -286,17 +286,17 @@ class _Shards:
             one.numel != numel for one, numel in zip(cuts, numels, strict=True)
         ):
             return None  # a vocabulary's slot may have fewer rows than its parameter
-        from zckpt.engine.packs import PackRow
+        from zckpt.engine.packs import PackedSlot
         from zckpt.state.cuts import Cuts
 
         shares = [(at, held) for at, held in zip(self.starts, self.held, strict=False) if held]
         label = f"{key} of {len(cuts)} parameters"
-        return PackRow(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
+        return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
-    def _parts(self, key: str, rank: int) -> Iterator[SlotPart]:
+    def _contents(self, key: str, rank: int) -> Iterator[SlotContent]:
         for p, at in zip(self.parameters, self.starts, strict=False):
             start, count = shard_share(p.numel, self.world_size, rank)
-            yield from _parts(p, key, start, at, count)
+            yield from _contents(p, key, start, at, count)
 
 
 def _shards(target: Target, parameters: list[Parameter]) -> _Shards:

@@ -140,7 +140,7 @@ class Zckpt(Format):
         return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
 
     def checks(self, file: SourceFile) -> Iterable[Sum]:
-        """Return the digest of each tensor, of a file whose header is the one that says where they are."""
+        """Return the digest of each tensor; refuse a file that was replaced after the checkpoint was opened."""
         from zckpt.engine.checking import Sum
         from zckpt.formats.native.rank_file import Listed, check_header, recorded
 

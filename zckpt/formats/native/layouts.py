@@ -46,21 +46,12 @@ class Piece:
 
     file: int
     box: tuple[tuple[int, ...], tuple[int, ...]] | None
-    run: tuple[int, int] | None
+    flat: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A slot as the document has it.
-
-    Parameters
-    ----------
-    name, key : str
-        Of the slot, and of its tensors in the files.
-    dtype : str
-    shape : tuple of int
-    layout : int
-    """
+    """A slot as the document has it: `key` is the name of its tensors in the files."""
 
     name: str
     key: str
@@ -70,15 +61,7 @@ class Cut:
 
 
 class Layouts:
-    """The layouts of a document.
-
-    Parameters
-    ----------
-    layouts : list
-        As the document has them.
-    count : int
-        Of the ranks' files.
-    """
+    """The layouts of a document, which lists `count` files."""
 
     def __init__(self, layouts: list[Json], count: int) -> None:
         self._count = count
@@ -107,12 +90,12 @@ class Layouts:
 
     def _piece(self, found: Json) -> Piece:
         members = Members(found, "piece", ("file", "offsets", "sizes", "start", "numel"))
-        box = run = None
+        box = flat = None
         if members.has("offsets") or members.has("sizes"):
             box = members.shape("offsets"), members.shape("sizes")
         if members.has("start") or members.has("numel"):
-            run = members.integer("start"), members.integer("numel")
-        return Piece(members.integer("file", most=self._count - 1), box, run)
+            flat = members.integer("start"), members.integer("numel")
+        return Piece(members.integer("file", most=self._count - 1), box, flat)
 
     def _pieces(self, layout: int, key: str, shape: tuple[int, ...]) -> Pieces:
         """Return the pieces of a slot of a shape, which hold as many elements as it has."""
@@ -131,7 +114,7 @@ def _extent(piece: Piece, key: str, shape: tuple[int, ...]) -> Extent:
         raise wrong(f"box of {key}", f"{len(shape)} dimensions", sizes)
     if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
         raise wrong(f"box of {key}", f"within {shape}", (offsets, sizes))
-    start, numel = piece.run or (0, math.prod(sizes))
+    start, numel = piece.flat or (0, math.prod(sizes))
     if start + numel > math.prod(sizes):
         raise wrong(f"range of {key}", f"within {math.prod(sizes)} elements", (start, numel))
     return Extent(offsets, sizes, start, numel)
@@ -149,7 +132,7 @@ MAX_NBYTES = 1 << 44
 Cuts = Sequence[tuple[Cut, Pieces]]
 
 
-class Places(ABC):
+class Offsets(ABC):
     """Says where the tensors of slots are."""
 
     @abstractmethod
@@ -171,13 +154,8 @@ class Places(ABC):
         )
 
 
-class Headers(Places):
-    """Finds the tensors of slots in the headers of the ranks' files, which were read.
-
-    Parameters
-    ----------
-    files : sequence of RankFile
-    """
+class Headers(Offsets):
+    """Finds the tensors of slots in the headers of the ranks' files, which were read."""
 
     def __init__(self, files: Sequence[RankFile]) -> None:
         self._files = files
@@ -189,15 +167,8 @@ class Headers(Places):
         )
 
 
-class Order(Places):
-    """Sums up where tensors are, one by one.
-
-    Parameters
-    ----------
-    files : sequence of Listed
-    identity : str
-    cuts : sequence of (Cut, Pieces)
-        All that the files hold.
+class Order(Offsets):
+    """Sums up where tensors are, one by one. Takes all that the files hold.
 
     Attributes
     ----------
@@ -206,12 +177,12 @@ class Order(Places):
     """
 
     def __init__(self, files: Sequence[Listed], identity: str, cuts: Cuts) -> None:
-        rows: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
-        ordered = sorted(cuts, key=_place)
+        tensors: list[list[tuple[str, str, tuple[int, ...]]]] = [[] for _ in files]
+        ordered = sorted(cuts, key=_sort_key)
         for cut, pieces in ordered:
             for file, extent in pieces:
-                rows[file].append((cut.key, *stored_as(cut.dtype, shape_of(extent))))
-        at = [one.header_nbytes + DIGEST_NBYTES * len(row) for one, row in zip(files, rows, strict=True)]
+                tensors[file].append((cut.key, *stored_as(cut.dtype, shape_of(extent))))
+        at = [one.header_nbytes + DIGEST_NBYTES * len(held) for one, held in zip(files, tensors, strict=True)]
         self._offsets: dict[str, tuple[int, ...]] = {}
         for cut, pieces in ordered:
             found = []
@@ -222,7 +193,7 @@ class Order(Places):
         self.is_proven = (
             len(self._offsets) == len(ordered)
             and at == [one.nbytes for one in files]
-            and all(one == _listed(one, row, identity) for one, row in zip(files, rows, strict=True))
+            and all(one == _listed(one, held, identity) for one, held in zip(files, tensors, strict=True))
         )
 
     def offsets(self, cut: Cut, _: Pieces) -> tuple[int, ...]:
@@ -230,14 +201,8 @@ class Order(Places):
         return self._offsets[cut.key]
 
 
-class Table(Places):
-    """Computes where a tensor is when it is asked for.
-
-    Parameters
-    ----------
-    files : sequence of Listed
-    cuts : sequence of (Cut, Pieces)
-        All that the files hold, as a document says that is as it was written.
+class Table(Offsets):
+    """Computes where a tensor is when asked. Takes all that the files hold, from a document as it was written.
 
     Attributes
     ----------
@@ -248,7 +213,7 @@ class Table(Places):
     def __init__(self, files: Sequence[Listed], cuts: Cuts) -> None:
         import numpy as np
 
-        ordered = sorted(cuts, key=_place)
+        ordered = sorted(cuts, key=_sort_key)
         self._rows = {cut.key: row for row, (cut, _) in enumerate(ordered)}
         kinds: dict[tuple[int, int], int] = {}
         numbers = [kinds.setdefault((id(pieces), itemsize(cut.dtype)), len(kinds)) for cut, pieces in ordered]
@@ -291,17 +256,12 @@ class Table(Places):
         return int(self._starts[file] + self._before[row] @ self._sizes[:, file])
 
     def spans(self, cut: Cut, pieces: Pieces, paths: Sequence[str]) -> Sequence[Span]:
-        """Return the spans of a slot, made when they are asked for."""
+        """Return the spans of a slot, each computed when it is asked for."""
         return PieceSpans(self, self._rows[cut.key], cut, self._held[id(pieces)], paths)
 
 
 class Held:
-    """The pieces of a layout that have elements, by what may be asked for.
-
-    Parameters
-    ----------
-    pieces : list of (int, Extent)
-    """
+    """The pieces of a layout that have elements, by what may be asked for."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._every = pieces
@@ -327,19 +287,7 @@ class Held:
 
 
 class PieceSpans(Spans):
-    """The spans of a slot whose pieces lie in many files.
-
-    Parameters
-    ----------
-    table : Table
-    row : int
-        Of the slot in the table.
-    cut : Cut
-    held : Held
-        One for all slots that are cut alike.
-    paths : sequence of str
-        Of the files.
-    """
+    """The spans of a slot whose pieces lie in many files, by its row of the table; slots cut alike share `held`."""
 
     __slots__ = ("_cut", "_held", "_paths", "_row", "_table")
 
@@ -389,13 +337,7 @@ class PieceSpans(Spans):
 def order_of(files: Sequence[Listed], identity: str, cuts: Cuts, *, is_as_written: bool) -> Order | Table:
     """Return where the tensors of all slots are, as it follows from a document.
 
-    Parameters
-    ----------
-    files : sequence of Listed
-    identity : str
-    cuts : sequence of (Cut, Pieces)
-    is_as_written : bool
-        Whether the document has a checksum of its own: only then a product of slots and files goes unproven.
+    A product of slots and files goes unproven only where `is_as_written`: where the document has a checksum of its own.
     """
     count = sum(len(pieces) for _, pieces in cuts)
     if is_as_written and count > LARGE and count > 4 * (len(cuts) + len(files)):
@@ -403,14 +345,14 @@ def order_of(files: Sequence[Listed], identity: str, cuts: Cuts, *, is_as_writte
     return Order(files, identity, cuts)
 
 
-def _place(one: tuple[Cut, Pieces]) -> tuple[int, str]:
+def _sort_key(one: tuple[Cut, Pieces]) -> tuple[int, str]:
     return order_key(one[0].key, itemsize(one[0].dtype))
 
 
-def _listed(one: Listed, rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
+def _listed(one: Listed, tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
     """Return what a document says of a file of these tensors; None where there can be none."""
     try:
-        header = header_for(rows, identity)
+        header = header_for(tensors, identity)
     except UnsupportedError:
         return None
     return Listed(one.name, one.nbytes, len(header), crc32(header))

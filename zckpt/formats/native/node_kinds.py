@@ -10,15 +10,16 @@ null, true, "text", 7, 0.5, [values]     themselves; a float always has a point 
 {"$": "range", "start": 0, "stop": 9, "step": 2}         and "slice", whose three may be null
 {"$": "size", "sizes": [2, 3]}                   a `torch.Size`
 {"$": kind, field: value, ...}           everything else; a field that has its default is left out
-{"$": "ref", "id": 3}                    number 3 of `objects`: an object that occurs in several places is one
+{"$": "ref", "id": 3}                    number 3 of `objects`: one object however often it occurs
 
-Immutable kinds are built of their parts. Mutable ones are made empty and filled when everything is there, which is how
+Immutable kinds are built of their parts. Mutable ones begin empty and filled when everything is there, which is how
 a cycle closes; so an immutable object of `objects` refers to immutable ones before it only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from zckpt.state import Scalar
@@ -60,11 +61,27 @@ SAFE_INTEGER = (1 << 53) - 1
 
 REQUIRED: Any = object()
 
-VALUE, VALUES, LIST, PAIRS, MEMBERS, ENTRIES = "value", "values", "list", "pairs", "members", "entries"
-TEXT, FLAG, INTEGER, SIZES, BYTES, STORAGE = "text", "flag", "integer", "sizes", "bytes", "storage"
-"""How a field is in JSON. VALUES and LIST are arrays of values (here a tuple and a list), PAIRS one of [key, value];
-MEMBERS and ENTRIES are the same, for what a container itself holds. SIZES is an array of integers, BYTES is base64,
-STORAGE is a number of `storages`."""
+
+class Form(Enum):
+    """How a field is in JSON.
+
+    VALUES and LIST are arrays of values (here a tuple and a list), PAIRS one of [key, value]; MEMBERS and ENTRIES are
+    the same, for what a container itself holds. SIZES is an array of integers, BYTES is base64, STORAGE is a number of
+    `storages`.
+    """
+
+    VALUE = "value"
+    VALUES = "values"
+    LIST = "list"
+    PAIRS = "pairs"
+    MEMBERS = "members"
+    ENTRIES = "entries"
+    TEXT = "text"
+    FLAG = "flag"
+    INTEGER = "integer"
+    SIZES = "sizes"
+    BYTES = "bytes"
+    STORAGE = "storage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +92,7 @@ class Field:
     ----------
     name : str
         In JSON, and of the node's attribute.
-    form : str
+    form : Form
     default : object
         Not written; REQUIRED: there is none.
     kinds : tuple of type
@@ -85,7 +102,7 @@ class Field:
     """
 
     name: str
-    form: str = VALUE
+    form: Form = Form.VALUE
     default: Any = REQUIRED
     kinds: tuple[type, ...] = ()
     texts: frozenset[str] = frozenset()
@@ -93,7 +110,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of object: its name in JSON, its class here, its fields, and whether it is made empty and then filled."""
+    """A kind of object: its name in JSON, its class here, its fields, and whether it begins empty, to be filled."""
 
     tag: str
     cls: type
@@ -105,16 +122,16 @@ def _optional(name: str, *kinds: type) -> Field:
     return Field(name, default=None, kinds=(*kinds, type(None)) if kinds else ())
 
 
-_NAME = Field("name", TEXT)
-_DTYPE = Field("dtype", TEXT)
-_TORCH_DTYPE = Field("dtype", TEXT, texts=frozenset(DTYPES))
-_SHAPE = Field("shape", SIZES)
-_STRIDES = Field("strides", SIZES)
-_GRADIENT = Field("requires_grad", FLAG, default=False)
+_NAME = Field("name", Form.TEXT)
+_DTYPE = Field("dtype", Form.TEXT)
+_TORCH_DTYPE = Field("dtype", Form.TEXT, texts=frozenset(DTYPES))
+_SHAPE = Field("shape", Form.SIZES)
+_STRIDES = Field("strides", Form.SIZES)
+_GRADIENT = Field("requires_grad", Form.FLAG, default=False)
 _SUBCLASS = _optional("subclass", Global)
 _ATTRIBUTES = _optional("attributes", dict)
 _STATE = _optional("state")
-_ENTRIES = Field("items", ENTRIES)
+_ENTRIES = Field("items", Form.ENTRIES)
 
 DENSE = frozenset({"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor"})
 SPARSE = frozenset({"_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"})
@@ -124,33 +141,33 @@ ON_DEVICE = frozenset(
 HOW = frozenset({"reduce", "newobj", "newobj_ex", "inst", "obj", "reconstructor"})
 
 IMMUTABLE = (
-    Kind("tuple", tuple, (Field("items", MEMBERS),)),
-    Kind("frozenset", frozenset, (Field("items", MEMBERS),)),
+    Kind("tuple", tuple, (Field("items", Form.MEMBERS),)),
+    Kind("frozenset", frozenset, (Field("items", Form.MEMBERS),)),
     Kind("scalar", Scalar, (Field("value", kinds=(int, float, bool)), _TORCH_DTYPE)),
-    Kind("global", Global, (Field("module", TEXT), _NAME)),
+    Kind("global", Global, (Field("module", Form.TEXT), _NAME)),
     Kind("dtype", DType, (_NAME,)),
     Kind("layout", Layout, (_NAME,)),
     Kind("memory_format", MemoryFormat, (_NAME,)),
-    Kind("device", Device, (Field("type", TEXT), _optional("index", int))),
-    Kind("numpy_scalar", NumpyScalar, (_DTYPE, Field("data", BYTES))),
-    Kind("carried", FromFile, (Field("node"), Field("numpy", TEXT, NUMPY[0], texts=frozenset(NUMPY)))),
+    Kind("device", Device, (Field("type", Form.TEXT), _optional("index", int))),
+    Kind("numpy_scalar", NumpyScalar, (_DTYPE, Field("data", Form.BYTES))),
+    Kind("carried", FromFile, (Field("node"), Field("numpy", Form.TEXT, NUMPY[0], texts=frozenset(NUMPY)))),
     Kind(
         "tensor",
         Tensor,
         (
-            Field("storage", STORAGE),
+            Field("storage", Form.STORAGE),
             _TORCH_DTYPE,
             _SHAPE,
             _STRIDES,
-            Field("storage_offset", INTEGER, default=0),
+            Field("storage_offset", Form.INTEGER, default=0),
             _GRADIENT,
-            Field("is_parameter", FLAG, default=False),
+            Field("is_parameter", Form.FLAG, default=False),
             _SUBCLASS,
             _ATTRIBUTES,
             _optional("metadata", dict),
             _STATE,
             _optional("hooks"),
-            Field("rebuild", TEXT, "_rebuild_tensor_v2", texts=DENSE),
+            Field("rebuild", Form.TEXT, "_rebuild_tensor_v2", texts=DENSE),
         ),
     ),
 )
@@ -160,26 +177,26 @@ MUTABLE = (
     Kind("ordered_dict", OrderedMapping, (_ENTRIES, _STATE), mutable=True),
     Kind("default_dict", DefaultMapping, (_optional("factory", Global, Object), _ENTRIES, _STATE), mutable=True),
     Kind("namespace", Namespace, (_ENTRIES,), mutable=True),
-    Kind("set", set, (Field("items", MEMBERS),), mutable=True),
+    Kind("set", set, (Field("items", Form.MEMBERS),), mutable=True),
     Kind(
         "object",
         Object,
         (
             Field("cls", kinds=(Global, Object)),
-            Field("args", VALUES, default=()),
+            Field("args", Form.VALUES, default=()),
             _optional("kwargs", dict),
             _STATE,
-            Field("items", LIST, default=()),
-            Field("entries", PAIRS, default=()),
-            Field("how", TEXT, "reduce", texts=HOW),
-            Field("has_state", FLAG, default=False),
+            Field("items", Form.LIST, default=()),
+            Field("entries", Form.PAIRS, default=()),
+            Field("how", Form.TEXT, "reduce", texts=HOW),
+            Field("has_state", Form.FLAG, default=False),
         ),
         mutable=True,
     ),
     Kind(
         "numpy_dtype",
         NumpyDType,
-        (Field("code", TEXT), Field("flags", VALUES, ()), _optional("state", tuple)),
+        (Field("code", Form.TEXT), Field("flags", Form.VALUES, ()), _optional("state", tuple)),
         mutable=True,
     ),
     Kind(
@@ -188,8 +205,8 @@ MUTABLE = (
         (
             _DTYPE,
             _SHAPE,
-            Field("fortran_order", FLAG, default=False),
-            Field("data", BYTES, default=b""),
+            Field("fortran_order", Form.FLAG, default=False),
+            Field("data", Form.BYTES, default=b""),
             _optional("items", list),
             _optional("dtype_node", NumpyDType),
             _optional("cls", Global),
@@ -201,10 +218,10 @@ MUTABLE = (
         SparseTensor,
         (
             Field("layout", kinds=(Layout,)),
-            Field("parts", VALUES),
+            Field("parts", Form.VALUES),
             _SHAPE,
             _optional("is_coalesced", bool),
-            Field("rebuild", TEXT, "_rebuild_sparse_tensor", texts=SPARSE),
+            Field("rebuild", Form.TEXT, "_rebuild_sparse_tensor", texts=SPARSE),
         ),
         mutable=True,
     ),
@@ -229,7 +246,7 @@ MUTABLE = (
             _STRIDES,
             _GRADIENT,
             _SUBCLASS,
-            Field("storage_offset", INTEGER, default=0),
+            Field("storage_offset", Form.INTEGER, default=0),
             _optional("layout", Layout),
             _optional("device", Device, str),
             _ATTRIBUTES,
@@ -245,7 +262,7 @@ MUTABLE = (
             Field("dtype", kinds=(DType,)),
             Field("device", kinds=(Device, str)),
             _GRADIENT,
-            Field("rebuild", TEXT, texts=ON_DEVICE),
+            Field("rebuild", Form.TEXT, texts=ON_DEVICE),
         ),
         mutable=True,
     ),

@@ -16,27 +16,7 @@ from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.native.document import read_sizes, wrong
-from zckpt.formats.native.node_kinds import (
-    BY_TAG,
-    BYTES,
-    ENTRIES,
-    FLAG,
-    INTEGER,
-    LIST,
-    MEMBERS,
-    PAIRS,
-    REQUIRED,
-    SIZES,
-    STORAGE,
-    TAG,
-    TEXT,
-    VALUE,
-    VALUES,
-    Field,
-    Json,
-    Kind,
-    Node,
-)
+from zckpt.formats.native.node_kinds import BY_TAG, REQUIRED, TAG, Field, Form, Json, Kind, Node
 from zckpt.torchfile import (
     MAX_ELEMENTS,
     Context,
@@ -55,8 +35,8 @@ from zckpt.torchfile import (
 UNMADE: Node = object()
 """An immutable object of `objects` whose turn has not come."""
 
-JSON_TYPES = {TEXT: str, FLAG: bool, INTEGER: int, VALUES: list, LIST: list, PAIRS: list, SIZES: list, BYTES: str,
-              STORAGE: int, MEMBERS: list, ENTRIES: list}  # fmt: skip
+JSON_TYPES = {Form.TEXT: str, Form.FLAG: bool, Form.INTEGER: int, Form.BYTES: str, Form.STORAGE: int}
+"""What a field's JSON is; of the other forms a list."""
 
 
 MAX_HEX = 4096
@@ -158,9 +138,9 @@ class NodeReader:
     def _fill(self, kind: Kind, found: dict[str, Json], shell: Node) -> None:
         for field in kind.fields:
             value = self._field(kind, field, found)
-            if field.form == ENTRIES:
+            if field.form == Form.ENTRIES:
                 self._enter(shell, value)
-            elif field.form == MEMBERS:
+            elif field.form == Form.MEMBERS:
                 shell.update(self._hashable(value, shell))
             else:
                 setattr(shell, field.name, value)
@@ -205,33 +185,33 @@ class NodeReader:
         if value is UNMADE:
             if field.default is REQUIRED:
                 raise DamagedFileError(f"{where} is missing")
-            return [] if field.form in (LIST, PAIRS) else field.default
-        if field.form == VALUE:
+            return [] if field.form in (Form.LIST, Form.PAIRS) else field.default
+        if field.form == Form.VALUE:
             made = self._value(value)
             if field.kinds and not isinstance(made, field.kinds):
                 raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(made).__name__)
             return made
-        if type(value) is not JSON_TYPES[field.form]:
-            raise wrong(where, field.form, value)
+        if type(value) is not JSON_TYPES.get(field.form, list):
+            raise wrong(where, field.form.value, value)
         if field.texts and value not in field.texts:
             raise wrong(where, "one of a few names", value)
         return self._formed(field.form, value, where)
 
-    def _formed(self, form: str, value: Json, where: str) -> Node:
-        if form in (VALUES, LIST, MEMBERS):
+    def _formed(self, form: Form, value: Json, where: str) -> Node:
+        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
             made = [self._value(one) for one in value]
-            return tuple(made) if form == VALUES else made
-        if form in (PAIRS, ENTRIES):
+            return tuple(made) if form == Form.VALUES else made
+        if form in (Form.PAIRS, Form.ENTRIES):
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
                 raise wrong(where, "[key, value] pairs", value)
             return [(self._value(key), self._value(one)) for key, one in value]
-        if form == SIZES:
+        if form == Form.SIZES:
             return read_sizes(value, where)
-        if form == BYTES:
+        if form == Form.BYTES:
             return read_bytes(value, where)
-        if form == STORAGE:
+        if form == Form.STORAGE:
             return self._storage(value)
-        if form == INTEGER and not 0 <= value <= MAX_ELEMENTS:
+        if form == Form.INTEGER and not 0 <= value <= MAX_ELEMENTS:
             raise wrong(where, "an integer from 0 to 2**63-1", value)
         return value
 

@@ -13,26 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from zckpt.errors import PickleError, UnsupportedError
 from zckpt.formats.native.document import is_text
-from zckpt.formats.native.node_kinds import (
-    BY_CLASS,
-    BYTES,
-    ENTRIES,
-    LEAVES,
-    LIST,
-    MEMBERS,
-    PAIRS,
-    REQUIRED,
-    SAFE_INTEGER,
-    SIZES,
-    STORAGE,
-    TAG,
-    VALUE,
-    VALUES,
-    Field,
-    Json,
-    Kind,
-    Node,
-)
+from zckpt.formats.native.node_kinds import BY_CLASS, LEAVES, REQUIRED, SAFE_INTEGER, TAG, Field, Form, Json, Kind, Node
 from zckpt.torchfile import (
     DType,
     FromFile,
@@ -147,7 +128,7 @@ class NodeWriter:
 
     def _fields(self, found: dict[str, object], kind: Kind, node: Node, level: int, source: FromFile | None) -> None:
         for field in kind.fields:
-            if field.form in (MEMBERS, ENTRIES):
+            if field.form in (Form.MEMBERS, Form.ENTRIES):
                 value = node
             else:
                 value = getattr(node, field.name)
@@ -157,17 +138,17 @@ class NodeWriter:
 
     def _field(self, field: Field, value: Node, node: object, level: int, source: FromFile | None) -> object:
         form = field.form
-        if form == VALUE:
+        if form == Form.VALUE:
             return self._value(value, level + 1, source)
-        if form in (MEMBERS, ENTRIES) and type(value) is not tuple:
+        if form in (Form.MEMBERS, Form.ENTRIES) and type(value) is not tuple:
             self._check_keys(value)
-        if form in (VALUES, LIST, MEMBERS):
-            return self._values(_members(value) if form == MEMBERS else value, level, source)
-        if form in (PAIRS, ENTRIES):
-            return [self._values(pair, level, source) for pair in (value.items() if form == ENTRIES else value)]
-        if form == STORAGE:
+        if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
+            return self._values(_members(value) if form == Form.MEMBERS else value, level, source)
+        if form in (Form.PAIRS, Form.ENTRIES):
+            return [self._values(pair, level, source) for pair in (value.items() if form == Form.ENTRIES else value)]
+        if form == Form.STORAGE:
             return self._storage(value, source, node)
-        return write_bytes(value) if form == BYTES else list(value) if form == SIZES else value
+        return write_bytes(value) if form == Form.BYTES else list(value) if form == Form.SIZES else value
 
     def _check_keys(self, container: Iterable[object]) -> None:
         """Refuse keys that the reader refuses."""
@@ -229,11 +210,11 @@ def _below(node: Node) -> Iterator[object]:
         yield from node
     kind = BY_CLASS.get(type(node))
     for field in kind.fields if kind is not None else ():
-        if field.form == VALUE:
+        if field.form == Form.VALUE:
             yield getattr(node, field.name)
-        elif field.form in (VALUES, LIST):
+        elif field.form in (Form.VALUES, Form.LIST):
             yield from getattr(node, field.name)
-        elif field.form == PAIRS:
+        elif field.form == Form.PAIRS:
             for pair in getattr(node, field.name):
                 yield from pair
 
@@ -252,7 +233,7 @@ def _has_plain_keys(node: dict[object, object]) -> bool:
 def _is_default(field: Field, value: object) -> bool:
     if field.default is REQUIRED:
         return False
-    if field.form in (VALUES, LIST, PAIRS, BYTES):
+    if field.form in (Form.VALUES, Form.LIST, Form.PAIRS, Form.BYTES):
         return not value
     return value is field.default or (type(value) is type(field.default) and value == field.default)
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
+from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
 from zckpt.formats.safetensors.file import header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import is_file, opened, read_at, read_into
+from zckpt.storage.files import Sources, is_file, opened, read_at
 
 DIGESTS = "digests"
 """Has no slash, as every other tensor of the file has."""
@@ -55,7 +56,7 @@ class Entry:
         Element type in the file's header.
     shape : tuple of int
     width : int, bytes
-        Of one element, as far as its place in the file is concerned.
+        Of one element, by which the tensors of a file are ordered.
     data : memoryview or None
         The bytes, if they are in memory and not in the slot's files.
     """
@@ -169,7 +170,7 @@ def order_key(key: str, width: int) -> tuple[int, str]:
     return -width, key
 
 
-def header_for(rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
+def header_for(tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
     """Return the header of a file of these tensors: name, type and shape of each, in their order.
 
     Raises
@@ -177,18 +178,11 @@ def header_for(rows: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) 
     UnsupportedError
         It would be larger than safetensors allows.
     """
-    return header_of([(DIGESTS, DIGEST_DTYPE, (len(rows),)), *rows], {ID_KEY: identity})
+    return header_of([(DIGESTS, DIGEST_DTYPE, (len(tensors),)), *tensors], {ID_KEY: identity})
 
 
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
-    """Return a rank's file.
-
-    Parameters
-    ----------
-    name : str
-    entries : sequence of Entry
-    identity : str
-        Of the checkpoint.
+    """Return a rank's file of the checkpoint with this identity.
 
     Raises
     ------
@@ -199,7 +193,7 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity)
     end = len(header) + DIGEST_NBYTES * len(ordered)
     file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
-    places = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
+    digests = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
     for entry in ordered:
         start = file.nbytes
         file.nbytes += entry.nbytes
@@ -207,7 +201,7 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
             file.holes.append(Hole(start, entry.key, entry.slot, entry.extent, entry.slot.dtype))
         elif entry.nbytes:
             file.literals.append(Literal(start, entry.data))
-        file.checksums.append(Checksum(start, file.nbytes, (places[entry.key],)))
+        file.checksums.append(Checksum(start, file.nbytes, (digests[entry.key],)))
     return file
 
 
@@ -254,14 +248,17 @@ def _digests(tensors: Mapping[str, Slot], path: str | Path) -> Slot:
     return digests
 
 
+def _found_header(path: Path, one: Listed) -> tuple[int, int]:
+    """Return the size of a rank's file, and the CRC-32 of what it has where a document lists its header."""
+    with opened(str(path)) as descriptor:
+        size = os.fstat(descriptor).st_size
+        return size, crc32(read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path)))
+
+
 def is_as_listed(path: Path, one: Listed) -> bool:
     """Tell whether a rank's file is the one that a document lists, by its size and its header."""
-    if not is_file(path):
-        return False
-    with opened(str(path)) as descriptor:
-        if os.fstat(descriptor).st_size != one.nbytes or one.nbytes < one.header_nbytes:
-            return False
-        return crc32(read_at(descriptor, 0, one.header_nbytes, path=str(path))) == one.header_crc32
+    fits = is_file(path) and one.header_nbytes <= one.nbytes
+    return fits and _found_header(path, one) == (one.nbytes, one.header_crc32)
 
 
 def check_header(path: Path, one: Listed) -> None:
@@ -272,10 +269,7 @@ def check_header(path: Path, one: Listed) -> None:
     DamagedFileError
         It is another.
     """
-    with opened(str(path)) as descriptor:
-        size = os.fstat(descriptor).st_size
-        header = read_at(descriptor, 0, min(one.header_nbytes, size), path=str(path))
-    found = crc32(header)
+    _, found = _found_header(path, one)
     if found != one.header_crc32:
         raise DamagedFileError(
             "its header is not the one that checkpoint.json lists",
@@ -287,21 +281,9 @@ def check_header(path: Path, one: Listed) -> None:
         )
 
 
-BUFFER_NBYTES = 1 << 20
-
-
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor of a file whose bytes are not those that were written.
-
-    Parameters
-    ----------
-    path : str
-    key : str
-        Its name in the file.
-    expected, found : int
-        CRC-32.
-    """
+    """A tensor of a file, by its name there, whose bytes do not have the CRC-32 of those that were written."""
 
     path: str
     key: str
@@ -318,7 +300,7 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
     Raises
     ------
     SourceError
-        The file's header is damaged, or has no place for them.
+        The file's header is damaged, or does not have them.
     """
     tensors, _, _ = read_header(Path(path))
     digests = _digests(tensors, path)
@@ -333,19 +315,10 @@ def recorded(path: str) -> list[tuple[Slot, int]]:
 
 def mismatches(path: str) -> Iterator[Mismatch]:
     """Yield the tensors of a rank's file that are damaged; errors are those of `recorded`."""
-    buffer = bytearray(BUFFER_NBYTES)
-    with opened(path) as descriptor:
+    with Sources() as sources:
         for slot, expected in recorded(path):
-            found = _crc(descriptor, slot, buffer, path)
+            found = 0
+            for span in slot.spans:  # none where it is empty
+                found = crc_of(path, span.offset, span.offset + slot.nbytes, (), sources)
             if found != expected:
                 yield Mismatch(path, slot.name, expected, found)
-
-
-def _crc(descriptor: int, slot: Slot, buffer: bytearray, path: str) -> int:
-    crc = 0
-    for span in slot.spans:
-        for at in range(0, slot.nbytes, len(buffer)):
-            view = memoryview(buffer)[: min(len(buffer), slot.nbytes - at)]
-            read_into(descriptor, span.offset + at, view, path=path)
-            crc = crc32(view, crc)
-    return crc

@@ -16,7 +16,7 @@ from zckpt.codes import LAYOUT
 from zckpt.errors import DamagedFileError, SourceError
 from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, Members, read_document, wrong
-from zckpt.formats.native.layouts import Cut, Headers, Layouts, Order, Pieces, Places, Table, order_of
+from zckpt.formats.native.layouts import Cut, Headers, Layouts, Offsets, Order, Pieces, Table, order_of
 from zckpt.formats.native.node_kinds import Json
 from zckpt.formats.native.node_reader import NodeReader
 from zckpt.formats.native.rank_file import (
@@ -46,7 +46,7 @@ _SHARE: ContextVar[tuple[int, int] | None] = ContextVar("share", default=None)
 
 @contextmanager
 def headers_shared(rank: int, world_size: int) -> Iterator[None]:
-    """Let ranks that open a directory together look at a part of its files each; if one refuses, all must.
+    """Let ranks that open a directory together look at some of its files each; if one refuses, all must.
 
     Parameters
     ----------
@@ -158,7 +158,7 @@ def _located(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Described:
     """A parameter as the document has it, and its slots."""
 
     found: Members
@@ -189,16 +189,16 @@ class Reading:
         self.listed = self._listed()
         self.layouts = Layouts(document.list("layouts", lambda one: one), len(self.listed))
         self.storages = document.list("storages", lambda one: Members(one, "storage", ("dtype", "nbytes", "location")))
-        self.rows = {section: document.list(section, self._row) for section in SECTIONS}
+        self.described = {section: document.list(section, self._describe) for section in SECTIONS}
         self.cuts = [_storage_cut(number, one.integer("nbytes")) for number, one in enumerate(self.storages)]
-        self.cuts += [cut for rows in self.rows.values() for row in rows for cut in row.cuts]
+        self.cuts += [cut for every in self.described.values() for one in every for cut in one.cuts]
         self.files: list[RankFile] = []
         order = None if headers else self._order()
         if order is None:
             self.files = [
                 open_rank_file(path / one.name, identity=self.identity, nbytes=one.nbytes) for one in self.listed
             ]
-        self.places: Places = order or Headers(self.files)
+        self.offsets: Offsets = order or Headers(self.files)
         self.paths = [str(path / one.name) for one in self.listed]
         self.nodes = NodeReader(document.list("objects", lambda one: one), self._storages(), self.paths[0], nbytes)
 
@@ -207,8 +207,8 @@ class Reading:
         document, nodes = self.document, self.nodes
         checkpoint = Checkpoint(str(self.path), FORMAT, str(self.version))
         checkpoint.param_groups = document.list("param_groups", self._group)
-        for section, rows in self.rows.items():
-            found = [self._parameter(row) for row in rows]
+        for section, every in self.described.items():
+            found = [self._parameter(one) for one in every]
             setattr(checkpoint, section, {parameter.name: parameter for parameter in found})
             if len(getattr(checkpoint, section)) != len(found):
                 raise wrong(section, "every name once", f"{len(found)} entries")
@@ -229,17 +229,17 @@ class Reading:
 
     def _listed(self) -> list[Listed]:
         members = ("name", "nbytes", "header_nbytes", "header_crc32")[: 2 if self.version == 1 else 4]
-        rows = self.document.list("files", lambda one: Members(one, "file", members))
-        if not rows:
-            raise wrong("files", "at least one", rows)
-        names = [one.text("name") for one in rows]
+        files = self.document.list("files", lambda one: Members(one, "file", members))
+        if not files:
+            raise wrong("files", "at least one", files)
+        names = [one.text("name") for one in files]
         if names != [rank_name(rank, len(names)) for rank in range(len(names))]:
             raise wrong("files", f"{rank_name(0, len(names))} and so on", names)
         if self.version == 1:
-            return [Listed(name, one.integer("nbytes")) for name, one in zip(names, rows, strict=True)]
+            return [Listed(name, one.integer("nbytes")) for name, one in zip(names, files, strict=True)]
         return [
             Listed(name, one.integer("nbytes"), one.integer("header_nbytes"), one.checksum("header_crc32"))
-            for name, one in zip(names, rows, strict=True)
+            for name, one in zip(names, files, strict=True)
         ]
 
     def _order(self) -> Order | Table | None:
@@ -271,7 +271,7 @@ class Reading:
             dtype, nbytes = one.dtype("dtype"), one.integer("nbytes")
             if nbytes % itemsize(dtype):
                 raise wrong(f"nbytes of storage {number}", f"whole elements of {dtype}", nbytes)
-            (offset,) = self.places.offsets(cut, pieces)
+            (offset,) = self.offsets.offsets(cut, pieces)
             found.append(Storage(str(number), dtype, nbytes, one.text("location"), offset))
         return found
 
@@ -284,13 +284,13 @@ class Reading:
         values = (self.nodes.mapping(one.value(key)) for key in ("hyperparameters", "state"))
         return ParamGroup(next(values), names, next(values), optimizer)
 
-    def _row(self, found: Json) -> _Row:
+    def _describe(self, found: Json) -> _Described:
         one = Members(found, "parameter", ("name", "shape", "dtype", "slots", "group", "frozen", "tied_to", "state"))
         name, shape = one.text("name"), one.shape("shape")
         cuts = one.list("slots", lambda slot: self._cut(slot, name, shape))
         if len({cut.name for cut in cuts}) != len(cuts):
             raise wrong(f"slots of {name}", "every slot once", [cut.name for cut in cuts])
-        return _Row(one, name, shape, [(cut, self.layouts.pieces(cut)) for cut in cuts])
+        return _Described(one, name, shape, [(cut, self.layouts.pieces(cut)) for cut in cuts])
 
     def _cut(self, found: Json, parameter: str, shape: tuple[int, ...]) -> Cut:
         one = Members(found, f"slot of {parameter}", ("name", "dtype", "shape", "key", "layout"))
@@ -299,16 +299,16 @@ class Reading:
         key = one.text("key") if one.has("key") else f"{name}/{parameter}"
         return Cut(name, key, dtype, shape, one.integer("layout"))
 
-    def _parameter(self, row: _Row) -> Parameter:
-        one = row.found
+    def _parameter(self, described: _Described) -> Parameter:
+        one, name, shape = described.found, described.name, described.shape
         slots = {
-            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.places.spans(cut, pieces, self.paths))
-            for cut, pieces in row.cuts
+            cut.name: Slot(cut.name, cut.dtype, cut.shape, self.offsets.spans(cut, pieces, self.paths))
+            for cut, pieces in described.cuts
         }
         state = self.nodes.mapping(one.value("state", {}))
         tied_to = one.text("tied_to") if one.has("tied_to") else None
         group = one.optional_integer("group")
-        return Parameter(row.name, row.shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
+        return Parameter(name, shape, one.dtype("dtype"), slots, group, one.flag("frozen"), tied_to, state)
 
     def _sources(self) -> Iterator[SourceFile]:
         """Yield what was read; a tensor that nothing has taken is not for this program to leave out."""

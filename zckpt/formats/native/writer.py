@@ -8,14 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from zckpt.engine.targets import Literal, TargetFile
-from zckpt.errors import UnsupportedError
 from zckpt.formats.native import DOCUMENT_NAME, rank_name
 from zckpt.formats.native.document import FORMAT, VERSION, encode
 from zckpt.formats.native.node_writer import NodeWriter
 from zckpt.formats.native.rank_file import Entry, Listed, listed, slot_entry, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.remainder import origin
-from zckpt.state import Checkpoint, Extent, Parameter, Slot, Span
+from zckpt.formats.torch_files.tensors import slot_of_storage
+from zckpt.state import Checkpoint, Extent, Parameter, Slot
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size, even_extents
 from zckpt.torchfile import Mentioned, Storage
@@ -94,7 +94,7 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
 
 
 def describe(checkpoint: Checkpoint) -> Description:
-    """Return what a document says of a checkpoint beside where its elements are."""
+    """Return what a document says of a checkpoint, but where its elements are."""
     nodes = NodeWriter(_values(checkpoint))
     members: dict[str, object] = {**_facts(checkpoint, nodes), "param_groups": _groups(checkpoint, nodes)}
     metadata = {
@@ -106,15 +106,7 @@ def describe(checkpoint: Checkpoint) -> Description:
 
 
 def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Placed]) -> dict[str, object]:
-    """Return the members of a document, without those that tell the files.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    about : Description
-    placed : iterable of Placed
-        Where each slot is, all parameters' slots in order.
-    """
+    """Return the members of a document, without those that tell the files; `placed` has all slots in their order."""
     members = dict(about.members)
     every = iter(placed)
     layouts: dict[Layout, int] = {}
@@ -129,16 +121,7 @@ def members_of(checkpoint: Checkpoint, about: Description, placed: Iterable[Plac
 
 
 def lay_out_document(members: Mapping[str, object], identity: str, files: Sequence[Listed]) -> TargetFile:
-    """Return the document.
-
-    Parameters
-    ----------
-    members : mapping
-    identity : str
-        What ties the files together: each has it, too.
-    files : sequence of Listed
-        Of the ranks, as `listed` says.
-    """
+    """Return the document; the files of the ranks have the same identity."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -192,12 +175,12 @@ def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> 
     sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
     assigned = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
-    for (name, parameter, slot), runs in zip(slots, assigned, strict=True):
+    for (name, parameter, slot), extents in zip(slots, assigned, strict=True):
         key = f"{name}/{parameter}"
         while key in used:
             key += "'"
         used.add(key)
-        pieces = ((run.file, Extent.flat(slot.shape, run.start, run.numel)) for run in runs)
+        pieces = ((one.file, Extent.flat(slot.shape, one.start, one.numel)) for one in extents)
         yield Placed(name, key, slot, tuple(pieces))
 
 
@@ -244,10 +227,6 @@ def _storage(storage: Storage) -> dict[str, object]:
 
 def _storage_entry(number: int, mentioned: Mentioned) -> Entry:
     """Return the entry of a storage: all its bytes, little-endian."""
-    storage, dtype = mentioned.storage, mentioned.dtype
-    if mentioned.path is None:
-        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
-    shape = (storage.nbytes // itemsize(dtype),)
-    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
-    slot = Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
-    return Entry(storage_key(number), slot, Extent.whole(shape), "uint8", (storage.nbytes,))
+    nbytes = mentioned.storage.nbytes
+    slot = slot_of_storage(mentioned)
+    return Entry(storage_key(number), slot, Extent.whole(slot.shape), "uint8", (nbytes,))

@@ -115,12 +115,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return what a file begins with that holds tensors end to end: the header and its length.
-
-    Parameters
-    ----------
-    tensors : sequence of (name, dtype, shape)
-    metadata : mapping of str to str, optional
+    """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
 
     Raises
     ------

@@ -20,7 +20,7 @@ from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping,
 from zckpt.formats.suffixes import READ_SUFFIXES
 from zckpt.formats.torch_files.optimizer import looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.torchfile import Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
+from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
 NO_PADDING = "this format has no padding"
 
@@ -143,14 +143,10 @@ def _tensors(value: object) -> list[Tensor]:
 
 def _states(root: object) -> Iterator[dict[object, object]]:
     """Yield the state of every optimizer in a tree, by parameter."""
-    seen = {id(root)}
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
+
+    def below(node: object) -> list[object]:
+        return [] if looks_like_optimizer(node) else [child for _, child in children(node) if not is_leaf(child)]
+
+    for node in each(root, below):
         if isinstance(node, dict) and looks_like_optimizer(node):
             yield node["state"]
-            continue
-        for _, child in children(node):
-            if not is_leaf(child) and id(child) not in seen:
-                seen.add(id(child))
-                waiting.append(child)

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import Extent, Scalar, Slot, SourceFile, Span
-from zckpt.state.dtypes import is_floating, is_negatable
+from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.storage.files import opened, read_at
-from zckpt.torchfile import FromFile, PlainParts, Tensor, TorchFile, walk_tensors
+from zckpt.torchfile import FromFile, Mentioned, PlainParts, Tensor, TorchFile, walk_tensors
 
 Value = TypeVar("Value")
 
@@ -42,7 +42,7 @@ def slot_of(name: str, tensor: Tensor, path: str) -> Slot:
 
 
 def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: int = 0) -> Span:
-    """Return the place of elements of a tensor.
+    """Return where elements of a tensor are.
 
     Parameters
     ----------
@@ -63,9 +63,32 @@ def span_of(tensor: Tensor, path: str, extent: Extent | None = None, *, first: i
         raise UnsupportedError(
             "holds a flat tensor that is not stored end to end", path=path, found=f"strides {strides}"
         )
-    place = Extent.whole(tensor.shape) if extent is None else extent
     offset = tensor.offset + first * tensor.itemsize
-    return Span(place, path, offset, tensor.dtype, strides, tensor.byteorder, unresolved(tensor, path))
+    return Span(
+        extent or Extent.whole(tensor.shape),
+        path,
+        offset,
+        tensor.dtype,
+        strides,
+        tensor.byteorder,
+        unresolved(tensor, path),
+    )
+
+
+def slot_of_storage(mentioned: Mentioned) -> Slot:
+    """Return a slot that a whole storage of a file is, its bytes little-endian.
+
+    Raises
+    ------
+    UnsupportedError
+        It is not known which file it is in, or which elements its bytes are.
+    """
+    storage, dtype = mentioned.storage, mentioned.dtype
+    if mentioned.path is None:
+        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
+    shape = (storage.nbytes // itemsize(dtype),)
+    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
+    return Slot("storage", dtype, shape, (span,) if storage.nbytes else ())
 
 
 def unresolved(tensor: Tensor, path: str) -> tuple[str, ...]:

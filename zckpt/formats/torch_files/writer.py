@@ -5,7 +5,7 @@ STEM/.data/serialization_id
 
 Where the bytes of a tensor in the tree come from:
 
-    view(new_storage(dtype, numel, parts), shape, start=...)   parts of slots and known bytes; zeros between them
+    view(new_storage(dtype, numel, contents), shape, ...)     extents of slots and known bytes; zeros between them
     SlotTensor, ValueTensor                                    a new storage of its own
     FromFile(node, path)                                       every tensor of another file below it: that file
 
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
-from zckpt.errors import LayoutError, UnsupportedError
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.state import Extent, Scalar, Slot, Span
+from zckpt.errors import LayoutError
+from zckpt.formats.torch_files.tensors import encode, slot_of_storage
+from zckpt.state import Extent, Scalar, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile import (
     ALIGNMENT,
@@ -43,15 +43,15 @@ from zckpt.torchfile import (
 if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
 
-__all__ = ["FromFile", "NewStorage", "PackPart", "SlotPart", "SlotTensor", "ValuePart", "ValueTensor", "lay_out",
-           "new_storage", "view"]  # fmt: skip
+__all__ = ["FromFile", "NewStorage", "PackContent", "SlotContent", "SlotTensor", "ValueContent", "ValueTensor",
+           "lay_out", "new_storage", "view"]  # fmt: skip
 
 ZEROS = bytes(1 << 20)
-"""Written where no part of a storage is: its checksum then follows from those of the parts, without reading it back."""
+"""Written where a storage has no content: its checksum then follows from those of the rest, without reading it back."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlotPart:
+class SlotContent:
     """An extent of a slot from element `start` of a new storage; by default the whole slot."""
 
     start: int
@@ -66,7 +66,7 @@ class SlotPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ValuePart:
+class ValueContent:
     """Known bytes from element `start` of a new storage; those of a memoryview are not copied."""
 
     start: int
@@ -74,21 +74,21 @@ class ValuePart:
 
 
 @dataclass(frozen=True, slots=True)
-class PackPart:
+class PackContent:
     """Shares of many parameters from element `start` of a new storage of their type: see `engine.packs`."""
 
     start: int
     pack: Pack
 
 
-Part = SlotPart | ValuePart | PackPart
+Content = SlotContent | ValueContent | PackContent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage(Storage):
-    """A storage that is to be written: `parts` in their order, and zeros where none is. Made by `new_storage`."""
+    """A storage that is to be written: `contents` in their order, and zeros elsewhere. `new_storage` returns one."""
 
-    parts: tuple[Part, ...]
+    contents: tuple[Content, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +114,7 @@ def value_node(value: object) -> object:
     return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
 
 
-def new_storage(dtype: str, numel: int, parts: Sequence[Part] = (), *, location: str = "cpu") -> NewStorage:
+def new_storage(dtype: str, numel: int, contents: Sequence[Content] = (), *, location: str = "cpu") -> NewStorage:
     """Return a storage that is to be written.
 
     Parameters
@@ -122,7 +122,7 @@ def new_storage(dtype: str, numel: int, parts: Sequence[Part] = (), *, location:
     dtype : str
         Slots of another type are cast.
     numel : int, elements
-    parts : sequence of SlotPart, ValuePart or PackPart
+    contents : sequence of SlotContent, ValueContent or PackContent
         In any order; elements that none of them holds are zero.
     location : str
         Device tag.
@@ -133,13 +133,13 @@ def new_storage(dtype: str, numel: int, parts: Sequence[Part] = (), *, location:
         Parts overlap or leave the storage.
     """
     size, end = itemsize(dtype), 0
-    ordered = sorted((part for part in parts if _numel(part, size)), key=lambda part: part.start)
-    for part in ordered:
-        if part.start < end or (isinstance(part, ValuePart) and len(part.data) % size):
-            raise LayoutError("parts of a storage overlap", expected=f"from element {end}", found=part.start)
-        end = part.start + _numel(part, size)
+    ordered = sorted((content for content in contents if _numel(content, size)), key=lambda content: content.start)
+    for content in ordered:
+        if content.start < end or (isinstance(content, ValueContent) and len(content.data) % size):
+            raise LayoutError("the contents of a storage overlap", expected=f"from element {end}", found=content.start)
+        end = content.start + _numel(content, size)
     if end > numel:
-        raise LayoutError("parts leave their storage", expected=f"at most {numel} elements", found=end)
+        raise LayoutError("the contents leave their storage", expected=f"at most {numel} elements", found=end)
     return NewStorage("", dtype, numel * size, location, 0, tuple(ordered))
 
 
@@ -178,8 +178,8 @@ def view(
     tensor = Tensor(storage, storage.dtype, shape, steps, start, "little", rebuild=function)
     if like is None:
         return tensor
-    place = {name: getattr(tensor, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
-    return replace(like, byteorder="little", rebuild=function, metadata=None, **place)
+    own = {name: getattr(tensor, name) for name in ("storage", "dtype", "shape", "strides", "storage_offset")}
+    return replace(like, byteorder="little", rebuild=function, metadata=None, **own)
 
 
 def lay_out(name: str, root: object) -> TargetFile:
@@ -270,10 +270,14 @@ def _data_record(name: str, storage: Storage) -> NewRecord:
     """Return a storage's record, with its data where that is one known value."""
     if not storage.nbytes:
         return _record(name, b"")
-    if isinstance(storage, NewStorage) and len(storage.parts) == 1:
-        (part,) = storage.parts
-        if isinstance(part, ValuePart) and isinstance(part.data, bytes) and len(part.data) == storage.nbytes:
-            return _record(name, part.data)
+    if isinstance(storage, NewStorage) and len(storage.contents) == 1:
+        (content,) = storage.contents
+        if (
+            isinstance(content, ValueContent)
+            and isinstance(content.data, bytes)
+            and len(content.data) == storage.nbytes
+        ):
+            return _record(name, content.data)
     return NewRecord(name, None, storage.nbytes)
 
 
@@ -281,32 +285,27 @@ def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:
     """Say what goes into a storage's record: holes, known bytes, zeros."""
     size = itemsize(mentioned.dtype)
     end = placed.offset
-    for part in _parts(mentioned):
-        at = placed.offset + part.start * size
+    for content in _contents(mentioned):
+        at = placed.offset + content.start * size
         file.literals.extend(_zeros(end, at))
-        if isinstance(part, SlotPart):
-            file.holes.append(Hole(at, part.label, part.slot, part.covered, mentioned.dtype))
-        elif isinstance(part, PackPart):
-            file.packs.append(replace(part.pack, offset=at))
+        if isinstance(content, SlotContent):
+            file.holes.append(Hole(at, content.label, content.slot, content.covered, mentioned.dtype))
+        elif isinstance(content, PackContent):
+            file.packs.append(replace(content.pack, offset=at))
         else:
-            file.literals.append(Literal(at, part.data))
-        end = at + _numel(part, size) * size
+            file.literals.append(Literal(at, content.data))
+        end = at + _numel(content, size) * size
     whole = placed.offset + placed.record.nbytes
     file.literals.extend(_zeros(end, whole))
     file.checksums.append(Checksum(placed.offset, whole, placed.checksum_offsets))
 
 
-def _parts(mentioned: Mentioned) -> tuple[Part, ...]:
-    """Return the parts of a new storage, or the one of a storage that is in a file: all its bytes, in their order."""
+def _contents(mentioned: Mentioned) -> tuple[Content, ...]:
+    """Return the contents of a new storage; of one that is in a file, all its bytes in their order."""
     storage = mentioned.storage
     if isinstance(storage, NewStorage):
-        return storage.parts
-    if mentioned.path is None:
-        raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
-    dtype = mentioned.dtype
-    shape = (storage.nbytes // itemsize(dtype),)
-    span = Span(Extent.whole(shape), mentioned.path, storage.offset, dtype, None, mentioned.byteorder)
-    return (SlotPart(0, Slot("storage", dtype, shape, (span,)), f"storage {storage.key} of {mentioned.path}"),)
+        return storage.contents
+    return (SlotContent(0, slot_of_storage(mentioned), f"storage {storage.key} of {mentioned.path}"),)
 
 
 def _zeros(start: int, end: int) -> Iterator[Literal]:
@@ -314,10 +313,10 @@ def _zeros(start: int, end: int) -> Iterator[Literal]:
         yield Literal(at, ZEROS[: end - at])
 
 
-def _numel(part: Part, size: int) -> int:
-    if isinstance(part, PackPart):
-        return part.pack.numel
-    return part.covered.numel if isinstance(part, SlotPart) else -(-len(part.data) // size)
+def _numel(content: Content, size: int) -> int:
+    if isinstance(content, PackContent):
+        return content.pack.numel
+    return content.covered.numel if isinstance(content, SlotContent) else -(-len(content.data) // size)
 
 
 class _StandIns:
@@ -328,16 +327,13 @@ class _StandIns:
 
     def __call__(self, node: object) -> object:
         if isinstance(node, SlotTensor):
-            storage = self.storages.get(id(node))
-            if storage is None:
-                part = SlotPart(0, node.slot, node.label)
-                storage = self.storages[id(node)] = new_storage(node.dtype, node.slot.numel, [part])
-            return view(storage, node.slot.shape)
-        if isinstance(node, ValueTensor):
-            storage = self.storages.get(id(node))
-            if storage is None:
-                part_of = ValuePart(0, node.data)
-                numel = len(node.data) // itemsize(node.dtype)
-                storage = self.storages[id(node)] = new_storage(node.dtype, numel, [part_of])
-            return view(storage, node.shape)
-        return None
+            content: Content = SlotContent(0, node.slot, node.label)
+            numel, shape = node.slot.numel, node.slot.shape
+        elif isinstance(node, ValueTensor):
+            content = ValueContent(0, node.data)
+            numel, shape = len(node.data) // itemsize(node.dtype), node.shape
+        else:
+            return None
+        if id(node) not in self.storages:
+            self.storages[id(node)] = new_storage(node.dtype, numel, [content])
+        return view(self.storages[id(node)], shape)

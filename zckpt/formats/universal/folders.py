@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zckpt.codes import MISSING_FILE
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, Rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
-from zckpt.formats.torch_files.writer import SlotPart, SlotTensor, new_storage, value_node, view
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -271,7 +271,7 @@ def _trained(
 def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
     label = f"{key}/{parameter.name}"
     if slot.shape == () == parameter.shape:  # DeepSpeed's loader cuts a dimension, and there must be one
-        return view(new_storage(dtype, 1, [SlotPart(0, slot, label)]), (1,))
+        return view(new_storage(dtype, 1, [SlotContent(0, slot, label)]), (1,))
     return SlotTensor(slot, dtype, label)
 
 

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare.figures import DECADES, Tolerance
-from zckpt.compare.slots import Difference, differences
+from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter, Match, match

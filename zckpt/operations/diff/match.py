@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from zckpt.compare.logical import named, own_weight, single
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import named, own_weight, parameter_values, single
 from zckpt.compare.slots import Pair
 from zckpt.errors import UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot

@@ -201,8 +201,7 @@ def _deep(
     from zckpt.engine.checking import Sum
     from zckpt.formats.checksums import checksums
     from zckpt.operations.verify.deep import Work, block_nbytes, nbytes_of, run
-    from zckpt.operations.verify.elements import blocks
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, take_inventory
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, blocks, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []

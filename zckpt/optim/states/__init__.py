@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.open import OpenedCheckpoint
-from zckpt.operations.tensors import Wanted, check_tensors, dtype_name, read_tensors
+from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
 from zckpt.optim.tensors import Share
 from zckpt.state import Parameter, ParamGroup, Scalar
@@ -179,7 +179,7 @@ class Restoring(ABC):
     optimizer : Optimizer
     names : mapping
         Of all its parameters.
-    wanted : list of Wanted
+    wanted : list of TensorRead
         What will be read.
     notes : list of str
         What the checkpoint has not.
@@ -188,7 +188,7 @@ class Restoring(ABC):
     source: Source
     optimizer: Optimizer
     names: Mapping[torch.Tensor, str]
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[TensorRead] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

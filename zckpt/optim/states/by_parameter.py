@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.operations.tensors import Wanted
+from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import (
     NamedShare,
@@ -148,12 +148,12 @@ class ByParameterRestoring(Restoring):
                 )
             device = parameter.device if value.shape else "cpu"  # where torch keeps single numbers
             whole = torch.empty(value.shape, dtype=dtype, device=device)
-            self.wanted.append(Wanted(value, Extent.whole(value.shape), whole))
+            self.wanted.append(TensorRead(value, Extent.whole(value.shape), whole))
             return whole
         local = torch.empty(parameter.to_local().shape, dtype=dtype, device=parameter.device)
         share = share_of(parameter, owner.name)
         if share is not None:
-            self.wanted.append(Wanted(value, share.extent, local))
+            self.wanted.append(TensorRead(value, share.extent, local))
         return DTensor.from_local(
             local,
             parameter.device_mesh,

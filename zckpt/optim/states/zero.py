@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.operations.tensors import Wanted, read_tensors
+from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import (
     NamedShare,
@@ -284,7 +284,7 @@ def _read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter
         for key, value in values.items()
         if key in numbers and isinstance(value, Slot) and not value.shape
     ]
-    read_tensors(Wanted(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
+    read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
     for values, key, slot, tensor in found:
         values[key] = Scalar(tensor.item(), slot.dtype)
 
@@ -294,9 +294,9 @@ def _master(owner: Parameter | None) -> Slot | None:
     return None if owner is None else owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
 
 
-def _partition(group: FlatGroup, slots: Sequence[Slot | None], into: torch.Tensor) -> Iterator[Wanted]:
+def _partition(group: FlatGroup, slots: Sequence[Slot | None], into: torch.Tensor) -> Iterator[TensorRead]:
     """Yield this rank's part of a slot of each parameter; padding, and what has no such slot, stays as it is."""
     for f in group.own:
         slot = slots[f.index]
         if slot is not None:
-            yield Wanted(slot, Extent.flat(slot.shape, f.start, f.numel), into[f.position : f.position + f.numel])
+            yield TensorRead(slot, Extent.flat(slot.shape, f.start, f.numel), into[f.position : f.position + f.numel])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zckpt.compare.optimizer_values import parameter_values
+from zckpt.compare.logical import parameter_values
 from zckpt.errors import UsageError
 from zckpt.formats.remainder import VERSION
 from zckpt.formats.zero_redundancy.directory import KEY, METADATA_NAME, MODEL_NAME, OWNED, rank_name

@@ -22,7 +22,7 @@ from zckpt.engine.plan import plan
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import classify
 from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, global_name, is_expert
-from zckpt.formats.torch_files.writer import NewStorage, ValuePart, lay_out, new_storage, view
+from zckpt.formats.torch_files.writer import NewStorage, ValueContent, lay_out, new_storage, view
 from zckpt.operations.target import write_target
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import Target
@@ -243,7 +243,7 @@ class _Tree:
     def _storage(self, tensor: torch.Tensor) -> NewStorage:
         storage = tensor.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        parts = [ValuePart(0, memory.numpy().data)] if storage.nbytes() else []
+        parts = [ValueContent(0, memory.numpy().data)] if storage.nbytes() else []
         dtype = str(tensor.dtype).removeprefix("torch.")
         made = new_storage(dtype, storage.nbytes() // tensor.element_size(), parts)
         self.storages[storage.data_ptr()] = made

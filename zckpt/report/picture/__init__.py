@@ -13,8 +13,7 @@ from io import BytesIO
 from typing import Any
 
 from zckpt.errors import MissingPackageError
-from zckpt.report.picture.axes import GROUND, QUIET, SUNKEN, WIDTH, Shape
-from zckpt.report.picture.shapes import num_parameters, shapes
+from zckpt.report.picture.shapes import GROUND, QUIET, SUNKEN, WIDTH, Shape, num_parameters, shapes
 from zckpt.report.text import count
 
 

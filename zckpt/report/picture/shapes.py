@@ -1,36 +1,219 @@
-"""The shapes of a map's picture, back to front: ground, spans of elements, bars and names."""
+"""The shapes of a map's picture, back to front, and where they are: columns, bands of rows, bars, names cut to fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from zckpt.report.picture.axes import (
-    BAND_LEAST,
-    BOTTOM,
-    CHARACTER,
-    LEAST,
-    LEFT,
-    LINE,
-    QUIET,
-    RIGHT,
-    SLOT_COLOURS,
-    SPAN_NUMBERS,
-    SUNKEN,
-    TEXT,
-    TOP,
-    WIDTH,
-    Band,
-    Column,
-    Shape,
-    colour,
-    cut,
-    labels,
-    place_bands,
-    place_columns,
-)
 from zckpt.report.text import count, size
+
+WIDTH = 1280
+LEFT, RIGHT, TOP, BOTTOM = 130, 150, 96, 24
+ROW = 40
+"""Pixels of a row, where there are few."""
+
+MOST_HEIGHT = 560
+"""Pixels of all rows; more of them become lower."""
+
+BAND_LEAST = 10
+"""Pixels; where rows would be lower, neighbouring ranks are drawn as one band."""
+
+LEAST = 0.4
+"""Pixels; gaps narrower than this are closed and spans narrower than this drawn so wide, which bounds the picture."""
+
+SLOT_COLOURS = ("#3f6fa6", "#2d98bd", "#228833", "#a58a0b", "#dd5466", "#aa3377", "#7d848c")
+"""Paul Tol's bright scheme, darkened; the first is the weight's, the second the master's."""
+
+TEXT, QUIET, LINE, GROUND, SUNKEN = "#1b1f24", "#59626d", "#d9dde2", "#ffffff", "#f4f5f7"
+SPAN_NUMBERS = 6
+"""How many numbers the map has for one span of elements."""
+
+MOST_LABELS = 60
+FITTING = 0.6
+"""Modules are named one level deeper as long as their names fit over this share of the axis."""
+
+CHARACTER = 0.58
+"""Width of a character in parts of the font's size, for cutting labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A rectangle, or a text whose left end (right end: `right`) and middle are at (x, y)."""
+
+    x: float
+    y: float
+    width: float = 0.0
+    height: float = 0.0
+    fill: str = ""
+    hatch: str = ""
+    text: str = ""
+    font: int = 12
+    bold: bool = False
+    right: bool = False
+
+
+@dataclass(slots=True)
+class Column:
+    """A parameter, or the padding (row, start, numel) of a param group, and where it is on the axis in elements."""
+
+    parameter: Mapping[str, Any] | None
+    start: int
+    numel: int
+    padding: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Band:
+    """Rows [first, end) that are drawn as one."""
+
+    first: int
+    end: int
+    label: str
+    lanes: list[int]
+    ranks: bool
+    y: float = 0.0
+    height: float = 0.0
+
+
+def place_columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[tuple[str, int, int]]]:
+    """Return columns in the order of the param groups, each group's padding behind it; and what stands over them."""
+    parameters = [one for one in map_data["parameters"] if one["kind"] != "tied"]
+    groups = sorted({p[0] for p in map_data["padding"]} | {p["group"] for p in parameters if p["group"] is not None})
+    owned = [p for p in parameters if p["kind"] != "buffer"]
+    parts = [(f"group {g}", [p for p in owned if p["group"] == g], g) for g in groups]
+    alone = [p for p in owned if p["group"] is None]
+    parts.append(("frozen" if all(p["kind"] == "frozen" for p in alone) else "no group", alone, None))
+    parts.append(("buffers", [p for p in parameters if p["kind"] == "buffer"], None))
+    columns: list[Column] = []
+    sections = []
+    at = 0
+    for label, members, group in parts:
+        start = at
+        for member in members:
+            columns.append(Column(member, at, member["numel"]))
+            at += member["numel"]
+        column = Column(None, at, 0)
+        for owner, row, numel, _ in map_data["padding"]:
+            if owner == group:
+                column.padding.append((row, column.numel, numel))
+                column.numel += numel
+        if column.numel:
+            columns.append(column)
+            at += column.numel
+        if at > start:
+            sections.append((label, start, at))
+    return columns, sections
+
+
+def place_bands(map_data: Mapping[str, Any]) -> list[Band]:
+    """Return the bands that the rows are drawn as: one each, or some ranks together where there are too many."""
+    rows = map_data["rows"]
+    ranks = sum(row["dp"] is not None for row in rows)
+    together = 1
+    while ranks / together + len(rows) - ranks > MOST_HEIGHT / BAND_LEAST and together < ranks:
+        together *= 2
+    bands: list[Band] = []
+    for index, row in enumerate(rows):
+        last = bands[-1] if bands else None
+        near = last is not None and last.ranks and row["dp"] is not None and index - last.first < together
+        if last is not None and near and row["mp"] == rows[last.first]["mp"]:
+            last.end = index + 1
+            continue
+        bands.append(Band(index, index + 1, "", [], row["dp"] is not None))
+    height = min(ROW, MOST_HEIGHT / max(1, len(bands)))
+    for place, band in enumerate(bands):
+        members = rows[band.first : band.end]
+        band.y, band.height = TOP + place * height, height
+        band.lanes = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
+        band.label = members[0]["label"] if len(members) == 1 else _range_label(members)
+    return bands
+
+
+def _range_label(members: Sequence[Mapping[str, Any]]) -> str:
+    slices = f" mp {members[0]['mp']}" if not members[0]["label"].startswith("rank") else ""
+    return f"ranks {members[0]['dp']}\u2013{members[-1]['dp']}{slices}"
+
+
+def labels(
+    columns: Sequence[Column], sections: Sequence[tuple[str, int, int]], bands: Sequence[Band], scale: float
+) -> Iterator[Shape]:
+    """Yield the names of sections, of modules where they fit, and of rows."""
+    bottom = bands[-1].y + bands[-1].height if bands else TOP
+    for label, start, stop in sections:
+        text = cut(label, (stop - start) * scale - 4, 11)
+        if text:
+            yield Shape(LEFT + start * scale + 2, TOP - 25, text=text, font=11, bold=True, fill=TEXT)
+        if start:
+            yield Shape(LEFT + start * scale - 0.5, TOP - 12, 1, bottom - TOP + 12, fill=QUIET)
+    for label, start, stop in _modules(columns, scale):
+        text = cut(label, (stop - start) * scale - 6, 11)
+        if text:
+            yield Shape(LEFT + start * scale + 2, TOP - 9, text=text, font=11, fill=QUIET)
+        yield Shape(LEFT + start * scale - 0.25, TOP, 0.5, bottom - TOP, fill=GROUND)
+    every = max(1, round(13 / bands[0].height)) if bands else 1
+    ranks = 0
+    for band in bands:
+        if not band.ranks or ranks % every == 0:
+            text = cut(band.label, LEFT - 24, 12)
+            yield Shape(16, band.y + band.height / 2, text=text, font=12, fill=TEXT)
+        ranks += band.ranks
+
+
+def _modules(columns: Sequence[Column], scale: float) -> list[tuple[str, int, int]]:
+    """Return neighbouring columns of one module, at the depth at which most names still fit."""
+    best: list[tuple[str, int, int]] = []
+    for depth in range(1, 9):
+        found: list[tuple[str, int, int]] = []
+        for column in columns:
+            if not column.numel or column.parameter is None:
+                continue
+            parts = column.parameter["name"].split(".")
+            name = ".".join(parts[: min(depth, max(1, len(parts) - 1))])
+            if found and found[-1][0] == name and found[-1][2] == column.start:
+                found[-1] = (name, found[-1][1], column.start + column.numel)
+            else:
+                found.append((name, column.start, column.start + column.numel))
+        named = _without_shared(found)
+        fitting = sum(stop - start for name, start, stop in named if cut(name, (stop - start) * scale - 6, 11) == name)
+        if best and (len(found) > MOST_LABELS or fitting < FITTING * sum(stop - start for _, start, stop in named)):
+            break
+        best = named
+    return best
+
+
+def _without_shared(found: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    shared = _shared([name for name, _, _ in found])
+    return [(".".join(name.split(".")[shared:]), start, stop) for name, start, stop in found]
+
+
+def _shared(names: Sequence[str]) -> int:
+    """Return how many leading parts, the last aside, all dotted names have in common."""
+    parts = [name.split(".") for name in set(names)]
+    if len(parts) < 2:
+        return 0
+    depth = 0
+    while all(len(one) > depth + 1 and one[depth] == parts[0][depth] for one in parts):
+        depth += 1
+    return depth
+
+
+def colour(slots: Sequence[str], slot: int) -> str:
+    """Return the colour of a slot: weight and master have their own, the others take turns."""
+    fixed = {"weight": 0, "master": 1}
+    if slots[slot] in fixed:
+        return SLOT_COLOURS[fixed[slots[slot]]]
+    others = [name for name in slots if name not in fixed]
+    return SLOT_COLOURS[2 + others.index(slots[slot]) % (len(SLOT_COLOURS) - 2)]
+
+
+def cut(value: str, room: float, font: int) -> str:
+    """Return as much of a text as fits in `room` pixels; empty where that is nothing of use."""
+    most = int(room / (font * CHARACTER))
+    if len(value) <= most:
+        return value
+    return f"{value[: most - 1]}\u2026" if most >= 3 else ""
 
 
 def shapes(map_data: Mapping[str, Any]) -> tuple[list[Shape], int]:

@@ -1,0 +1,318 @@
+"""The verbs that only read: `inspect`, `diff`, `fingerprint`, `verify`, `map`, `formats`. Some also write a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from zckpt.cli.options import (
+    comma_separated,
+    json_option,
+    memory_option,
+    source_argument,
+    source_options,
+)
+from zckpt.cli.streams import json_text, paint, reporter, width
+from zckpt.errors import TargetError, UsageError, without_controls
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+UNSOUND = 1
+PICTURES = (".svg", ".png")
+
+
+def page_options(command: Command) -> Command:
+    """Add `--html` and `--overwrite`."""
+    html = click.option(
+        "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Also write a page."
+    )
+    return html(click.option("--overwrite", is_flag=True, help="Replace FILE if it exists.")(command))
+
+
+def _check_page(page: Path | None, *, overwrite: bool) -> None:
+    """Raise TargetError if a page cannot be written, before the work for it is done."""
+    from zckpt.storage.ownership import check_target
+
+    if page is not None:
+        check_target(page, overwrite=overwrite)
+
+
+def _write_page(page: Path, content: str | bytes, *, overwrite: bool) -> None:
+    """Write a page or a picture, whole or not at all."""
+    from zckpt.storage.durable import written_files
+
+    with written_files([page], overwrite=overwrite) as (partial_page,):
+        try:
+            partial_page.write_bytes(content.encode() if isinstance(content, str) else content)
+        except OSError as error:
+            raise TargetError("cannot be written", path=page, found=error.strerror) from error
+
+
+@click.command("inspect")
+@source_argument
+@json_option
+@click.option("--parameters", is_flag=True, help="List every parameter.")
+@click.option("--files", is_flag=True, help="List every file, and what became of everything in it.")
+@click.option("--globals", "with_globals", is_flag=True, help="List the globals that each pickle mentions.")
+@page_options
+@source_options
+def inspect_command(
+    source: Path,
+    as_json: bool,
+    parameters: bool,
+    files: bool,
+    with_globals: bool,
+    html: Path | None,
+    overwrite: bool,
+    where: dict[str, Any],
+) -> None:
+    """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
+    from zckpt.operations.inspect import inspect
+    from zckpt.operations.open import opened
+
+    _check_page(html, overwrite=overwrite)
+    checkpoint = opened(source, **where)
+    document = inspect(checkpoint, include_globals=with_globals, include_inventory=files).as_dict()
+    if html is not None:
+        from zckpt.operations.map import map as map_of
+        from zckpt.report.page import inspect_page
+
+        _write_page(html, inspect_page(document, map_of(checkpoint).as_dict()), overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+        return
+    from zckpt.report.inspection import render
+
+    click.echo(render(document, parameters=parameters, files=files, with_globals=with_globals))
+
+
+@click.command("diff")
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="A B")
+@click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
+@click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
+@click.option(
+    "--slots", multiple=True, metavar="SLOT,...", help="Compare these slots only: weight, master, exp_avg, ..."
+)
+@click.option("--parameters", multiple=True, metavar="GLOB", help="Compare these parameters only; may be repeated.")
+@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Regular expression for names of A; may be repeated.")
+@click.option("--ignore", type=click.Choice(["metadata"]), help="Compare tensors only.")
+@click.option(
+    "--series", is_flag=True, help="Several checkpoints of one run: how each slot moved from one to the next."
+)
+@json_option
+@page_options
+@memory_option("Bound of all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@source_options
+@partial(source_options, suffix="b")
+def diff_command(
+    sources: tuple[Path, ...],
+    rtol: float,
+    atol: float,
+    slots: tuple[str, ...],
+    parameters: tuple[str, ...],
+    rename: tuple[str, ...],
+    ignore: str | None,
+    series: bool,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+    memory: int,
+    quiet: bool,
+    where: dict[str, Any],
+    where_b: dict[str, Any],
+) -> int:
+    """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
+
+    --tag, --root, --names and --tp-rules are about A; those that end in -b about B.
+
+    Exit status 0: equal; 1: different.
+    """
+    _check_page(html, overwrite=overwrite)
+    common: dict[str, Any] = {
+        "slots": comma_separated(slots), "parameters": parameters, "memory": memory,
+        "reporter": reporter("diff", quiet=quiet),
+    }  # fmt: skip
+    if series:
+        from zckpt.operations.series import series as measure_series
+        from zckpt.report.difference import render_series
+
+        if rtol or atol or rename or ignore or any(where[key] for key in ("tag", "roots")) or any(where_b.values()):
+            raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
+        found = measure_series(sources, names=where["names"], tp_rules=where["tp_rules"], **common).as_dict()
+        text, status = render_series(found, width=width()), 0
+    else:
+        if len(sources) != 2:
+            raise UsageError("two checkpoints are compared", expected="A B", found=f"{len(sources)} given")
+        from zckpt.operations.diff import diff
+        from zckpt.report.difference import render
+
+        done = diff(
+            sources[0],
+            sources[1],
+            rtol=rtol,
+            atol=atol,
+            rename=[_renaming(one) for one in rename],
+            ignore_metadata=ignore == "metadata",
+            **common,
+            **where,
+            **{f"{key}_b": value for key, value in where_b.items()},
+        )
+        found = done.as_dict()
+        text, status = render(found, width=width(), paint=paint()), 0 if done.equal else 1
+    if html is not None:
+        from zckpt.report.page import diff_page, series_page
+
+        _write_page(html, series_page(found) if series else diff_page(found), overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(found))
+    elif not quiet:
+        click.echo(text)
+    return status
+
+
+def _renaming(text: str) -> tuple[str, str]:
+    old, mark, new = text.partition("=")
+    if not old or not mark:
+        raise UsageError("--rename cannot be used", expected="OLD=NEW", found=text)
+    return old, new
+
+
+@click.command("fingerprint")
+@source_argument
+@click.option("--write", is_flag=True, help="Also store it beside the checkpoint, with the digest of each slot.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
+@memory_option("Bound of all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@source_options
+def fingerprint_command(
+    source: Path,
+    write: bool,
+    output: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    memory: int,
+    quiet: bool,
+    where: dict[str, Any],
+) -> None:
+    """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
+
+    Two people compare a terabyte by one line. `zckpt verify --against FILE` tells by what is stored which slot is not
+    as it was. State that is each rank's own is not in it; `zckpt diff` compares that, too.
+    """
+    from zckpt.compare.digests import digests_path, write_digests
+    from zckpt.operations.fingerprint import fingerprint
+    from zckpt.operations.open import opened
+    from zckpt.storage.ownership import check_target
+
+    checkpoint = opened(source, **where)
+    target = output or (digests_path(checkpoint) if write else None)
+    if target is not None:
+        check_target(target, overwrite=overwrite)
+    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet))
+    if target is not None:
+        write_digests(found, target, overwrite=overwrite)
+    click.echo(json_text(found.as_dict()) if as_json else found.text)
+
+
+@click.command("verify")
+@source_argument
+@click.option("--deep", is_flag=True, help="Read every byte: checksums, NaN and Inf, all weights, padding, copies.")
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="DIGESTS",
+    help="Compare with the digests that `zckpt fingerprint --write` stored.",
+)
+@json_option
+@page_options
+@memory_option("Bound of all buffers.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
+@source_options
+def verify_command(
+    source: Path,
+    deep: bool,
+    against: Path | None,
+    as_json: bool,
+    html: Path | None,
+    overwrite: bool,
+    memory: int,
+    quiet: bool,
+    where: dict[str, Any],
+) -> int:
+    """Find out whether a checkpoint is whole and makes sense: every defect by a stable code, what it is in, what to do.
+
+    Reads structure and a sample of the weights; with --deep every byte. Exit status: 0 sound, 1 unsound, 2 unusable
+    arguments, 3 there is nothing to verify.
+    """
+    from zckpt.operations.verify import verify
+
+    _check_page(html, overwrite=overwrite)
+    found = verify(source, deep=deep, against=against, memory=memory, reporter=reporter("verify", quiet=quiet), **where)
+    document = found.as_dict()
+    if html is not None:
+        from zckpt.operations.map import map as map_of
+        from zckpt.report.page import verify_page
+
+        layout = None if found.checkpoint is None else map_of(found.checkpoint).as_dict()
+        _write_page(html, verify_page(document, layout), overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+    elif not quiet:
+        from zckpt.report.verification import render
+
+        click.echo(render(document, width=width(), paint=paint()))
+    return 0 if found.sound else UNSOUND
+
+
+@click.command("map")
+@source_argument
+@click.argument("target", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--slots", multiple=True, metavar="SLOT,...", help="Draw these slots only: weight, master, exp_avg, ...")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print what is drawn as one JSON document; TARGET is optional then."
+)
+@click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists.")
+@source_options
+def map_command(
+    source: Path, target: Path | None, slots: tuple[str, ...], as_json: bool, overwrite: bool, where: dict[str, Any]
+) -> None:
+    """Draw which rank holds what of which parameter, to scale, as a picture. Reads no tensor.
+
+    TARGET ends in .svg or .png; a PNG needs matplotlib (zckpt[png]).
+    """
+    from zckpt.operations.map import map as map_of
+
+    suffix = target.suffix.lower() if target is not None else None
+    if target is None and not as_json:
+        raise UsageError("nowhere to draw the map", expected="a TARGET in .svg or .png, or --json")
+    if target is not None and suffix not in PICTURES:
+        raise UsageError("a map is drawn as SVG or PNG", path=target, expected="a name in .svg or .png")
+    _check_page(target, overwrite=overwrite)
+    document = map_of(source, slots=comma_separated(slots) or None, **where).as_dict()
+    if target is not None:
+        from zckpt.report.picture import png, svg
+
+        _write_page(target, svg(document) if suffix == ".svg" else png(document), overwrite=overwrite)
+    if as_json:
+        click.echo(json_text(document))
+
+
+@click.command("formats")
+@json_option
+def formats_command(as_json: bool) -> None:
+    """List the formats that are read and written, what each leaves to choose, and which verbs take it.
+
+    Formats that other packages add are listed, too.
+    """
+    from zckpt.operations.inspect import list_formats
+    from zckpt.report.text import formats
+
+    document = list_formats()
+    click.echo(json_text(document) if as_json else without_controls(formats(document)))
