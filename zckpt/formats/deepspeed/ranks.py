@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt import errors
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
@@ -17,10 +18,12 @@ from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS
 from zckpt.formats.remainder import jsonables
-from zckpt.formats.survey import Survey
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Scalar, SourceFile
 from zckpt.torchfile import plain, read_torchfile
+
+if TYPE_CHECKING:
+    from zckpt.formats.survey import Survey
 
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
@@ -260,6 +263,8 @@ Unread = list[tuple[str, int, int]]
 
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
+    from zckpt.formats.survey import Survey
+
     files: list[SourceFile] = []
     errors: list[SourceError] = []
     models: list[ModelShard] = []
