@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pickle
 import shutil
@@ -17,6 +18,12 @@ settings.register_profile("zckpt", deadline=None)  # how long an example takes i
 settings.load_profile("zckpt")
 
 T = TypeVar("T")
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage during the tests look at what every test module imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -188,6 +188,43 @@ def _start_server() -> None:
             os.environ["PYTHONPATH"] = before
 
 
+def forked(function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> Any:
+    """Run `function(*args)` in one process of the fork server, which is no rank, and return what it returned.
+
+    Raises
+    ------
+    WorkerError
+        With its traceback, or if it came to no end.
+    """
+    _start_server()
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_report, args=(theirs, function, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise WorkerError(f"no end within {timeout} s")
+        failed, result = ours.recv()
+    except EOFError:
+        raise WorkerError("the process ended without a result") from None
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+    if failed:
+        raise WorkerError(result)
+    return result
+
+
+def _report(parent: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        outcome = False, function(*args)
+    except BaseException:
+        outcome = True, traceback.format_exc()
+    parent.send(outcome)
+
+
 # --- in the ranks
 
 

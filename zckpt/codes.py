@@ -91,14 +91,14 @@ CODES: dict[str, Code] = {
     TWICE: Code(ERROR, "a rank's file is there twice", "remove the one that does not belong to this run"),
     LEFTOVER: Code(WARNING, "a file that is not part of the checkpoint", "remove it if nothing else needs it"),
     LATEST: Code(
-        ERROR, "`latest` names no checkpoint", "write the name of a checkpoint beside it into it, or give --tag"
+        ERROR, "`latest` names no checkpoint", "write the name of a checkpoint next to it into it, or give --tag"
     ),
-    WRONG_RANK: Code(ERROR, "a file holds another rank's part than its name says", "give each file its own name back"),
+    WRONG_RANK: Code(ERROR, "a file is of another rank than its name says", "give each file its own name back"),
     LAYOUT: Code(ERROR, "accounts of where elements lie disagree", _REPLACE),
-    COVERAGE: Code(ERROR, "elements are missing or there twice", "a rank's part is missing, or from another run"),
+    COVERAGE: Code(ERROR, "elements are missing or there twice", "a rank's file is missing, or from another run"),
     SLOT_MISSING: Code(ERROR, "a rank lacks a slot that others have", _REPLACE),
     DTYPES_DIFFER: Code(ERROR, "ranks have different element types", _REPLACE),
-    REMARK: Code(NOTE, "something is read in part, and is not verified", "see what is said of it"),
+    REMARK: Code(NOTE, "something is not read whole, and is not verified", "see what is said of it"),
     STATE_LEFT_OUT: Code(
         ERROR,
         "state of a model or an optimizer that nothing reads",
@@ -113,7 +113,7 @@ CODES: dict[str, Code] = {
     NOT_FINITE: Code(ERROR, "NaN or Inf", "use a checkpoint from before the training diverged, or copy it again"),
     NEGATIVE: Code(ERROR, "a second moment is negative", _TRUST),
     TIED_DIFFER: Code(ERROR, "two names of one parameter have different values", _TRUST),
-    PADDING: Code(WARNING, "padding is not zero", "the bytes beside it are suspect; the padding itself means nothing"),
+    PADDING: Code(WARNING, "padding is not zero", "the bytes next to it are suspect; the padding itself means nothing"),
     REPLICAS_DIFFER: Code(ERROR, "copies that ranks keep of one parameter differ", _TRUST),
     BUFFERS_DIFFER: Code(
         WARNING,
@@ -129,7 +129,7 @@ CODES: dict[str, Code] = {
     VALUES_DIFFER: Code(ERROR, "ranks have different values of what all have in common", _REPLACE),
     CHANGED: Code(ERROR, "a value is not the one that was recorded", _TRUST),
     GONE: Code(
-        ERROR, "a recorded value is not there", "a part of the checkpoint is missing, or the digests are another's"
+        ERROR, "a recorded value is not there", "some of the checkpoint is missing, or the digests are another's"
     ),
     ADDED: Code(
         ERROR, "a value is there that was not recorded", "the digests are another checkpoint's, or older than a change"

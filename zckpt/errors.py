@@ -11,7 +11,7 @@
     |   |-- ShardError              a rank's file is missing, there twice, or from another step
     |   |-- LayoutError             two accounts of where elements lie disagree
     |   |-- LeftOutError            it holds something that would not arrive in the target
-    |   `-- WeightMismatchError     a master does not round to the weight beside it
+    |   `-- WeightMismatchError     a master does not round to its weight
     `-- TargetError             the target cannot be written            exit status 4
         `-- TargetExistsError       it is there already
 
@@ -34,7 +34,7 @@ SHOWN_NAMES = 4
 """More names than this are counted in a message."""
 
 SHOWN_CHARACTERS = 600
-"""Of each part of a message: a name in a file may have any length."""
+"""Of each item of a message: a name in a file may have any length."""
 
 SHOWN_PATH = 1200
 """Characters of a path; what a message says of a file is useless without all of its name."""
@@ -195,7 +195,7 @@ class LeftOutError(SourceError):
 
 
 class WeightMismatchError(SourceError):
-    """A parameter's master does not round to the model weight stored beside it."""
+    """A parameter's master does not round to its model weight."""
 
 
 class TargetError(ZckptError, OSError):

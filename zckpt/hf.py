@@ -4,12 +4,12 @@
     trainer.train(resume_from_checkpoint=zckpt.hf.prepare_resume("out"))
 
 The Trainer asks DeepSpeed to load `checkpoint-N`, which DeepSpeed does at the number of ranks that saved it only; a
-copy is made for the present number. It must be there before `train` begins: when callbacks are first called, the
+copy is written for the present number. It must be there before `train` begins: when callbacks are first called, the
 Trainer has loaded. What a Trainer without DeepSpeed saves, any number of processes loads.
 
 OUTPUT/checkpoint-N/                 as the Trainer saved it
 OUTPUT/_resharded-P/checkpoint-N/    for P processes; `_`, so that it is not uploaded with the model
-OUTPUT/_resharded-P/checkpoint-N.json    what it was made of
+OUTPUT/_resharded-P/checkpoint-N.json    which files it was copied from
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zckpt.storage.files import read_whole
 __all__ = ["prepare_resume"]
 
 MAXIMUM_NBYTES = 1 << 26
-"""Of the file that says what a copy was made of: some hundred bytes for each file."""
+"""Of the file that says what a copy was copied from: some hundred bytes for each file."""
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
@@ -47,8 +47,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None = None) -> str | None:
     """Return a Trainer's checkpoint that the present processes can resume from; all of them call it together.
 
-    If DeepSpeed saved it at another number of ranks, the first process makes a copy for the present number, and the
-    others wait. A copy that was made before is used again if the original is still the same. Copies stay until they
+    If DeepSpeed saved it at another number of ranks, the first process writes a copy for the present number, and the
+    others wait. An earlier copy is used again if the original is still the same. Copies stay until they
     are removed by hand. Let batch size per process x processes x accumulation be what it was, and the Trainer goes on
     with the batch that is next.
 
@@ -85,7 +85,7 @@ def prepare_resume(checkpoint: str | os.PathLike[str], *, world_size: int | None
 
 
 def _prepared(path: Path, processes: int) -> str | None:
-    """Return the path of a checkpoint for some processes, which may have to be made."""
+    """Return the path of a checkpoint for some processes, which may be a new copy."""
     source = path if is_trainers(path) or _CHECKPOINT.fullmatch(path.name) else _newest(path)
     if source is None:
         return None
@@ -112,7 +112,7 @@ def _newest(output: Path) -> Path | None:
 
 
 def _copy(source: Path, topology: Topology, processes: int) -> Path:
-    """Return a copy for another number of processes, which is made unless it is there."""
+    """Return a copy for another number of processes, a new one unless it is there."""
     if processes < 1 or processes % topology.tp:
         raise UsageError(
             "processes must be a multiple of the tensor-parallel ranks", expected=topology.tp, found=processes

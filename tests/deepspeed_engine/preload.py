@@ -31,16 +31,38 @@ _SLOW_IMPORTS = (  # each costs seconds where it is first needed, which would be
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # newer DeepSpeed imports it to look at any optimizer
     "numpy.ctypeslib",
+    "pytest",  # the module of a test, in which what a rank runs is found, imports it
     "safetensors.torch",
+    "tests.deepspeed_engine.resume",
     "tests.deepspeed_engine.training",
     "tests.deepspeed_engine.truth",
+    "tests.optim.zero.reference",
+    "tests.training.trainings",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
     "torch._dynamo",  # torch's optimizers import it when they are built
+    "torch._dynamo.backends.debugging",  # and it imports these when it compiles
+    "torch._dynamo.backends.distributed",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._functorch.compilers",
+    "torch._inductor.sizevars",
+    "torch.distributed.tensor.experimental._attention",
+    "zckpt.dcp",
+    "zckpt.hf",
+    "zckpt.operations.consolidate",
+    "zckpt.operations.convert",
+    "zckpt.operations.reshard",
+    "zckpt.training",
 )
+gc.disable()  # nothing of what is imported is garbage
 for _name in _SLOW_IMPORTS:
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
+gc.enable()
 gc.freeze()  # a rank that collected the garbage of all these modules would copy their memory, too
 
 

@@ -116,7 +116,15 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+NIGHTLY = ("s2_bf16-to-12", "s3_dp12-to-4")
+"""Half of those by 12 ranks, from and to which every run reshards another stage."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.nightly if str(case) in NIGHTLY else []) for case in CASES],
+    ids=str,
+)
 def test_deepspeed_resumes_what_was_resharded(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
     folder = made(case.source)
     zckpt.reshard(folder, tmp_path / "cut", world_size=case.world_size, **case.options)

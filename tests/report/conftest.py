@@ -28,7 +28,9 @@ def browser() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        found = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--in-process-gpu"]
+        )
         yield found
         found.close()
 
@@ -55,25 +57,47 @@ class Opened:
         assert self.requests == [self.address]
 
 
+@pytest.fixture(scope="session")
+def pages(browser: Browser) -> Callable[..., Page]:
+    """Give a window by its number and options; it is opened once, since opening takes longer than most tests."""
+    opened: dict[tuple[object, ...], Page] = {}
+
+    def get(number: int, **options: Any) -> Page:
+        key = (number, *sorted(options.items()))
+        if key not in opened:
+            opened[key] = browser.new_context(reduced_motion="reduce", **options).new_page()
+        return opened[key]
+
+    return get
+
+
 @pytest.fixture
-def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Opened]]:
-    """Open HTML as a file in a window of its own; options are those of a Playwright context."""
-    contexts = []
+def show(pages: Callable[..., Page], tmp_path: Path) -> Iterator[Callable[..., Opened]]:
+    """Open HTML as a file in a window that shows nothing else; options are those of a Playwright context."""
+    shown: list[tuple[Page, dict[str, Callable[[Any], None]]]] = []
 
     def opened(html: str, *, width: int = 1280, **options: Any) -> Opened:
-        file = tmp_path / f"page{len(contexts)}.html"
+        file = tmp_path / f"page{len(shown)}.html"
         file.write_text(html, encoding="utf-8")
-        context = browser.new_context(viewport={"width": width, "height": 900}, reduced_motion="reduce", **options)
-        contexts.append(context)
-        page = context.new_page()
+        page = pages(len(shown), **options)
+        page.set_viewport_size({"width": width, "height": 900})
+        page.mouse.move(0, 0)
         found = Opened(page, file.as_uri())
-        page.on("console", lambda message: found.told.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: found.told.append(f"thrown: {error}"))
-        page.on("request", lambda request: found.requests.append(request.url))
+        listeners: dict[str, Callable[[Any], None]] = {
+            "console": lambda message: found.told.append(f"{message.type}: {message.text}"),
+            "pageerror": lambda error: found.told.append(f"thrown: {error}"),
+            "request": lambda request: found.requests.append(request.url),
+        }
+        for event, listener in listeners.items():
+            page.on(event, listener)  # type: ignore[call-overload]
+        shown.append((page, listeners))
         page.goto(found.address)
         found.settle()
         return found
 
     yield opened
-    for context in contexts:
-        context.close()
+    for page, listeners in shown:
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+        page.goto("about:blank")
+        page.emulate_media(color_scheme="light", media="null")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.gloo import forked
 from zckpt.engine.plan import plan
 from zckpt.errors import SourceError, TargetError, TargetExistsError
 from zckpt.formats import open_checkpoint
@@ -23,31 +24,6 @@ from zckpt.storage.ownership import Owned
 
 FILES = ("file", "below/file")
 OURS = Owned(FILES.__contains__)
-
-DRIVER = """
-    import importlib, os, shutil, signal, sys
-    from pathlib import Path
-    from tests.storage import test_naming
-
-    module = importlib.import_module(sys.argv[1])
-    prepare, act = getattr(module, sys.argv[2]), getattr(module, sys.argv[3])
-    if sys.argv[4] == "True":
-        test_naming.pretend_there_is_no_exchange()
-    prepared = Path(sys.argv[5], "prepared")
-    prepared.mkdir()
-    prepare(prepared)
-    for number in range(1000):
-        here = Path(sys.argv[5], str(number))
-        shutil.copytree(prepared, here, symlinks=True)
-        child = os.fork()
-        if not child:
-            test_naming.kill_before(number)
-            act(here)
-            os._exit(0)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL:
-            print(number)
-            break
-"""
 
 
 def pretend_there_is_no_exchange() -> None:
@@ -92,12 +68,31 @@ def killed(
     prepare: str, act: str, directory: Path, *, without_exchange: bool = False, module: str = __name__
 ) -> list[Path]:
     """Let runs be killed one call later each, until one comes to its end; return what each has left, that one last."""
-    root = str(Path(__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path]), "OMP_NUM_THREADS": "1"}
-    names = [module, prepare, act, str(without_exchange), str(directory)]
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), *names]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment, timeout=120)
-    return [directory / str(number) for number in range(int(done.stdout) + 1)]
+    last = forked(kill_one_after_the_other, module, prepare, act, directory, without_exchange)
+    return [directory / str(number) for number in range(last + 1)]
+
+
+def kill_one_after_the_other(module: str, prepare: str, act: str, directory: Path, without_exchange: bool) -> int:
+    """Return how many were killed; a process forked for each spares it the start of an interpreter."""
+    functions = vars(importlib.import_module(module))
+    if without_exchange:
+        pretend_there_is_no_exchange()
+    prepared = directory / "prepared"
+    prepared.mkdir()
+    functions[prepare](prepared)
+    for number in range(1000):
+        here = directory / str(number)
+        shutil.copytree(prepared, here, symlinks=True)
+        child = os.fork()
+        if not child:
+            try:
+                kill_before(number)
+                functions[act](here)
+            finally:
+                os._exit(0)
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -signal.SIGKILL:
+            return number
+    raise AssertionError("it comes to no end")
 
 
 # --- a directory

@@ -1,5 +1,8 @@
 """Every optimizer family and kind of model, saved at 1 to 4 ranks and resumed at 1 to 4: same state, same losses.
 
+Every run resumes each kind from every number of ranks, at every number of ranks, and at the same number once more;
+`make test-all` resumes the product of all three.
+
 State is bit-equal by name. The next losses are bit-equal at the same number of ranks; at another, averages over ranks
 are taken in another order, and float32 losses agree to 2e-6 of themselves, those of a bfloat16 model to 3e-2: there,
 one rounding of a gradient is one of 256.
@@ -7,6 +10,7 @@ one rounding of a gradient is one of 256.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -47,9 +51,12 @@ def save_all(rank: int, world_size: int, directory: Path) -> Losses:
     return losses
 
 
-def resume_all(rank: int, world_size: int, directories: list[Path], names: list[str]) -> list[Losses]:
-    """Resume what was saved in each directory; check the state, and train on."""
-    return [{name: resume(BY_NAME[name], BY_NAME[name], directory) for name in names} for directory in directories]
+def resume_all(rank: int, world_size: int, directories: list[Path], names: list[list[str]]) -> list[Losses]:
+    """Resume the kinds that are named for each directory; check the state, and train on."""
+    return [
+        {name: resume(BY_NAME[name], BY_NAME[name], directory) for name in its}
+        for directory, its in zip(directories, names, strict=True)
+    ]
 
 
 def resume(kind: Kind, saved: Kind, directory: Path) -> list[float]:
@@ -86,11 +93,33 @@ def assert_close(kind: Kind, found: list[float], expected: list[float], what: st
     )
 
 
+def chosen(at: int, world_size: int) -> list[str]:
+    """The kinds that every run resumes at `world_size` ranks from `at`: together, all pairs of the three."""
+    number, of = at - world_size, len(WORLD_SIZES)
+    return [
+        kind.name
+        for index, kind in enumerate(KINDS)
+        if (index + number) % of == 0 or index % of == at - 1 == world_size - 1
+    ]
+
+
+def test_every_run_resumes_all_pairs() -> None:
+    resumed = {(at, to, name) for at in WORLD_SIZES for to in WORLD_SIZES for name in chosen(at, to)}
+    assert {(at, to) for at, to, _ in resumed} == set(itertools.product(WORLD_SIZES, WORLD_SIZES))
+    assert {(at, name) for at, _, name in resumed} == set(itertools.product(WORLD_SIZES, BY_NAME))
+    assert {(to, name) for _, to, name in resumed} == set(itertools.product(WORLD_SIZES, BY_NAME))
+    assert {name for at, to, name in resumed if at == to} == set(BY_NAME)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["pairs", "product"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_resume_goes_on_as_if_nothing_had_happened(world_size: int, saved: dict[int, tuple[Path, Losses]]) -> None:
+def test_resume_goes_on_as_if_nothing_had_happened(
+    world_size: int, every: bool, saved: dict[int, tuple[Path, Losses]]
+) -> None:
     directories = [directory for directory, _ in saved.values()]
-    told = run(resume_all, world_size, directories, list(BY_NAME))[0]
-    for (at, (_, expected)), found in zip(saved.items(), told, strict=True):
+    names = [list(BY_NAME) if every else chosen(at, world_size) for at in saved]
+    resumed = run(resume_all, world_size, directories, names)[0]
+    for (at, (_, expected)), found in zip(saved.items(), resumed, strict=True):
         for name, losses in found.items():
             if at == world_size:
                 assert losses == expected[name], f"{name} at {at} ranks"

@@ -113,14 +113,6 @@ class WatchedSources(Sources):
             self.seen.append(Seen(path, offset, nbytes, None))
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A record that is to be checked, and what of it is summed, in order and none over another."""
-
-    sum: Sum
-    seen: tuple[Seen, ...]
-
-
 class Checks:
     """Puts together what was seen, and says which records are damaged.
 
@@ -215,11 +207,11 @@ class Checks:
             seen = self._seen.get(one, [])
             rest = one.nbytes - _covered(seen)
             if one.always or (seen and rest <= max(REST_NBYTES, one.nbytes // REST_FRACTION)):
-                tasks.append(_Task(one, tuple(_tiles(seen))))
-        of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task.sum.path)]
+                tasks.append((one, _tiles(seen)))
+        of_files = [list(some) for _, some in groupby(tasks, key=lambda task: task[0].path)]
         for some, found in zip(of_files, run(_run, of_files), strict=True):
-            for task, crc in zip(some, found, strict=True):
-                self._note(task.sum, crc)
+            for (one, _), crc in zip(some, found, strict=True):
+                self._note(one, crc)
         if self._wrong:
             raise _damaged(self._wrong)
         return Checked(len(self._done), sum(one.nbytes for one in self._done))
@@ -268,13 +260,10 @@ def _covered(seen: Iterable[Seen]) -> int:
     return covered
 
 
-def _run(tasks: list[_Task]) -> list[int]:
-    """Return the CRC-32 of records of one file; may run in another process."""
+def _run(tasks: list[tuple[Sum, list[Seen]]]) -> list[int]:
+    """Return the CRC-32 of records of one file, given what of each is summed; may run in another process."""
     with Sources() as sources:
-        return [
-            crc_of(one.path, one.offset, one.offset + one.nbytes, seen, sources)
-            for one, seen in ((task.sum, task.seen) for task in tasks)
-        ]
+        return [crc_of(one.path, one.offset, one.offset + one.nbytes, tiles, sources) for one, tiles in tasks]
 
 
 def crc_of(path: str, start: int, end: int, tiles: Iterable[Seen], sources: Sources) -> int:

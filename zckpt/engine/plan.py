@@ -98,17 +98,6 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """What a plan comes to: names of its files, files that are read, bytes that are read, copied and written."""
-
-    names: tuple[str, ...]
-    sources: frozenset[str]
-    read_nbytes: int
-    copy_nbytes: int
-    write_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """All copies of an operation, complete and without overlap.
 
@@ -116,31 +105,22 @@ class Plan:
     ----------
     files : collection of FilePlan
         Those of thousands of ranks are not kept: each is planned in every iteration.
-    totals : Totals
+    names : tuple of str
+        Of the files.
+    sources : frozenset of str
+        Files that are read.
+    read_nbytes, copy_nbytes : int
+        Bytes of tensors that will be read, and written.
+    write_nbytes : int
+        Bytes of all target files.
     """
 
     files: Collection[FilePlan]
-    totals: Totals
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the files."""
-        return self.totals.names
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of tensors that will be read."""
-        return self.totals.read_nbytes
-
-    @property
-    def copy_nbytes(self) -> int:
-        """Bytes of tensors that will be written."""
-        return self.totals.copy_nbytes
-
-    @property
-    def write_nbytes(self) -> int:
-        """Bytes of all target files."""
-        return self.totals.write_nbytes
+    names: tuple[str, ...]
+    sources: frozenset[str]
+    read_nbytes: int
+    copy_nbytes: int
+    write_nbytes: int
 
 
 def plan(files: Iterable[TargetFile]) -> Plan:
@@ -157,10 +137,8 @@ def plan(files: Iterable[TargetFile]) -> Plan:
         Some element of a hole is covered by no span, or by more than one.
     """
     if isinstance(files, Lazily):
-        lazy = Lazily(lambda: _planned(files), len(files))
-        return Plan(lazy, _totals(lazy))
-    planned = tuple(_planned(files))
-    return Plan(planned, _totals(planned))
+        return _summed(Lazily(lambda: _planned(files), len(files)))
+    return _summed(tuple(_planned(files)))
 
 
 def _planned(files: Iterable[TargetFile]) -> Iterator[FilePlan]:
@@ -175,7 +153,7 @@ def _fill(hole: Hole, indexes: SpanIndexes) -> list[Copy]:
     return fill(replace(hole, slot=indexes.reaching(hole.slot, hole.extent)))
 
 
-def _totals(files: Iterable[FilePlan]) -> Totals:
+def _summed(files: Collection[FilePlan]) -> Plan:
     names, sources, read, copied, written = [], set[str](), 0, 0, 0
     for one in files:
         names.append(one.file.name)
@@ -188,7 +166,7 @@ def _totals(files: Iterable[FilePlan]) -> Totals:
         for pack in one.file.packs:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
             sources |= pack.paths()
-    return Totals(tuple(names), frozenset(sources), read, copied, written)
+    return Plan(files, tuple(names), frozenset(sources), read, copied, written)
 
 
 def check_covered(hole: Hole) -> None:

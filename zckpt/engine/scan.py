@@ -15,13 +15,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.boxes import SpanIndex
+from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, numpy_dtype
 from zckpt.engine.copy import pieces
 from zckpt.engine.plan import Fill, fill
@@ -123,15 +124,6 @@ class Block:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Batch(Generic[Result]):
-    """Blocks that one task looks at, and the buffers that no task of the scan has at the moment."""
-
-    blocks: tuple[Block, ...]
-    look: Look[Result]
-    spare: list[list[Array]]
-
-
 def scan(
     sets: Sequence[SlotSet],
     look: Look[Result],
@@ -176,10 +168,10 @@ def scan(
             most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
             spare: list[list[Array]] = []
-            batches = (Batch(some, look, spare) for some in batched(blocks, attrgetter("nbytes")))
-            with closing(workers.run(look_at_batch, batches)) as results:
+            batches = batched(blocks, attrgetter("nbytes"))
+            with closing(workers.run(partial(look_at_batch, look, spare), batches)) as results:
                 for batch, found in results:
-                    progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch.blocks))
+                    progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch))
                     yield from found
     finally:
         progress.end()
@@ -190,41 +182,40 @@ def _blocks(
 ) -> Iterator[Block]:
     widest = one.widest
     step = numel or max(most // widest, 1)
-    held = [
-        flat_spans(slot, dtype) or _indexed(slot, one.numel > step)
-        for slot, dtype in zip(one.slots, one.dtypes, strict=True)
-    ]
+    held = [flat_spans(slot, dtype) or slot for slot, dtype in zip(one.slots, one.dtypes, strict=True)]
+    indexes = SpanIndexes()
     for start in range(0, one.numel, step):
         if goes_on is not None and not goes_on(index):
             return
         count = min(step, one.numel - start)
-        sources = tuple(_within(way, one.shape, start, count) for way in held)
+        sources = tuple(_within(way, indexes, start, count) for way in held)
         yield Block(index, one.label, one.shape, one.dtypes, sources, start, count, count * widest)
 
 
-def _indexed(slot: Slot, several: bool) -> Slot | SpanIndex:
-    return SpanIndex(slot) if several else slot  # one block needs no index
-
-
-def _within(held: FlatSpans | SpanIndex | Slot, shape: tuple[int, ...], start: int, numel: int) -> Source:
+def _within(held: FlatSpans | Slot, indexes: SpanIndexes, start: int, numel: int) -> Source:
     if isinstance(held, FlatSpans):
         return held.byte_ranges(start, numel)
-    return held.reaching(Extent.flat(shape, start, numel)) if isinstance(held, SpanIndex) else held
+    if numel == held.numel:
+        return held  # one block needs no index
+    return indexes.reaching(held, Extent.flat(held.shape, start, numel))
 
 
-def look_at_batch(batch: Batch[Result]) -> list[tuple[int, Result]]:
-    """Look at the blocks of a batch; return what was found, by index of the set. May run in another process."""
+def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[Block]) -> list[tuple[int, Result]]:
+    """Look at blocks; return what was found, by index of the set. May run in another process.
+
+    `spare` has the buffers that no batch of the scan uses at the moment.
+    """
     buffers: list[Array] = []
     with suppress(IndexError):  # none are spare yet
-        buffers = batch.spare.pop()
+        buffers = spare.pop()
     results = []
     with Sources() as sources:
-        for block in batch.blocks:
+        for block in batch:
             arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
-            found = batch.look(block.index, block.start, arrays)
+            found = look(block.index, block.start, arrays)
             if found is not None:
                 results.append((block.index, found))
-    batch.spare.append(buffers)
+    spare.append(buffers)
     return results
 
 
@@ -317,7 +308,8 @@ def stored_once(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     if any(span is None or span.strides is None for span in spans):
         return tuple(slots)
     found = [span for span in spans if span is not None]
-    alike = [all(span.strides is not None and span.strides[i] == 0 for span in found) for i in range(_rank(found[0]))]
+    dims = range(len(slots[0].shape))
+    alike = [all(span.strides is not None and span.strides[i] == 0 for span in found) for i in dims]
     if not any(alike):
         return tuple(slots)
     shape = tuple(min(n, 1) if same else n for n, same in zip(slots[0].shape, alike, strict=True))
@@ -352,7 +344,3 @@ def _whole(slot: Slot) -> Span | None:
         return None
     (span,) = slot.spans
     return span if span.extent == Extent.whole(slot.shape) and slot.numel else None
-
-
-def _rank(span: Span) -> int:
-    return len(span.extent.sizes)

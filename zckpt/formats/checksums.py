@@ -74,7 +74,7 @@ def source_checks(checkpoint: Checkpoint, plan: Plan | None = None) -> Checks:
     owner = find_format(checkpoint.format)
     every = (one for file in known.values() for one in checksums(file, owner))
     found = [replace(one, always=one.nbytes <= ALWAYS_NBYTES) for one in every]
-    read = plan.totals.sources if plan else frozenset[str]()
+    read = plan.sources if plan else frozenset[str]()
     for path in sorted(read - known.keys()):
         found += _of_other(path)
     return Checks(found)

@@ -43,28 +43,28 @@ def _about(one: dict[str, Any]) -> str:
     return f"{one['source']}: {one['format']}{stage}, {count(one['world_size'], 'rank')}{step}"
 
 
-def _only(entries: Rows, side: str) -> list[str]:
-    if not entries:
+def _only(found: Rows, side: str) -> list[str]:
+    if not found:
         return []
-    lines = ["", f"only in {side}: {len(entries):,}"]
-    lines += [f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in entries[:SHOWN_ROWS]]
-    return lines + _more(len(entries))
+    lines = ["", f"only in {side}: {len(found):,}"]
+    lines += [f"  {one['name']}" + (f" {one['slot']}" if one["slot"] else "") for one in found[:SHOWN_ROWS]]
+    return lines + _more(len(found))
 
 
-def _different(entries: Rows, width: int) -> list[str]:
-    if not entries:
+def _different(found: Rows, width: int) -> list[str]:
+    if not found:
         return []
     header = ("slot", "different", "share", "rel L2", "max abs", "max rel", "cosine", "ULP", "")
-    rows = [_row(one) for one in entries[:SHOWN_ROWS]]
+    rows = [_row(one) for one in found[:SHOWN_ROWS]]
     figures = table(header, rows, right=tuple(range(1, len(header) - 1)))
-    names = ["parameter", *(one["name"] for one in entries[:SHOWN_ROWS])]
+    names = ["parameter", *(one["name"] for one in found[:SHOWN_ROWS])]
     room = max(min(max(map(len, names)), width - max(map(len, figures)) - 2), NAME_WIDTH)
     lines = [f"{shortened(name, room):<{room}}  {line}" for name, line in zip(names, figures, strict=True)]
     return [
         "",
-        f"different: {count(len(entries), 'slot')}",
+        f"different: {count(len(found), 'slot')}",
         *(fitted(line, width) for line in lines),
-        *_more(len(entries)),
+        *_more(len(found)),
     ]
 
 
@@ -77,27 +77,23 @@ def _row(one: dict[str, Any]) -> tuple[object, ...]:
     for key, word in (("nan", "NaN"), ("inf", "Inf")):
         if one[f"{key}_a"] or one[f"{key}_b"]:
             note += f" {word} {one[f'{key}_a']:,} and {one[f'{key}_b']:,}"
-    share = None if one["num_different"] is None else _share(one["num_different"], one["numel"])
+    share = None if one["num_different"] is None else f"{one['num_different'] / max(one['numel'], 1):.2%}"
     figures = (_short(one[key]) for key in ("rel_l2", "max_abs", "max_rel"))
     cosine = one["cosine"]
     cosine = f"{cosine:.6f}" if isinstance(cosine, float) else cosine
     return (one["slot"], one["num_different"], share, *figures, cosine, one["max_ulp"], note.strip())
 
 
-def _share(part: int, whole: int) -> str:
-    return f"{part / max(whole, 1):.2%}"
-
-
 def _short(value: object) -> object:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
-def _metadata(entries: Rows, width: int) -> list[str]:
-    if not entries:
+def _metadata(found: Rows, width: int) -> list[str]:
+    if not found:
         return []
-    rows = [(one["key"], _value(one["a"]), _value(one["b"])) for one in entries[:SHOWN_ROWS]]
+    rows = [(one["key"], _value(one["a"]), _value(one["b"])) for one in found[:SHOWN_ROWS]]
     lines = [fitted(line, width) for line in table(("setting", "a", "b"), rows)]
-    return ["", *lines, *_more(len(entries))]
+    return ["", *lines, *_more(len(found))]
 
 
 def _value(value: object) -> object:
@@ -111,7 +107,7 @@ def _more(total: int) -> list[str]:
 def _verdict(document: dict[str, Any]) -> str:
     if document["equal"]:
         return "equal"
-    parts = [
+    words = [
         f"{len(document[key]):,} {text}"
         for key, text in (
             ("different", "slots"),
@@ -121,7 +117,7 @@ def _verdict(document: dict[str, Any]) -> str:
         )
         if document[key]
     ]
-    return "different: " + ", ".join(parts)
+    return "different: " + ", ".join(words)
 
 
 def render_series(document: dict[str, Any], *, width: int) -> str:

@@ -13,7 +13,7 @@ Checkpoint
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import SHOWN_PATH, listed, shortened, without_controls
@@ -180,7 +180,7 @@ class SourceFile:
         Bytes of storages that some tensor uses, and that none does.
     globals : dict of str to tuple of str
         For each pickle in the file, the globals it mentions.
-    archives : tuple of (int, int), bytes
+    archives : sequence of (int, int), bytes
         Offset and length of the torch files within the file, where it is not one itself.
     tree : object
         What the file holds, for the inventory: an object tree, or slots by the names that the file has for them.
@@ -200,7 +200,7 @@ class SourceFile:
     tensor_nbytes: int = 0
     unreferenced_nbytes: int = 0
     globals: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    archives: tuple[tuple[int, int], ...] = ()
+    archives: Sequence[tuple[int, int]] = ()
     tree: object = field(default=None, repr=False, compare=False)
     records: Mapping[str, int] = field(default_factory=dict, repr=False, compare=False)
     rules: tuple[Rule, ...] = field(default=(), repr=False, compare=False)

@@ -14,9 +14,10 @@ Nodes are compared by identity unless they are plain values (`Global`, `DType`, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zckpt.state.dtypes import itemsize as itemsize_of
 
@@ -44,6 +45,10 @@ class Global:
 
     def __str__(self) -> str:
         return self.qualified
+
+
+_NOTHING: list[Any] = []
+"""What objects have that nothing is appended to or set in, as hardly anything is: one list for all, never changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +79,8 @@ class Object:
     args: tuple[object, ...] = ()
     kwargs: dict[object, object] | None = None
     state: object | None = None
-    items: list[object] = field(default_factory=list)
-    entries: list[tuple[object, object]] = field(default_factory=list)
+    items: list[object] = field(default_factory=lambda: _NOTHING)
+    entries: list[tuple[object, object]] = field(default_factory=lambda: _NOTHING)
     how: str = "reduce"
     has_state: bool = False
 
@@ -94,6 +99,16 @@ class Object:
             if isinstance(part, dict) and name in part:
                 return part[name]
         return default
+
+    def extend(self, items: Iterable[object]) -> None:
+        """Append to it, as to a list."""
+        self.items = self.items if self.items is not _NOTHING else []
+        self.items.extend(items)
+
+    def update(self, entries: Iterable[tuple[object, object]]) -> None:
+        """Set keys in it, as in a dict."""
+        self.entries = self.entries if self.entries is not _NOTHING else []
+        self.entries.extend(entries)
 
     def __repr__(self) -> str:
         return f"Object({self.qualified}, how={self.how!r})"

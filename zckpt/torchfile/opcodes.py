@@ -154,10 +154,8 @@ def tuple_of(count: int) -> Opcode:
 def extend(machine: Machine, items: list[object]) -> None:
     """Run APPEND and APPENDS: to the list on top of the stack, or to an object that behaves as one."""
     target = machine.stack[-1]
-    if type(target) is list:
+    if type(target) is list or type(target) is Object:
         target.extend(items)
-    elif type(target) is Object:
-        target.items.extend(items)
     else:
         raise cannot(target, "appended to")
 
@@ -169,7 +167,7 @@ def set_items(machine: Machine, items: list[object]) -> None:
         raise PickleError("a dict with a key and no value")
     keys, values = items[::2], items[1::2]
     if type(target) is Object:
-        target.entries.extend(zip(keys, values, strict=True))
+        target.update(zip(keys, values, strict=True))
         return
     if not isinstance(target, dict) or type(target) is Namespace:
         raise cannot(target, "indexed")
@@ -193,7 +191,7 @@ def add_members(machine: Machine, items: list[object]) -> None:
     """Run ADDITEMS: to the set on top of the stack, or to an object that behaves as one."""
     target = machine.stack[-1]
     if type(target) is Object:
-        target.items.extend(items)
+        target.extend(items)
         return
     if type(target) is not set:
         raise cannot(target, "added to")

@@ -31,7 +31,7 @@ from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topol
 from zckpt.storage.durable import written_directory
 from zckpt.torchfile import Mentioned
 from zckpt.training.other_state import RANDOM, SAVED_BY, SELF, other_values
-from zckpt.training.pieces import Piece, RankState, divide, entries, key_of
+from zckpt.training.pieces import RankState, divide, entries, key_of
 from zckpt.training.values import Values
 from zckpt.version import __version__
 
@@ -262,21 +262,13 @@ def _checkpoint(state: Whole, every: Sequence[RankState]) -> Checkpoint:
 
 def _add(checkpoint: Checkpoint, of_rank: RankState, groups: Mapping[str, int]) -> None:
     for piece in of_rank.pieces:
-        parameter = _parameter(checkpoint, piece, groups)
-        parameter.slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
+        section = checkpoint.buffers if piece.name in checkpoint.buffers else checkpoint.parameters
+        unknown = Parameter(piece.name, piece.shape, piece.dtype, group=groups.get(piece.name))
+        slots = section.setdefault(piece.name, unknown).slots
+        slots.setdefault(piece.slot, Slot(piece.slot, piece.dtype, piece.shape, ()))
     for name, values in of_rank.values.items():
         if name in checkpoint.parameters:
             checkpoint.parameters[name].state.update(values)
-
-
-def _parameter(checkpoint: Checkpoint, piece: Piece, groups: Mapping[str, int]) -> Parameter:
-    if piece.name in checkpoint.buffers:
-        return checkpoint.buffers[piece.name]
-    if piece.name not in checkpoint.parameters:
-        checkpoint.parameters[piece.name] = Parameter(
-            piece.name, piece.shape, piece.dtype, group=groups.get(piece.name)
-        )
-    return checkpoint.parameters[piece.name]
 
 
 def _placed(checkpoint: Checkpoint, every: Sequence[RankState]) -> list[Placed]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import UsageError
+from zckpt.errors import UsageError, listed
 from zckpt.formats.native.reader import headers_shared
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
@@ -26,8 +26,6 @@ from zckpt.optim.states.several import Given, Optimizers, process_group_of, work
 from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
 from zckpt.training.other_state import OtherState, read_other_state
-
-SHOWN = 4
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
 """What has become of a model when reading fails, though all was there when it was checked."""
@@ -204,9 +202,8 @@ class _Loading:
             ("another shape has", report.reshaped),
         ):
             if names:
-                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
                 raise UsageError(
-                    f"not a checkpoint of this model: {what} {', '.join(names[:SHOWN])}{more}",
+                    f"not a checkpoint of this model: {what} {listed(names)}",
                     path=self.path,
                     advice="give the model that was saved, or strict=False",
                 )

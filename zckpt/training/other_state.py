@@ -8,7 +8,7 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -197,24 +197,28 @@ def random_states() -> dict[str, Any]:
 
 def check_random_states(states: Mapping[str, Any]) -> None:
     """Raise unless generators take states that `random_states` returned; this rank's own stay as they are."""
-    version, words, following = states["python"]
-    random.Random().setstate(  # noqa: S311  # not for secrets
-        (version, tuple(np.frombuffer(words, "<u4").tolist()), following)
-    )
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.RandomState().set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.Generator().set_state(_bytes(states["torch"]))
+    generators = random.Random(), np.random.RandomState(), torch.Generator()  # noqa: S311  # not for secrets
+    _set_random_states(states, generators[0].setstate, generators[1].set_state, generators[2].set_state)
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Continue from states that `random_states` returned; that of a GPU is left out where there is none."""
-    version, words, following = states["python"]
-    random.setstate((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
-    kind, key, position, has_gauss, gauss = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
-    torch.set_rng_state(_bytes(states["torch"]))
+    _set_random_states(states, random.setstate, np.random.set_state, torch.set_rng_state)
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(states["cuda"]))
+
+
+def _set_random_states(
+    states: Mapping[str, Any],
+    set_python: Callable[[Any], object],
+    set_numpy: Callable[[Any], object],
+    set_torch: Callable[[torch.Tensor], object],
+) -> None:
+    version, words, following = states["python"]
+    set_python((version, tuple(np.frombuffer(words, "<u4").tolist()), following))
+    kind, key, position, has_gauss, gauss = states["numpy"]
+    set_numpy((kind, np.frombuffer(key, "<u4"), position, has_gauss, gauss))
+    set_torch(_bytes(states["torch"]))
 
 
 def _bytes(state: bytes) -> torch.Tensor:

@@ -110,8 +110,6 @@ def _cut(name: str, slot: str, share: Share, start: int, numel: int) -> Held:
     whole = share.extent
     extent = Extent(whole.offsets, whole.sizes, whole.start + start, numel)
     piece = Piece(name, slot, dtype_name(share.tensor.dtype), share.shape, extent)
-    if share.tensor.is_contiguous():
-        return piece, share.tensor.view(-1)[start : start + numel]
     return piece, share.tensor.reshape(-1)[start : start + numel]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from zckpt.formats.account.files import file_items
@@ -61,7 +62,7 @@ def _account(
     """Return the items of a file that was read, and its bytes by fate; those of one that is alike if there is any."""
     key = None
     if file.path not in values.paths and sum(len(one.ranges) + len(one.merged) for one in known.values()) < MANY:
-        bytes_of = tuple((fate, tuple(one.ranges)) for fate, one in sorted(known.items()))
+        bytes_of = tuple((fate, tuple(one.ranges), *_digests(one)) for fate, one in sorted(known.items()))
         key = id(file.tree), id(file.records), file.nbytes, file.role, file.rules, bytes_of
         if key in before:
             items, nbytes = before[key]
@@ -71,6 +72,12 @@ def _account(
     if key is not None:
         before[key] = found
     return found
+
+
+def _digests(known: Known) -> Iterator[tuple[str, bytes]]:
+    """Yield each slot whose ranges are columns, and what tells them from others: the columns may be long."""
+    for slot, ranges in known.cut:
+        yield slot, blake2b(ranges.tobytes(), digest_size=16).digest()
 
 
 def shown(path: str, real: str, root: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,8 +132,9 @@ class Coverage:
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self._found: dict[str, dict[str, Known]] = {}
-        self._closed: dict[str, dict[str, Known]] = {}
+        self._found: dict[str, dict[str, array[int]]] = {}  # low, high and slot, one after the other
+        self._slots: list[str] = []
+        self._numbers: dict[str, int] = {}
         rules: dict[tuple[int, str], list[CutSpans]] = {}
         for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]:
             for slot in parameter.slots.values():
@@ -173,13 +175,17 @@ class Coverage:
 
     def _add(self, path: str, fate: str, low: int, high: int, slot: str) -> None:
         if low < high:
-            self._found.setdefault(path, {}).setdefault(fate, Known()).ranges.append((low, high, slot))
+            number = self._numbers.setdefault(slot, len(self._slots))
+            if number == len(self._slots):
+                self._slots.append(slot)
+            self._found.setdefault(path, {}).setdefault(fate, array("q")).extend((low, high, number))
 
     def of(self, path: str) -> dict[str, Known]:
         """Return what is known of a file."""
-        if path in self._closed:
-            return self._closed[path]
-        found = self._found.pop(path, {})
+        found: dict[str, Known] = {}
+        for fate, numbers in self._found.get(path, {}).items():
+            slots = map(self._slots.__getitem__, numbers[2::3])
+            found[fate] = Known(list(zip(numbers[::3], numbers[1::3], slots, strict=True)))
         for name, files, rules in self._rules:
             index = files.index(path)
             if index is not None and len(ranges := rules.of(index)):
@@ -191,8 +197,6 @@ class Coverage:
                     found.setdefault(IMPLIED, Known()).cut.append(("padding", rows))
         for known in found.values():
             known.close()
-        if not any(known.cut for known in found.values()):
-            self._closed[path] = found
         return found
 
 

@@ -7,8 +7,9 @@ what it is, and a value that is said to be state has to be under a key that some
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from zckpt.formats.account.fits import Fit, Steps, fit_of, place_of, text_of
 from zckpt.formats.account.ranges import ORDER, Known, Range, Ranges, merge, reach, spans_of, total, without
@@ -94,6 +95,22 @@ def _mark(found: Taken, value: object, fate: str, key: str) -> None:
                     found.values.setdefault((step, id(child)), key)
 
 
+@dataclass(frozen=True, slots=True)
+class LazyTree:
+    """What a file holds, of which some tensors have an object only while they are looked at.
+
+    Parameters
+    ----------
+    held : dict
+        The rest, a tree.
+    tensors : iterable of (tuple, Tensor)
+        Those, with the steps to each.
+    """
+
+    held: dict[str, object]
+    tensors: Iterable[tuple[Steps, Tensor]]
+
+
 @dataclass(slots=True)
 class _Sum:
     """Items of one kind, fate and reason: the place of the first, and how many there are."""
@@ -129,8 +146,13 @@ class FileAccount:
     def items(self) -> list[Item]:
         """Return what the file holds: one item for each reason, and each thing that is left out by itself."""
         self._records()
-        if self.file.tree is not None:
-            self._walk()
+        tree, fit = self.file.tree, fit_of(self.file.rules)
+        if isinstance(tree, LazyTree):
+            self._walk(tree.held, (), fit)
+            for steps, tensor in tree.tensors:
+                self._walk(tensor, steps, reduce(Fit.after, steps, fit))
+        elif tree is not None:
+            self._walk(tree, (), fit)
         sums = [
             Item(self.shown, one.place, kind, fate, about, one.nbytes, one.count)
             for (kind, fate, about), one in self._sums.items()
@@ -145,12 +167,12 @@ class FileAccount:
             else:
                 self._lose(RECORD, "no file of torch.save has such a record", (inside,), nbytes, trained=False)
 
-    def _walk(self) -> None:
-        """Go through the tree in its order, each object once; nothing recurses."""
+    def _walk(self, root: object, above: Steps, fit: Fit) -> None:
+        """Go through a tree in its order, each object once; nothing recurses."""
         seen: set[int] = set()
-        steps: list[object] = []
-        fits = [fit_of(self.file.rules)]
-        levels: list[Iterator[tuple[object, object]]] = [self._below(self.file.tree, steps, fits[0], seen)]
+        steps = list(above)
+        fits = [fit]
+        levels: list[Iterator[tuple[object, object]]] = [self._below(root, steps, fit, seen)]
         while levels:
             fit = fits[-1]
             for step, child in levels[-1]:
@@ -166,7 +188,7 @@ class FileAccount:
             else:
                 levels.pop()
                 fits.pop()
-                if steps:
+                if fits:
                     steps.pop()
 
     def _below(self, node: object, steps: Steps, fit: Fit, seen: set[int]) -> Iterator[tuple[object, object]]:

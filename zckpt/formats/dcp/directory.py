@@ -56,7 +56,8 @@ def find(path: Path) -> Directory | None:
     if not path.is_dir():
         return None
     try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        with os.scandir(path) as listed:
+            entries = sorted(listed, key=lambda entry: entry.name)
     except OSError as error:
         raise SourceError("cannot be read", path=path, found=error.strerror) from error
     if (path / NAME).is_file():
@@ -77,8 +78,9 @@ def is_own(name: str) -> bool:
 def lacks_metadata(path: Path) -> bool:
     """Tell whether a directory, or one of Accelerate's folders in it, has items and nothing that says what they are."""
     try:
-        folders = [path, *(Path(e.path) for e in os.scandir(path) if _FOLDER.fullmatch(e.name) and e.is_dir())]
-        return any(_RANK.fullmatch(e.name) for one in folders if not is_file(one / NAME) for e in list(os.scandir(one)))
+        with os.scandir(path) as entries:
+            folders = [path, *(Path(e.path) for e in entries if _FOLDER.fullmatch(e.name) and e.is_dir())]
+        return any(_RANK.fullmatch(p.name) for one in folders if not is_file(one / NAME) for p in one.iterdir())
     except OSError:
         return False
 

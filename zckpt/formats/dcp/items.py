@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +21,10 @@ from zckpt.codes import COVERAGE, MISSING_FILE, TRUNCATED
 from zckpt.engine.boxes import row_major
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnsupportedError
 from zckpt.formats.dcp.blob import Blob, is_blob, read_blob
+from zckpt.formats.dcp.chunks import NOWHERE, Chunks, ChunkSpans, FileChunks, Located, Pairs, TensorEntry, moved
 from zckpt.formats.dcp.directory import rank_of
 from zckpt.formats.dcp.kinds import Kinds
-from zckpt.formats.dcp.metadata import Chunk, Metadata, Offsets, Place, TensorEntry
-from zckpt.formats.torch_files.tensors import span_of
+from zckpt.formats.dcp.metadata import Metadata, Offsets, Place
 from zckpt.state import Extent, Slot, Span
 from zckpt.storage.files import is_file, opened
 from zckpt.torchfile import ALIGNMENT, FileRange, Storage, Tensor, TorchFile, read_source
@@ -38,7 +39,7 @@ class TensorItem:
     key : str
     dtype : str
     shape : tuple of int
-    spans : tuple of Span
+    spans : sequence of Span
         One for each chunk.
     whole : Tensor or None
         The node of the tensor, where one chunk is all of it.
@@ -49,7 +50,7 @@ class TensorItem:
     key: str
     dtype: str
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     whole: Tensor | None
     path: str
 
@@ -81,10 +82,12 @@ class ItemFile:
     globals : set of str
         That the pickles in it mention.
     is_safetensors : bool
-    archives : list of (int, int)
+    archives : Pairs
         Offset and length of the items that are torch files.
     tree : dict of str to object
-        What each item holds, by key; chunks of tensors by where they begin.
+        What each item holds, by key, and chunks of tensors by where they begin.
+    chunks : FileChunks
+        Those that are not in the tree: of tensors that have several.
     """
 
     path: str
@@ -93,8 +96,9 @@ class ItemFile:
     unreferenced_nbytes: int = 0
     globals: set[str] = field(default_factory=set)
     is_safetensors: bool = False
-    archives: list[tuple[int, int]] = field(default_factory=list)
+    archives: Pairs = field(default_factory=Pairs)
     tree: dict[str, object] = field(default_factory=dict, compare=False)
+    chunks: Iterable[tuple[tuple[str, str], Tensor]] = field(default=(), compare=False)
 
     def add_chunk(self, key: str, offsets: Offsets, node: Tensor) -> None:
         """Add a chunk of a tensor to the tree."""
@@ -139,29 +143,34 @@ def read_items(directory: Path, metadata: Metadata) -> Items:
     UnsupportedError
         A chunk is something other than a dense tensor.
     """
-    needed, kinds = _by_file(metadata), Kinds()
-    places: dict[str, list[tuple[int, int]]] = {}
-    for place in [*metadata.objects.values(), *metadata.chunks.values()]:
-        places.setdefault(place.file, []).append((place.offset, place.nbytes))
+    chunks, kinds = metadata.chunks, Kinds()
+    located = Located(chunks, directory)
     files, objects = [], {}
-    nodes: dict[tuple[str, Offsets], tuple[Tensor, str]] = {}
-    for name, (chunks, here) in needed.items():
+    tensors = {key: _several(entry, located, metadata) for key, entry in metadata.tensors.items()}
+    for name, needed in _by_file(metadata).items():
         with _open(directory, name, metadata) as (descriptor, file):
             files.append(file)
-            for key, place in here.items():
+            for key, place in needed.objects.items():
                 found = _torch_file(descriptor, file, key, place)
                 objects[key] = ObjectItem(key, found, found.root)
                 file.tree[key] = found.root
-            blob = _has_blob(descriptor, file, chunks)
-            read = _blob_chunks(descriptor, file, chunks) if blob else _torch_chunks(descriptor, file, chunks, kinds)
-            for index, node in read:
-                nodes[index] = node, file.path
-                file.add_chunk(*index, node)
+            several = array("i")
+            for number, node in _nodes(descriptor, file, needed.numbers, metadata, kinds):
+                located.put(number, node)
                 file.tensor_nbytes += node.nbytes
                 file.unreferenced_nbytes += max(node.storage.nbytes - node.nbytes, 0)
-            if not blob:
-                file.add_gaps(places[name])
-    tensors = {key: _tensor(key, entry, nodes, metadata) for key, entry in metadata.tensors.items()}
+                entry = chunks.entry(number)
+                if entry.count > 1:
+                    if not file.is_safetensors:  # of which there is a node for each tensor
+                        several.append(number)
+                    continue
+                whole = located.node(number)
+                tensors[entry.key] = TensorItem(entry.key, entry.dtype, entry.shape, (located.span(number),), whole,
+                                                file.path)  # fmt: skip
+                file.add_chunk(entry.key, chunks.box(number)[0], whole)
+            if not file.is_safetensors:
+                file.add_gaps(needed.used(chunks))
+            file.chunks = FileChunks(several, located)
     return Items(tensors, objects, files)
 
 
@@ -173,41 +182,47 @@ def faults(directory: Path, metadata: Metadata) -> Iterator[SourceError]:
     SourceError
         `.metadata` contradicts itself.
     """
-    for name, (chunks, here) in _by_file(metadata).items():
+    for name, needed in _by_file(metadata).items():
         try:
             with _open(directory, name, metadata) as (descriptor, file):
-                for key, place in here.items():
+                for key, place in needed.objects.items():
                     _torch_file(descriptor, file, key, place)
-                if _has_blob(descriptor, file, chunks):
-                    read_blob(descriptor, next(iter(chunks.values()))[0].offset, file.nbytes, file.path)
-                else:
-                    list(_torch_chunks(descriptor, file, chunks, Kinds()))
+                for _ in _nodes(descriptor, file, needed.numbers, metadata, Kinds()):
+                    continue
         except SourceError as error:
             rank = rank_of(name)
             error.ranks = () if rank is None else (rank,)
             yield error
 
 
-Chunks = dict[tuple[str, Offsets], tuple[Place, Chunk, TensorEntry]]
-"""Chunks by key and first index, with what `.metadata` says of them."""
+@dataclass(slots=True)
+class Needed:
+    """What a file has to hold: chunks by number, objects, and chunks that have no elements."""
+
+    numbers: array[int] = field(default_factory=lambda: array("i"))
+    objects: dict[str, Place] = field(default_factory=dict)
+    others: list[Place] = field(default_factory=list)
+
+    def used(self, chunks: Chunks) -> Iterator[tuple[int, int]]:
+        """Yield offset and length of each."""
+        yield from ((chunks.offset[number], chunks.nbytes[number]) for number in self.numbers)
+        yield from ((place.offset, place.nbytes) for place in (*self.objects.values(), *self.others))
 
 
-def _by_file(metadata: Metadata) -> dict[str, tuple[Chunks, dict[str, Place]]]:
-    """Return what each file has to hold: chunks, and objects; a file of empty chunks only has to hold nothing."""
-    files: dict[str, tuple[Chunks, dict[str, Place]]] = {}
-    for place in metadata.chunks.values():
-        files.setdefault(place.file, ({}, {}))
+def _by_file(metadata: Metadata) -> dict[str, Needed]:
+    """Return what each file has to hold; a file of empty chunks only has to be there."""
+    chunks = metadata.chunks
+    files = {name: Needed() for name in chunks.names}
+    for place in metadata.others:
+        files.setdefault(place.file, Needed()).others.append(place)
     for key, entry in metadata.tensors.items():
-        seen: set[Offsets] = set()
-        for chunk in entry.chunks:
-            at = metadata.chunks.get((key, chunk.offsets))
-            if at is None:
-                raise ShardError(f"it does not say where the chunk of {key} at {chunk.offsets} is", path=metadata.path)
-            if chunk.offsets in seen:
-                raise LayoutError(f"two chunks of {key} begin at {chunk.offsets}", path=metadata.path)
-            seen.add(chunk.offsets)
-            files[at.file][0][key, chunk.offsets] = at, chunk, entry
-        covered = sum(chunk.numel for chunk in entry.chunks)
+        for number in entry.numbers:
+            file = chunks.file[number]
+            if file == NOWHERE:
+                offsets, _ = chunks.box(number)
+                raise ShardError(f"it does not say where the chunk of {key} at {offsets} is", path=metadata.path)
+            files[chunks.names[file]].numbers.append(number)
+        covered = chunks.numel(entry)
         if covered != math.prod(entry.shape):
             kind = LayoutError if covered > math.prod(entry.shape) else ShardError
             raise kind(
@@ -220,7 +235,7 @@ def _by_file(metadata: Metadata) -> dict[str, tuple[Chunks, dict[str, Place]]]:
                 parameters=[key],
             )
     for key, place in metadata.objects.items():
-        files.setdefault(place.file, ({}, {}))[1][key] = place
+        files.setdefault(place.file, Needed()).objects[key] = place
     return files
 
 
@@ -262,86 +277,72 @@ def _torch_file(descriptor: int, file: ItemFile, key: str, place: Place) -> Torc
         raise
     for names in found.globals.values():
         file.globals.update(names)
-    file.archives.append((place.offset, place.nbytes))
+    file.archives.append(place.offset, place.nbytes)
     return found
 
 
-def _torch_chunks(
-    descriptor: int, file: ItemFile, chunks: Chunks, kinds: Kinds
-) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
-    for index, (place, chunk, entry) in chunks.items():
-        key = index[0]
-        node = _node(descriptor, file, key, place, kinds)
+def _nodes(
+    descriptor: int, file: ItemFile, numbers: Sequence[int], metadata: Metadata, kinds: Kinds
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the chunks of a file by number, and the node of each as if its item began the file."""
+    chunks = metadata.chunks
+    blob: Mapping[str, Blob] | None = None
+    places = {chunks.offset[number] for number in numbers}
+    if len(places) == 1 and is_blob(descriptor, min(places), file.nbytes, file.path):
+        file.is_safetensors = True
+        blob = read_blob(descriptor, min(places), file.nbytes, file.path)
+        for key, one in blob.items():
+            file.add_chunk(key, one.offsets, one.tensor)
+    for number in numbers:
+        entry, (offsets, sizes) = chunks.entry(number), chunks.box(number)
+        place = Place(file.path, chunks.offset[number], chunks.nbytes[number])
+        if blob is not None:
+            node: object = _in_blob(blob, entry.key, offsets, place.offset, file)
+        else:
+            node = _node(descriptor, file, entry.key, place, kinds)
         if not isinstance(node, Tensor):
             raise UnsupportedError(
-                f"{key} is no dense tensor", path=file.path, found=getattr(node, "qualified", type(node).__name__)
+                f"{entry.key} is no dense tensor", path=file.path, found=getattr(node, "qualified", type(node).__name__)
             )
-        _check(key, chunk, entry, node.shape, node.dtype, file)
-        yield index, node
+        if (tuple(node.shape), node.dtype) != (sizes, entry.dtype):
+            raise LayoutError(
+                f"the chunk of {entry.key} at {offsets} is another than `.metadata` says",
+                path=file.path,
+                expected=f"{entry.dtype} {sizes}",
+                found=f"{node.dtype} {tuple(node.shape)}",
+            )
+        yield number, node
 
 
 def _node(descriptor: int, file: ItemFile, key: str, place: Place, kinds: Kinds) -> object:
     source = _range(descriptor, file, key, place)
     known = kinds.known(source)
     if known is not None:
-        file.archives.append((place.offset, place.nbytes))
-        file.globals.update(known[1])
-        return known[0]
+        file.archives.append(place.offset, place.nbytes)
+        file.globals.update(known.globals)
+        return known.tensor
     found = _torch_file(descriptor, file, key, place)
     kinds.learn(source, found)
-    return found.root
+    return moved(found.root, -place.offset) if isinstance(found.root, Tensor) else found.root
 
 
-def _has_blob(descriptor: int, file: ItemFile, chunks: Chunks) -> bool:
-    """Tell whether a file holds its tensors as one safetensors blob; it is where each of them is said to be."""
-    if not chunks:
-        return False
-    places = {place.offset for place, _, _ in chunks.values()}
-    file.is_safetensors = len(places) == 1 and is_blob(descriptor, min(places), file.nbytes, file.path)
-    return file.is_safetensors
-
-
-def _blob_chunks(descriptor: int, file: ItemFile, chunks: Chunks) -> Iterator[tuple[tuple[str, Offsets], Tensor]]:
-    place = next(iter(chunks.values()))[0]
-    blob: Mapping[str, Blob] = read_blob(descriptor, place.offset, file.nbytes, file.path)
-    for key, one in blob.items():
-        file.add_chunk(key, one.offsets, one.tensor)
-    for index, (_, chunk, entry) in chunks.items():
-        key, offsets = index
-        found = blob.get(key)
-        if found is None or found.offsets != offsets:
-            raise ShardError(
-                f"the chunk of {key} at {offsets} is not in it",
-                path=file.path,
-                expected=f"offsets {offsets}",
-                found="none" if found is None else found.offsets,
-            )
-        _check(key, chunk, entry, found.tensor.shape, found.tensor.dtype, file)
-        yield index, found.tensor
-
-
-def _check(key: str, chunk: Chunk, entry: TensorEntry, shape: tuple[int, ...], dtype: str, file: ItemFile) -> None:
-    if (tuple(shape), dtype) != (chunk.sizes, entry.dtype):
-        raise LayoutError(
-            f"the chunk of {key} at {chunk.offsets} is another than `.metadata` says",
+def _in_blob(blob: Mapping[str, Blob], key: str, offsets: Offsets, begin: int, file: ItemFile) -> Tensor:
+    found = blob.get(key)
+    if found is None or found.offsets != offsets:
+        raise ShardError(
+            f"the chunk of {key} at {offsets} is not in it",
             path=file.path,
-            expected=f"{entry.dtype} {chunk.sizes}",
-            found=f"{dtype} {tuple(shape)}",
+            expected=f"offsets {offsets}",
+            found="none" if found is None else found.offsets,
         )
+    return moved(found.tensor, -begin)
 
 
-def _tensor(
-    key: str, entry: TensorEntry, nodes: Mapping[tuple[str, Offsets], tuple[Tensor, str]], metadata: Metadata
-) -> TensorItem:
-    spans = []
-    for chunk in entry.chunks:
-        node, path = nodes[key, chunk.offsets]
-        extent = Extent(chunk.offsets, chunk.sizes, 0, chunk.numel)
-        spans.append(span_of(node, path, extent))
-    whole, path = None, metadata.path
-    if len(spans) == 1:  # its chunk has every element, or there would be others
-        whole, path = nodes[key, entry.chunks[0].offsets]
-    elif not spans:
-        empty = Storage(key, entry.dtype, 0, "cpu", 0)
+def _several(entry: TensorEntry, located: Located, metadata: Metadata) -> TensorItem:
+    """Return a tensor of several chunks, or of none; that of one is found when its file is read."""
+    whole = None
+    if not entry.count:
+        empty = Storage(entry.key, entry.dtype, 0, "cpu", 0)
         whole = Tensor(empty, entry.dtype, entry.shape, row_major(entry.shape), 0, "little")
-    return TensorItem(key, entry.dtype, entry.shape, tuple(spans), whole, path)
+    spans = ChunkSpans(located, entry) if entry.count else ()
+    return TensorItem(entry.key, entry.dtype, entry.shape, spans, whole, metadata.path)

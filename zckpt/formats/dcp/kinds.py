@@ -61,8 +61,8 @@ class Kinds:
         self._once: set[int] = set()
         self._count = 0
 
-    def known(self, source: FileRange) -> tuple[Tensor, tuple[str, ...]] | None:
-        """Return the tensor of an item that is like one before, and the globals it mentions; None if it is not."""
+    def known(self, source: FileRange) -> Kind | None:
+        """Return the kind of an item that is like one before; None if it is not."""
         kinds = self._kinds.get(source.nbytes)
         if kinds is None:
             return None
@@ -74,8 +74,7 @@ class Kinds:
                 head.startswith(data, at) if at < kind.begin else tail.startswith(data, at - start)
                 for at, data in kind.parts
             ):
-                storage = replace(kind.tensor.storage, offset=source.base + kind.tensor.storage.offset)
-                return replace(kind.tensor, storage=storage), kind.globals
+                return kind
         return None
 
     def learn(self, source: FileRange, file: TorchFile) -> None:

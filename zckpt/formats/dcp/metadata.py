@@ -17,7 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.engine.boxes import Box
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError
+from zckpt.formats.dcp.chunks import Chunks, TensorEntry
 from zckpt.formats.dcp.directory import NAME
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import DType, Layout, Object, brief, read_pickle
@@ -32,28 +34,6 @@ Keys = tuple[str | int, ...]
 """Keys of dicts and indices of lists that lead to a value."""
 
 Offsets = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A box of a tensor that is stored by itself, in elements."""
-
-    offsets: Offsets
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor: its element type, whole shape, and the chunks that have any elements."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +56,10 @@ class Metadata:
         By key.
     objects : dict of str to Place
         Everything that is no tensor, by key.
-    chunks : dict of (str, offsets) to Place
-        Chunks by key and first index.
+    chunks : Chunks
+        Of all tensors.
+    others : list of Place
+        Of chunks that no tensor has any elements in.
     paths : dict of str to tuple
         Of every key, in the order of the dict that was saved.
     unsaved : tuple of str
@@ -90,7 +72,8 @@ class Metadata:
     path: str
     tensors: dict[str, TensorEntry]
     objects: dict[str, Place]
-    chunks: dict[tuple[str, Offsets], Place]
+    chunks: Chunks
+    others: list[Place]
     paths: dict[str, Keys]
     unsaved: tuple[str, ...]
     version: str | None
@@ -104,6 +87,8 @@ def read_metadata(directory: Path) -> Metadata:
     ------
     DamagedFileError
         It is malformed, or does not say where something is.
+    LayoutError
+        Chunks of a tensor begin at the same place.
     UnsupportedError
         Tensors that are not dense, of an unknown element type, or compressed.
     """
@@ -111,23 +96,32 @@ def read_metadata(directory: Path) -> Metadata:
     file = read_pickle(path)
     root = _object(file.root, "Metadata", path)
     entries = _mapping(root.get("state_dict_metadata"), "state_dict_metadata", path)
-    places, chunks = _places(_mapping(root.get("storage_data"), "storage_data", path), path)
+    chunks = Chunks()
     tensors: dict[str, TensorEntry] = {}
-    objects: dict[str, Place] = {}
+    needed: list[str] = []
+    numbers: dict[str, dict[Offsets, int]] = {}
     for key, entry in entries.items():
         if not isinstance(key, str) or not isinstance(entry, Object):
             raise _unexpected(path, "a tensor or an object by its key", key)
         if entry.qualified.endswith(".BytesStorageMetadata"):
-            if key not in places:
-                raise DamagedFileError(f"it does not say where {key} is", path=path)
-            objects[key] = places[key]
+            needed.append(key)
         else:
-            tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata", path), path)
+            tensors[key] = _tensor(key, _object(entry, "TensorStorageMetadata", path), chunks, path)
+            numbers[key] = firsts = {}
+            for number in tensors[key].numbers:
+                offsets, _ = chunks.box(number)
+                if offsets in firsts:
+                    raise LayoutError(f"two chunks of {key} begin at {offsets}", path=path)
+                firsts[offsets] = number
+    places, others = _places(_mapping(root.get("storage_data"), "storage_data", path), chunks, numbers, path)
+    missing = next((key for key in needed if key not in places), None)
+    if missing is not None:
+        raise DamagedFileError(f"it does not say where {missing} is", path=path)
+    objects = {key: places[key] for key in needed}
     paths, unsaved = _paths(root.get("planner_data"), [str(key) for key in entries], path)
     version = root.get("version")
-    return Metadata(
-        path, tensors, objects, chunks, paths, unsaved, version if isinstance(version, str) else None, file.globals
-    )
+    said = version if isinstance(version, str) else None
+    return Metadata(path, tensors, objects, chunks, others, paths, unsaved, said, file.globals)
 
 
 def _unexpected(path: str, expected: str, found: object) -> DamagedFileError:
@@ -154,7 +148,7 @@ def _integers(node: object, what: str, path: str) -> tuple[int, ...]:
     return tuple(node)
 
 
-def _tensor(key: str, node: Object, path: str) -> TensorEntry:
+def _tensor(key: str, node: Object, chunks: Chunks, path: str) -> TensorEntry:
     properties = _object(node.get("properties"), "TensorProperties", path)
     values = properties.state if isinstance(properties.state, (tuple, list)) else ()
     dtype, layout = (
@@ -165,14 +159,14 @@ def _tensor(key: str, node: Object, path: str) -> TensorEntry:
     if isinstance(layout, Layout) and layout.name != "torch.strided":
         raise UnsupportedError(f"{key} is no dense tensor", path=path, found=layout.name)
     shape = _integers(node.get("size"), f"size of {key}", path)
-    chunks = node.get("chunks")
-    if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(chunks, list):
-        raise _unexpected(path, f"a tensor's size and chunks of {key}", (shape, chunks))
-    found = {_chunk(key, one, shape, path) for one in chunks}  # replicas may be there twice
-    return TensorEntry(dtype.name, shape, tuple(sorted((c for c in found if c.numel), key=lambda c: c.offsets)))
+    listed = node.get("chunks")
+    if math.prod(shape) > MAXIMUM_NUMEL or not isinstance(listed, list):
+        raise _unexpected(path, f"a tensor's size and chunks of {key}", (shape, listed))
+    found = {_box(key, one, shape, path) for one in listed}  # replicas may be there twice
+    return chunks.add(key, dtype.name, shape, sorted(box for box in found if math.prod(box[1])))
 
 
-def _chunk(key: str, node: object, shape: tuple[int, ...], path: str) -> Chunk:
+def _box(key: str, node: object, shape: tuple[int, ...], path: str) -> Box:
     one = _object(node, "ChunkStorageMetadata", path)
     offsets = _integers(one.get("offsets"), f"offsets of {key}", path)
     sizes = _integers(one.get("sizes"), f"sizes of {key}", path)
@@ -183,26 +177,34 @@ def _chunk(key: str, node: object, shape: tuple[int, ...], path: str) -> Chunk:
         raise DamagedFileError(
             f"a chunk of {key} lies outside of it", path=path, expected=f"within {shape}", found=f"{sizes} at {offsets}"
         )
-    return Chunk(offsets, sizes)
+    return offsets, sizes
 
 
 def _places(
-    storage_data: Mapping[object, object], path: str
-) -> tuple[dict[str, Place], dict[tuple[str, Offsets], Place]]:
-    """Return where objects are, by key, and where chunks are, by key and offsets."""
+    storage_data: Mapping[object, object], chunks: Chunks, numbers: Mapping[str, Mapping[Offsets, int]], path: str
+) -> tuple[dict[str, Place], list[Place]]:
+    """Say where chunks are, of which `numbers` has those of each tensor by first index.
+
+    Return where objects are, by key, and where chunks are that are none of these.
+    """
     objects: dict[str, Place] = {}
-    chunks: dict[tuple[str, Offsets], Place] = {}
+    others: dict[tuple[str, Offsets], Place] = {}
     for index, info in storage_data.items():
         which = _object(index, "MetadataIndex", path)
-        key, offsets = which.get("fqn"), which.get("offset")
+        key, offset = which.get("fqn"), which.get("offset")
         if not isinstance(key, str):
             raise _unexpected(path, "a key", key)
         place = _place(key, _object(info, "_StorageInfo", path), path)
-        if offsets is None:
+        if offset is None:
             objects[key] = place
+            continue
+        offsets = _integers(offset, f"offsets of {key}", path)
+        number = numbers.get(key, {}).get(offsets)
+        if number is None:
+            others[key, offsets] = place
         else:
-            chunks[key, _integers(offsets, f"offsets of {key}", path)] = place
-    return objects, chunks
+            chunks.put(number, place.file, place.offset, place.nbytes)
+    return objects, list(others.values())
 
 
 def _place(key: str, info: Object, path: str) -> Place:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError
+from zckpt.formats.account.trees import LazyTree
 from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
@@ -59,10 +61,10 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             advice="write it with torch.distributed.checkpoint from the program that loads it",
         )
     checkpoint = Checkpoint(str(path), FORMAT)
-    root, paths = _root(directory, checkpoint)
+    root, folders = _root(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
     lost = fill(checkpoint, root, names=names, own=own)
-    _say_what_values_are(checkpoint, paths, rewritten=own is not None)
+    _say_what_values_are(checkpoint, folders, rewritten=own is not None)
     if own is None:
         _read_companions(checkpoint, directory)
     if lost:
@@ -127,11 +129,15 @@ def _shown(keys: Sequence[str]) -> str:
     return ", ".join(keys[:SHOWN_KEYS]) + more
 
 
-Paths = dict[str, dict[str, Keys]]
-"""By folder, the path in the saved dict of each key, that of the folder included."""
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """Of a folder: the path in the saved dict of each key, its own name included, and tensors of several chunks."""
+
+    paths: dict[str, Keys]
+    several: list[str]
 
 
-def _say_what_values_are(checkpoint: Checkpoint, paths: Paths, *, rewritten: bool) -> None:
+def _say_what_values_are(checkpoint: Checkpoint, folders: Mapping[str, _Folder], *, rewritten: bool) -> None:
     """Give files the rules for values that are no tensors: by the key that state or metadata have them under.
 
     What `zckpt.pt` holds as it was (`rewritten`) is there once more for programs that do not know that file.
@@ -140,12 +146,12 @@ def _say_what_values_are(checkpoint: Checkpoint, paths: Paths, *, rewritten: boo
     known |= {key for p in [*checkpoint.tensors(), *checkpoint.unnamed.values()] for key in (*p.state, *p.slots)}
     kept = {*checkpoint.metadata, *checkpoint.optimizer_metadata}
     for file in checkpoint.files:
-        own = paths.get(str(Path(file.path).parent))
-        if own is None or not isinstance(file.tree, dict):
+        folder = folders.get(str(Path(file.path).parent))
+        if folder is None or not isinstance(file.tree, LazyTree):
             continue
         rules = []
-        for key in file.tree:
-            steps = own.get(key, (key,))
+        for key in (*file.tree.held, *(folder.several if rewritten else ())):
+            steps = folder.paths.get(key, (key,))
             name = next((name for name in _joined(steps) if name in kept), None)
             if name is not None:
                 fate, about = (COPY, f"{name}, as in {OWN_NAME}") if rewritten else (CARRIED, name)
@@ -164,18 +170,19 @@ def _joined(steps: Keys) -> Iterator[str]:
             yield ".".join(map(str, steps[start:end]))
 
 
-def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, Paths]:
+def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[str, _Folder]]:
     """Return the dict that was saved, and the path of each key; of several folders, a dict by their names."""
     trees: dict[str | int, Node] = {}
     used: list[ItemFile] = []
-    paths: Paths = {}
+    folders: dict[str, _Folder] = {}
     for name, folder in directory.folders.items():
         metadata = read_metadata(folder)
         items = read_items(folder, metadata)
         trees[name] = build({**items.tensors, **items.objects}, metadata.paths, metadata.path)
         used += items.files
         above = (name,) if name else ()
-        paths[str(folder)] = {key: (*above, *steps) for key, steps in metadata.paths.items()}
+        several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
+        folders[str(folder)] = _Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
         _describe(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
@@ -186,9 +193,9 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, Paths]:
     checkpoint.details["serialization"] = "safetensors" if any(f.is_safetensors for f in used) else "torch_save"
     if list(trees) == [""]:
         only = trees[""]
-        return only if isinstance(only, dict) else {}, paths
+        return only if isinstance(only, dict) else {}, folders
     checkpoint.details["folders"] = list(map(str, trees))
-    return trees, paths
+    return trees, folders
 
 
 def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
@@ -199,7 +206,7 @@ def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: S
         mentioned = {"items": tuple(sorted(file.globals))} if file.globals else {}
         checkpoint.files.append(
             SourceFile(file.path, file.nbytes, "shard", rank_of(file.path), None, file.tensor_nbytes,
-                       file.unreferenced_nbytes, mentioned, tuple(file.archives), file.tree)
+                       file.unreferenced_nbytes, mentioned, file.archives, LazyTree(file.tree, file.chunks))
         )  # fmt: skip
     known = {Path(file.path) for file in files}
     stray = sorted(path.name for path in folder.glob("*.distcp") if path not in known)

@@ -81,14 +81,14 @@ def _side(about: Mapping[str, Any]) -> str:
 
 
 def _only(document: Mapping[str, Any]) -> str:
-    parts = ""
+    found_only = ""
     for side in ("a", "b"):
         found = document[f"only_in_{side}"]
         if found:
             rows = [(text(one["name"]), text(one["slot"] or "the whole parameter")) for one in found]
             shown = table(f"Only in {side.upper()}", ("Name", "Slot"), rows)
-            parts += details(f"Only in {side.upper()} ({len(found):,})", shown)
-    return section("On one side only", parts, identity="only")
+            found_only += details(f"Only in {side.upper()} ({len(found):,})", shown)
+    return section("On one side only", found_only, identity="only")
 
 
 def _different(document: Mapping[str, Any]) -> str:

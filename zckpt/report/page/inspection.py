@@ -16,7 +16,7 @@ MAP_SECTIONS = (
     + section("Size by module", '<div id="treemap"></div>', identity="sizes")
     + section("Parameters", '<div id="parameters"></div>', identity="parameters")
 )
-"""Places that the scripts of the map fill."""
+"""Sections that the scripts of the map fill."""
 
 MAP_TABLE = details("The map as a table", '<div id="rows"></div>')
 

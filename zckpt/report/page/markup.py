@@ -18,7 +18,7 @@ from string import Template
 from zckpt.report.text import size
 
 STYLES = ("base", "tables", "map", "figures", "media")
-"""The style sheet's parts; a later one overrides those before it."""
+"""The files of the style sheet; a later one overrides those before it."""
 
 _MAP = ("map_model", "map_bands", "map_spans", "map_draw", "map_words", "map_tools", "map_zoom", "map", "treemap")
 
@@ -93,7 +93,7 @@ def section(title: str, body: str, *, identity: str) -> str:
 
 
 def details(summary: str, body: str) -> str:
-    """Return a part that opens on demand."""
+    """Return a body that opens on demand."""
     return f"<details><summary>{text(summary)}</summary>{body}</details>"
 
 
@@ -115,7 +115,7 @@ def search(noun: str) -> str:
 
 
 def name_of(source: object) -> str:
-    """Return the last two parts of a path, which is what a person calls a checkpoint."""
+    """Return the last two names of a path, which is what a person calls a checkpoint."""
     return "/".join(PurePath(str(source)).parts[-2:]) or str(source)
 
 

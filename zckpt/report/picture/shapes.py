@@ -35,7 +35,7 @@ FITTING = 0.6
 """Modules are named one level deeper as long as their names fit over this share of the axis."""
 
 CHARACTER = 0.58
-"""Width of a character in parts of the font's size, for cutting labels."""
+"""Width of a character relative to the font's size, for cutting labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Band:
     first: int
     end: int
     label: str
-    lanes: list[int]
+    slots: list[int]
     ranks: bool
     y: float = 0.0
     height: float = 0.0
@@ -82,14 +82,14 @@ def place_columns(map_data: Mapping[str, Any]) -> tuple[list[Column], list[tuple
     parameters = [one for one in map_data["parameters"] if one["kind"] != "tied"]
     groups = sorted({p[0] for p in map_data["padding"]} | {p["group"] for p in parameters if p["group"] is not None})
     owned = [p for p in parameters if p["kind"] != "buffer"]
-    parts = [(f"group {g}", [p for p in owned if p["group"] == g], g) for g in groups]
+    kinds = [(f"group {g}", [p for p in owned if p["group"] == g], g) for g in groups]
     alone = [p for p in owned if p["group"] is None]
-    parts.append(("frozen" if all(p["kind"] == "frozen" for p in alone) else "no group", alone, None))
-    parts.append(("buffers", [p for p in parameters if p["kind"] == "buffer"], None))
+    kinds.append(("frozen" if all(p["kind"] == "frozen" for p in alone) else "no group", alone, None))
+    kinds.append(("buffers", [p for p in parameters if p["kind"] == "buffer"], None))
     columns: list[Column] = []
     sections = []
     at = 0
-    for label, members, group in parts:
+    for label, members, group in kinds:
         start = at
         for member in members:
             columns.append(Column(member, at, member["numel"]))
@@ -123,10 +123,10 @@ def place_bands(map_data: Mapping[str, Any]) -> list[Band]:
             continue
         bands.append(Band(index, index + 1, "", [], row["dp"] is not None))
     height = min(ROW, MOST_HEIGHT / max(1, len(bands)))
-    for place, band in enumerate(bands):
+    for index, band in enumerate(bands):
         members = rows[band.first : band.end]
-        band.y, band.height = TOP + place * height, height
-        band.lanes = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
+        band.y, band.height = TOP + index * height, height
+        band.slots = [s for s in range(len(map_data["slots"])) if any(row["held"][s] for row in members)]
         band.label = members[0]["label"] if len(members) == 1 else _range_label(members)
     return bands
 
@@ -169,8 +169,8 @@ def _modules(columns: Sequence[Column], scale: float) -> list[tuple[str, int, in
         for column in columns:
             if not column.numel or column.parameter is None:
                 continue
-            parts = column.parameter["name"].split(".")
-            name = ".".join(parts[: min(depth, max(1, len(parts) - 1))])
+            steps = column.parameter["name"].split(".")
+            name = ".".join(steps[: min(depth, max(1, len(steps) - 1))])
             if found and found[-1][0] == name and found[-1][2] == column.start:
                 found[-1] = (name, found[-1][1], column.start + column.numel)
             else:
@@ -189,12 +189,12 @@ def _without_shared(found: Sequence[tuple[str, int, int]]) -> list[tuple[str, in
 
 
 def _shared(names: Sequence[str]) -> int:
-    """Return how many leading parts, the last aside, all dotted names have in common."""
-    parts = [name.split(".") for name in set(names)]
-    if len(parts) < 2:
+    """Return how many leading steps, the last aside, all dotted names have in common."""
+    split = [name.split(".") for name in set(names)]
+    if len(split) < 2:
         return 0
     depth = 0
-    while all(len(one) > depth + 1 and one[depth] == parts[0][depth] for one in parts):
+    while all(len(one) > depth + 1 and one[depth] == split[0][depth] for one in split):
         depth += 1
     return depth
 
@@ -241,10 +241,10 @@ def _heading(map_data: Mapping[str, Any]) -> Iterator[Shape]:
     yield Shape(WIDTH - 16, 24, text=about, fill=QUIET, right=True, font=13)
     x = 16.0
     kinds = {one["kind"] for one in map_data["parameters"]}
-    entries = [(slot, colour(map_data["slots"], i), "") for i, slot in enumerate(map_data["slots"]) if held[i]]
-    entries += [("frozen", SLOT_COLOURS[0], "frozen")] * ("frozen" in kinds)
-    entries += [("padding", SUNKEN, "padding")] * bool(map_data["padding"])
-    for label, fill, hatch in entries:
+    legend = [(slot, colour(map_data["slots"], i), "") for i, slot in enumerate(map_data["slots"]) if held[i]]
+    legend += [("frozen", SLOT_COLOURS[0], "frozen")] * ("frozen" in kinds)
+    legend += [("padding", SUNKEN, "padding")] * bool(map_data["padding"])
+    for label, fill, hatch in legend:
         yield Shape(x, 45, 12, 12, fill=fill, hatch=hatch)
         yield Shape(x + 18, 51, text=label, fill=TEXT, font=13)
         x += 18 + len(label) * 13 * CHARACTER + 22
@@ -258,11 +258,11 @@ def _ground(bands: Sequence[Band]) -> Iterator[Shape]:
             yield Shape(LEFT, band.y - 0.5, WIDTH - LEFT - RIGHT, 1, fill=LINE)
 
 
-def _lane(band: Band, slot: int) -> tuple[float, float]:
-    """Return the top and height of a slot's lane in a band."""
+def _within_band(band: Band, slot: int) -> tuple[float, float]:
+    """Return the top and height of a slot in a band."""
     gap = 2.0 if band.height > 20 else 1.0
-    each = (band.height - 2 * gap) / len(band.lanes)
-    return band.y + gap + band.lanes.index(slot) * each, each - (1 if each > 6 else 0)
+    each = (band.height - 2 * gap) / len(band.slots)
+    return band.y + gap + band.slots.index(slot) * each, each - (1 if each > 6 else 0)
 
 
 def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], scale: float) -> Iterator[Shape]:
@@ -278,7 +278,7 @@ def _column(map_data: Mapping[str, Any], column: Column, bands: Sequence[Band], 
         step = column.numel * scale / numel if numel else 0.0
         for band, begin, end in _by_band(spans, bands):
             for slot in slots:
-                y, height = _lane(band, slot)
+                y, height = _within_band(band, slot)
                 width = max((end - begin) * step, LEAST)
                 yield Shape(x + begin * step, y, width, height, colour(map_data["slots"], slot), hatch)
 
@@ -294,7 +294,7 @@ def _by_band(spans: Sequence[int], bands: Sequence[Band]) -> Iterator[tuple[Band
 
 
 def _joined(shapes: Sequence[Shape]) -> list[Shape]:
-    """Return the shapes with neighbours of one lane and colour put together, which bounds how many there are."""
+    """Return the shapes with neighbours of one height and colour put together, which bounds how many there are."""
     done: list[Shape] = []
     open_: dict[tuple[float, float, str, str], int] = {}
     for one in shapes:
@@ -328,7 +328,7 @@ def _bars(map_data: Mapping[str, Any], bands: Sequence[Band]) -> Iterator[Shape]
         height = min(12, band.height - 2)
         members = rows[band.first : band.end]
         x = float(left)
-        for slot in band.lanes:
+        for slot in band.slots:
             width = sum(row["held"][slot] for row in members) / len(members) / most * room
             yield Shape(x, middle - height / 2, width, height, fill=colour(map_data["slots"], slot))
             x += width
