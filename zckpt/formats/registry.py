@@ -22,6 +22,7 @@ GROUP = "zckpt.formats"
 BUILT_IN = {
     "zckpt": "zckpt.formats.native",
     "universal": "zckpt.formats.universal",  # it has a model file as a tag directory of DeepSpeed has
+    "fsdp-rank-files": "zckpt.formats.fsdp_rank_files",  # a tag may be of one of its runs
     "deepspeed": "zckpt.formats.deepspeed",
     "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure
     "dcp": "zckpt.formats.dcp",

@@ -64,7 +64,7 @@ class DeepSpeed(Format):
     reads = (
         ("DeepSpeed ZeRO-1, ZeRO-2", "rigid and elastic state, round robin, parameter alignment, several param groups, "
          "padding over several ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
-        ("DeepSpeed ZeRO-3", "sub-groups, frozen parameters, uninitialised padding"),
+        ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also without ZeRO"),
         ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded only where each rank "

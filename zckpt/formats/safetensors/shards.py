@@ -62,7 +62,7 @@ def read(path: Path) -> Checkpoint:
     ShardError
         A shard is missing, as far as the others show it.
     LayoutError
-        Two pieces are the same part of a tensor.
+        Two pieces begin at the same element of a tensor.
     """
     checkpoint = Checkpoint(str(path), "safetensors")
     tensors: dict[str, Pieces] = {}

@@ -1,0 +1,55 @@
+"""What ranks of the installed torch save as verl does, under FSDP1 and FSDP2 of any form, is read bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests import gloo
+from tests.fsdp_training.training import train_and_save
+from zckpt.formats.account import take_inventory
+from zckpt.operations.open import OpenedCheckpoint
+
+pytestmark = pytest.mark.interop
+
+WRAPS = [("fsdp2", 3), ("fsdp2 hsdp", 4), ("fsdp2 tp", 4), ("fsdp1", 1), ("fsdp1", 3), ("fsdp1 mesh fine", 2),
+         ("fsdp1 orig hsdp", 4)]  # fmt: skip
+NIGHTLY = [("fsdp2", 1), ("fsdp2", 2), ("fsdp2 columns", 3), ("fsdp2 alone", 2), ("fsdp1 mesh", 4), ("fsdp1 one", 2),
+           ("fsdp1 fine", 2), ("fsdp1 hsdp", 4), ("fsdp1 orig", 3), ("fsdp1 orig", 1), ("fsdp1 orig mesh fine", 2),
+           ("fsdp1 whole", 2)]  # fmt: skip
+"""A word for each choice; see `placed`."""
+
+
+def assert_is(checkpoint: OpenedCheckpoint, truth: dict[str, torch.Tensor], *, optimizer: bool = True) -> None:
+    """Hold every slot of every name against whole tensors of the live model and optimizer, both ways."""
+    missing = set(truth)
+    for parameter in checkpoint.tensors():
+        for slot in checkpoint.owner(parameter.name).slots:
+            key = f"{slot}/{parameter.name}"
+            if parameter.tied_to is not None and slot != "weight":
+                continue
+            found = checkpoint.read(parameter.name, slot)
+            assert found.shape == truth[key].shape, key
+            assert found.dtype == truth[key].dtype, key
+            assert torch.equal(found, truth[key]), key
+            missing.discard(key)
+    assert not {key for key in missing if optimizer or key.startswith("weight/")}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "world_size"), [*WRAPS, *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY)]
+)
+def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "global_step_7" / "actor"
+    truth, _ = gloo.run(train_and_save, world_size, wrap, folder)[0]
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert_is(checkpoint, truth, optimizer="alone" not in wrap)
+    assert checkpoint.step == 7
+    assert checkpoint.parameters["head.weight"].tied_to == (None if "fine" in wrap else "embed.weight")
+    assert set(checkpoint.buffers) == {"scale", "count"}
+    assert not checkpoint.unnamed
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(tmp_path / "run", deep=True).sound

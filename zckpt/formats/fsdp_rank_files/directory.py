@@ -1,0 +1,293 @@
+"""Where the files of ranks are, and what their names tell.
+
+RUN/latest_checkpointed_iteration.txt            verl: the step that was saved last; SkyRL: latest_ckpt_global_step.txt
+RUN/global_step_N/data.pt, trainer_state.pt      of all of the training
+RUN/global_step_N/ROLE/                          actor, critic, policy, ...; or the files are in global_step_N itself
+    {model,optim,extra_state}_world_size_W_rank_R.pt
+    fsdp_config.json, huggingface/
+
+STATE/pytorch_model_fsdp[_I]_rankR.bin, optimizer_I_rankR.bin        Accelerate, without DCP
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zckpt.codes import LATEST, MISSING_FILE
+from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
+from zckpt.formats.format import NearMiss, Search
+from zckpt.storage.files import is_file
+from zckpt.storage.ownership import Owned
+
+CONFIG_NAME = "fsdp_config.json"
+OWN_NAME = "zckpt.pt"
+HUGGINGFACE = "huggingface"
+LORA_NAME = "lora_train_meta.json"
+TRACKERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
+BESIDE = ("data.pt", "trainer_state.pt")
+"""Files of a step's folder that hold state of all of the training."""
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+
+MAX_TEXT_NBYTES = 1 << 16
+"""Of a tracker or a configuration."""
+
+_RANK_FILE = re.compile(r"(model|optim|extra_state)_world_size_([0-9]{1,7})_rank_([0-9]{1,7})\.pt")
+_ACCELERATE = (
+    (MODEL, re.compile(r"pytorch_model_fsdp(?:_([0-9]{1,4}))?_rank([0-9]{1,7})\.bin")),
+    (OPTIMIZER, re.compile(r"optimizer_([0-9]{1,4})_rank([0-9]{1,7})\.bin")),
+)
+_STEP = re.compile(r"global_step_([0-9]{1,18})")
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The files of one checkpoint.
+
+    Parameters
+    ----------
+    path : Path
+        The folder that they are in.
+    world_size : int
+    models, optimizers, extras : tuple of Path
+        By rank; the last two may be empty.
+    beside : tuple of Path
+        State of all of the training, in the step's folder above it, where that was opened.
+    trackers : tuple of Path
+        Files that say which step is the last.
+    others : tuple of Path
+        Files of ranks of another world size, which were left from an earlier save.
+    step : int or None
+        As a folder's name says.
+    config : dict
+        `fsdp_config.json`.
+    """
+
+    path: Path
+    world_size: int
+    models: tuple[Path, ...]
+    optimizers: tuple[Path, ...] = ()
+    extras: tuple[Path, ...] = ()
+    beside: tuple[Path, ...] = ()
+    trackers: tuple[Path, ...] = ()
+    others: tuple[Path, ...] = ()
+    step: int | None = None
+    config: dict[str, object] = field(default_factory=dict)
+
+
+def rank_name(kind: str, world_size: int, rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def _is_own(name: str) -> bool:
+    return name in (CONFIG_NAME, OWN_NAME, LORA_NAME) or _RANK_FILE.fullmatch(name) is not None
+
+
+def _is_marked(directory: Path) -> bool:
+    return any(True for _ in _rank_files(directory))
+
+
+OWNED = Owned(_is_own, _is_marked)
+"""The directories of this format."""
+
+
+def find(search: Search) -> Directory | NearMiss | None:
+    """Find the files of ranks that a path is, or holds.
+
+    Raises
+    ------
+    ShardError
+        A rank's file is missing.
+    UnknownFormatError
+        A run says that a step is its last that is not there.
+    """
+    path = search.path
+    if not path.is_dir():
+        if _is_of_a_rank(path.name):
+            return NearMiss("is one rank's file of an FSDP checkpoint", f"give its directory, {path.parent}")
+        return None
+    return _below(path, search.tag, ())
+
+
+def has_rank_files(directory: Path) -> bool:
+    """Tell by names whether a directory has files of ranks."""
+    return directory.is_dir() and any(_is_of_a_rank(name) for name in _names(directory))
+
+
+def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
+    """Return the checkpoint of a folder: of a role, of a step, or of a run."""
+    if tag is not None:
+        parts = tag.split("/")
+        if "\0" in tag or any(part in ("", ".", "..") for part in parts) or not (path / tag).is_dir():
+            return None
+        return _below(path / tag, None, _trackers(path))
+    if has_rank_files(path):
+        return _read(path, (), trackers)
+    roles = sorted(one.name for one in _folders(path) if has_rank_files(one))
+    if len(roles) == 1:
+        return _read(path / roles[0], tuple(path / name for name in BESIDE if is_file(path / name)), trackers)
+    if roles:
+        return NearMiss(
+            f"holds the checkpoints of several models: {listed(roles)}",
+            f"give one of them: {path / roles[0]}, or --tag {roles[0]}",
+        )
+    return _last(path)
+
+
+def _last(path: Path) -> Directory | NearMiss | None:
+    """Return the last step of a run; None where no folder of a step has files of ranks."""
+    steps = {int(match[1]): one for one in _folders(path) if (match := _STEP.fullmatch(one.name)) is not None}
+    steps = {n: one for n, one in steps.items() if has_rank_files(one) or any(map(has_rank_files, _folders(one)))}
+    if not steps:
+        return None
+    trackers = _trackers(path)
+    shown = listed([steps[n].name for n in sorted(steps)])
+    for tracker in trackers:
+        text = _text(tracker).strip()
+        found = steps.get(int(text)) if text.isascii() and text.isdecimal() and len(text) < 19 else None
+        if found is None:
+            raise UnknownFormatError(
+                "names no checkpoint",
+                path=tracker,
+                expected=f"the number of a folder beside it: {shown}",
+                found=repr(text[:40]),
+                advice=f"give the folder of the step, or --tag {steps[max(steps)].name}",
+                code=LATEST,
+            )
+        return _below(found, None, trackers)
+    if len(steps) > 1:
+        return NearMiss(
+            f"holds the checkpoints of several steps, and nothing says which is the last: {shown}",
+            f"give one of them, or --tag {steps[max(steps)].name}",
+        )
+    return _below(next(iter(steps.values())), None, ())
+
+
+def _trackers(path: Path) -> tuple[Path, ...]:
+    return tuple(path / name for name in TRACKERS if is_file(path / name))
+
+
+def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> Directory:
+    config = _config(path / CONFIG_NAME)
+    by_size: dict[int, dict[str, dict[int, Path]]] = {}
+    for kind, size, rank, name in _rank_files(path):
+        by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
+    step = next((int(m[1]) for one in (path, path.parent) if (m := _STEP.fullmatch(one.resolve().name))), None)
+    size = _world_size(path, by_size, config)
+    files = by_size.pop(size)
+    world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)
+    if MODEL not in files:
+        raise UnsupportedError(
+            "holds ranks' optimizers without their models, whose files have the names and shapes of the parameters",
+            path=path,
+            expected=rank_name(MODEL, world_size, 0),
+            advice="put the files of the model there, of the same run",
+        )
+    ranks = {kind: _complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
+    others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
+    return Directory(
+        path, world_size, ranks[MODEL], ranks[OPTIMIZER], ranks[EXTRA], beside, trackers, others, step, config
+    )
+
+
+def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], config: dict[str, object]) -> int:
+    """Return the world size of the files that count; 0 for Accelerate's, whose names do not have it."""
+    said = config.get("world_size")
+    if type(said) is int and said in by_size:
+        return said
+    if len(by_size) > 1:
+        raise ShardError(
+            "files of ranks of several world sizes",
+            path=path,
+            expected="those of one save",
+            found=listed(sorted(by_size)),
+            advice="remove the others, which an earlier save has left",
+        )
+    return next(iter(by_size))
+
+
+def _complete(path: Path, kind: str, found: dict[int, Path], world_size: int) -> tuple[Path, ...]:
+    """Return the files of all ranks, or none where there are none."""
+    if not found:
+        return ()
+    missing = next((rank for rank in range(len(found) + 1) if rank not in found), None)
+    if len(found) != world_size or max(found) != world_size - 1:
+        raise ShardError(
+            f"the {kind} file of rank {missing} is missing",
+            path=path,
+            expected=f"{world_size} files",
+            found=f"{len(found)}, such as {found[min(found)].name}",
+            code=MISSING_FILE,
+            ranks=[] if missing is None else [missing],
+        )
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def _rank_files(directory: Path) -> Iterator[tuple[str, int, int, str]]:
+    """Yield kind, world size, rank and name of each file of a rank; 0 is a world size that names do not say."""
+    indexes: dict[str, set[str]] = {}
+    for name in _names(directory):
+        match = _RANK_FILE.fullmatch(name)
+        if match is not None:
+            yield match[1], int(match[2]), int(match[3]), name
+            continue
+        for kind, pattern in _ACCELERATE:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                indexes.setdefault(kind, set()).add(match[1] or "0")
+                yield kind, 0, int(match[2]), name
+    several = next((found for found in indexes.values() if len(found) > 1), None)
+    if several is not None:
+        raise UnsupportedError(
+            "holds the files of several models that Accelerate prepared",
+            path=directory,
+            expected="one model",
+            found=f"models {listed(sorted(several))}",
+            advice="put the files of each into a directory of its own",
+        )
+
+
+def _is_of_a_rank(name: str) -> bool:
+    match = _RANK_FILE.fullmatch(name)
+    if match is not None:
+        return match[1] != EXTRA
+    return any(pattern.fullmatch(name) is not None for _, pattern in _ACCELERATE)
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
+    except OSError as error:
+        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+
+
+def _folders(directory: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(directory) if entry.is_dir()]
+    except OSError as error:
+        raise SourceError("cannot be read", path=directory, found=error.strerror) from error
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_TEXT_NBYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+
+
+def _config(path: Path) -> dict[str, object]:
+    """Return what verl says of the run; empty where there is no such file, or it is none of verl's."""
+    if not is_file(path):
+        return {}
+    try:
+        found = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,150 @@
+"""The model's files of all ranks: parameters, buffers, and what FSDP1 has wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.formats.fsdp_rank_files.cut import RankFiles
+from zckpt.formats.fsdp_rank_files.held import Held, RankReader, rules_of
+from zckpt.formats.torch_files.reader import EXTRA_STATE
+from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
+from zckpt.state.dtypes import is_floating
+from zckpt.torchfile import OrderedMapping, TorchFile, brief, has_checksums, read_torchfile
+
+
+@dataclass(slots=True)
+class Model:
+    """What the model's files have.
+
+    Parameters
+    ----------
+    files : RankFiles
+    held : dict of str to list of Held
+        By name, in the model's order; what each rank has, by rank.
+    modules : tuple of str
+        Names of all modules, as FSDP1 has wrapped them, in the model's order; empty where the file has none.
+    sums : list of dict of int to (int, int)
+        For each rank, size and CRC-32 of each record of the file by its offset, where the file has them.
+    """
+
+    files: RankFiles
+    held: dict[str, list[Held]] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    sums: list[dict[int, tuple[int, int]]] = field(default_factory=list)
+
+    @property
+    def tells_parameters(self) -> bool:
+        """Whether FSDP has shown of any tensor that it is a parameter: then the others are buffers."""
+        return any(one[0].is_parameter for one in self.held.values())
+
+
+def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
+    """Give a checkpoint the parameters and buffers of all ranks' files.
+
+    Raises
+    ------
+    SourceError
+        A file is damaged, has other names than rank 0's, or ranks do not have every element once.
+    """
+    model = Model(RankFiles([str(path) for path in paths]))
+    for rank, path in enumerate(paths):
+        file = read_torchfile(path)
+        root = _root(file)
+        checkpoint.files.append(describe(file, "model", dp_rank=rank, rules=rules_of("*")))
+        records = file.records if has_checksums(file.records) else ()
+        model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
+        reader = RankReader(file.path)
+        held = {name: reader.held(node) for name, node in by_name(root, file.path).items()}
+        tensors = {name: one for name, one in held.items() if one is not None}
+        if not rank:
+            _carry_rest(checkpoint, file, root, tensors)
+            model.modules = _modules(root)
+            model.held = {name: [] for name in tensors}
+        elif tensors.keys() != model.held.keys():
+            strange = sorted(tensors.keys() ^ model.held.keys())
+            raise LayoutError(
+                "has other tensors than rank 0's file",
+                path=path,
+                expected=f"{len(model.held)} names",
+                found=f"{len(tensors)}; {listed(strange)} are in one only",
+                ranks=[rank],
+            )
+        for name, one in tensors.items():
+            model.held[name].append(one)
+    _place(checkpoint, model)
+    return model
+
+
+def _root(file: TorchFile) -> dict[object, object]:
+    if not isinstance(file.root, dict) or not file.root:
+        raise DamagedFileError(
+            "unexpected content", path=file.path, expected="a state dict", found=brief(file.root, 60)
+        )
+    return file.root
+
+
+def _carry_rest(
+    checkpoint: Checkpoint, file: TorchFile, root: Mapping[object, object], tensors: Mapping[str, Held]
+) -> None:
+    rest = {name: value for name, value in by_name(root, file.path).items() if name not in tensors}
+    strange = [name for name in rest if not name.endswith(EXTRA_STATE)]
+    if strange:
+        raise UnsupportedError(
+            "holds what is no tensor", path=file.path, expected="a model's state dict", found=listed(strange)
+        )
+    checkpoint.metadata |= {name: carried(file, value) for name, value in rest.items()}
+
+
+def _modules(root: object) -> tuple[str, ...]:
+    """Return the names of modules that `state_dict` sets on its result."""
+    state = root.state if isinstance(root, OrderedMapping) else None
+    versions = state.get("_metadata") if isinstance(state, dict) else None
+    return tuple(str(name) for name in versions) if isinstance(versions, dict) else ()
+
+
+def _place(checkpoint: Checkpoint, model: Model) -> None:
+    """Turn tensors into parameters and buffers.
+
+    Where FSDP tells, what it has left alone is a buffer. Otherwise, as in any state dict, integers and bools are
+    buffers and so are the running statistics of a batch norm.
+    """
+    owners: dict[tuple[object, ...], str] = {}
+    is_shown = model.tells_parameters
+    for name, held in model.held.items():
+        joined = model.files.joined(WEIGHT, name, list(enumerate(held)))
+        seems = _trainable(held[0]) and not _is_running_statistic(name, model.held)
+        is_buffer = not held[0].is_parameter and (is_shown or not seems)
+        key = _identity(held)
+        owner = name if is_buffer or key is None else owners.setdefault(key, name)
+        parameter = Parameter(name, joined.slot.shape, joined.slot.dtype)
+        (checkpoint.buffers if is_buffer else checkpoint.parameters)[name] = parameter
+        original = joined.slot
+        if owner != name:
+            parameter.tied_to = owner
+        else:
+            parameter.slots[WEIGHT] = joined.slot
+        kind = "buffer" if is_buffer else "parameter"
+        if owner == name:
+            checkpoint.duplicates += [Duplicate(kind, name, name, copy, original, rank) for rank, copy in joined.copies]
+
+
+def _identity(held: Sequence[Held]) -> tuple[object, ...] | None:
+    """Return what two names of one tensor have in common: the storage in the first rank's file that has any of it."""
+    for rank, one in enumerate(held):
+        if one.boxes:
+            return (rank, one.shape, *(identity_of(box.tensor) for box in one.boxes))
+    return None
+
+
+def _trainable(held: Held) -> bool:
+    return is_floating(held.dtype) or held.dtype.startswith("complex")
+
+
+def _is_running_statistic(name: str, model: Mapping[str, Sequence[Held]]) -> bool:
+    module, _, last = name.rpartition(".")
+    count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
+    return last in ("running_mean", "running_var") and count is not None and not _trainable(count[0])

@@ -1,0 +1,86 @@
+"""Which parameters FSDP1 has put into which flat parameter, and in which order they are numbered. Pure.
+
+A unit is a module that FSDP wraps: its flat parameter has the parameters of all modules in it but those of units
+within, end to end. `parameters()` yields a module's own before those of its children, so that the flat parameters come
+in the order in which the units are met: the root's first.
+
+    modules   "", "_fsdp_wrapped_module", "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module", ...
+    units     "", "layers.0", ...
+
+Which modules are units the names of modules in a model's file say (its `_metadata`). Where a program has lost those,
+two ways to wrap are tried: the model as one unit, and each member of a list of modules as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zckpt.state.names import plain_name
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute in which FSDP1 keeps what it wraps."""
+
+Units = list[list[str]]
+"""For each unit that has any, the names of its parameters."""
+
+
+def units_in(modules: Iterable[str]) -> list[str]:
+    """Return the names of the modules that FSDP1 has wrapped, without what it has put into names."""
+    found: dict[str, None] = {}
+    for module in modules:
+        if module.rpartition(".")[2] == WRAPPED:
+            found[_bare(module)] = None
+    return list(found)
+
+
+def _bare(module: str) -> str:
+    """Return the name of a module without what wrappers have put there; the root's is empty."""
+    return plain_name(f"{module}.x").rpartition(".")[0]
+
+
+def members_of(units: Sequence[str], names: Sequence[str]) -> Units:
+    """Return the parameters of each unit, in the model's order; units without any are left out.
+
+    Parameters
+    ----------
+    units : sequence of str
+        Names of modules, in the model's order; the root's is empty.
+    names : sequence of str
+        Of all parameters, in the model's order, each once.
+    """
+    known = set(units)
+    found: dict[str, list[str]] = {unit: [] for unit in units}
+    for name in names:
+        module = plain_name(name)
+        while module:
+            module = module.rpartition(".")[0]
+            if module in known:
+                break
+        if module in found:
+            found[module].append(name)
+    return [members for members in found.values() if members]
+
+
+def in_order(units: Iterable[str], names: Sequence[str]) -> list[str]:
+    """Return units in the order in which `parameters()` meets their flat parameters: that of their first modules."""
+
+    def first(unit: str) -> tuple[int, int]:
+        prefix = f"{unit}." if unit else ""
+        return next((at for at, name in enumerate(names) if name.startswith(prefix)), len(names)), len(unit)
+
+    return sorted(units, key=first)
+
+
+def usual_wrappings(names: Sequence[str]) -> list[list[str]]:
+    """Return the units of the ways to wrap a model that are tried where nothing says which it was.
+
+    The outermost numbered modules of all names are the members of lists: the layers of a transformer.
+    """
+    layers: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")[:-1]
+        at = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
+        if at:
+            layers[".".join(parts[: at + 1])] = None
+    whole = [""]
+    return [whole, in_order(["", *layers], names)] if layers else [whole]
