@@ -271,7 +271,7 @@ class Format(Protocol):
         SourceError
             The file cannot be read, or the structure that states them is damaged.
         """
-        from zckpt.formats.checksums import archive_sums
+        from zckpt.formats.survey import archive_sums
 
         return archive_sums(file)
 
