@@ -19,7 +19,7 @@ from torch.futures import Future
 from zckpt.dcp.keys import Elements, Keys, Option, Value, Zeros
 from zckpt.engine.read import Read, check_reads
 from zckpt.errors import UsageError, ZckptError
-from zckpt.formats.dcp.names import PARAMS
+from zckpt.formats.dcp.tree import PARAMS
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.state import Extent, Scalar, Slot

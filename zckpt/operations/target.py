@@ -216,7 +216,7 @@ def write_from(
     compared = _compared(checkpoint, laid) if how.weight_check else 0
     checked = Checked()
     if not how.dry_run:
-        from zckpt.formats.checksums import source_checks
+        from zckpt.formats.survey import source_checks
 
         checks = source_checks(checkpoint, planned) if how.checksums else None
         checked = write_target(

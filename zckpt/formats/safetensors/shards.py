@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
-from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
+from zckpt.formats.dcp.heads import SHARDING_KEY, offsets_of, sharding
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating

@@ -199,7 +199,7 @@ def _deep(
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
-    from zckpt.formats.checksums import checksums
+    from zckpt.formats.survey import checksums
     from zckpt.operations.verify.deep import Work, block_nbytes, nbytes_of, run
     from zckpt.operations.verify.inventory import Inventory, SumIndex, blocks, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings

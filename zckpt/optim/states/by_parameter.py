@@ -1,4 +1,4 @@
-"""Optimizers that keep state by parameter: torch's own, on DTensors too, and whatever has their face."""
+"""Optimizers that keep state by parameter: torch's own, on DTensors too, and all with their interface."""
 
 from __future__ import annotations
 
