@@ -208,6 +208,9 @@ class Format(Protocol):
     keeps_ranks: bool = False
     """Whether a target has each rank's own weights where the source has them, rather than rounded masters."""
 
+    own_metadata: frozenset[str] = frozenset()
+    """Keys of `Checkpoint.metadata` that its program keeps for itself; `load` returns the others as the user's own."""
+
     fingerprinted: bool = False
     """Whether `convert` records the fingerprint of a target by default."""
 
