@@ -14,7 +14,9 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
-settings.register_profile("zckpt", deadline=None)  # how long an example takes is no property of the product
+# How long an example takes is no property of the product. `make test-all` draws more of them.
+settings.register_profile("zckpt", deadline=None, max_examples=50)
+settings.register_profile("nightly", deadline=None, max_examples=200)
 settings.load_profile("zckpt")
 
 T = TypeVar("T")

@@ -29,6 +29,25 @@ sys.argv[0] = "zckpt"
 main()
 """
 
+SEVERAL = PROGRAM.replace(
+    'sys.argv[0] = "zckpt"\nmain()\n',
+    """
+import contextlib, io, json
+
+done = []
+for arguments in json.load(sys.stdin):
+    sys.argv = ["zckpt", *arguments]
+    out, errors, status = io.StringIO(), io.StringIO(), 0
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            main()
+    except SystemExit as exit_:
+        status = exit_.code or 0
+    done.append((status, out.getvalue(), errors.getvalue()))
+print(json.dumps(done))
+""",
+)
+
 EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
 MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
 MAY_IMPORT_TORCH = ("operations/open.py", "operations/tensors.py", "optim/", "training/", "dcp/", "hf.py")
@@ -52,20 +71,33 @@ def without(modules: tuple[str, ...], *arguments: object) -> subprocess.Complete
     )
 
 
+def several_without(modules: tuple[str, ...], *commands: tuple[object, ...]) -> list[tuple[int, str, str]]:
+    """Run commands in one process where these modules cannot be imported; return status, output and errors of each."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL.format(blocked=set(modules))],
+        input=json.dumps([[str(argument) for argument in command] for command in commands]),
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(status, out, errors) for status, out, errors in json.loads(done.stdout)]
+
+
 def test_blocked_module_cannot_be_imported() -> None:
     program = PROGRAM.format(blocked={"torch"}).replace("from zckpt.cli import main", "import torch")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "torch is not to be imported" in done.stderr
 
 
-@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("options", [("--json",), ("--parameters", "--files", "--globals")])
-def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...], source: str) -> None:
-    done = without(EVERYTHING, "inspect", FIXTURES / source, *options)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    if options == ("--json",):
-        assert json.loads(done.stdout)["num_parameters"] > 0
+def test_inspect_needs_neither_torch_nor_deepspeed(options: tuple[str, ...]) -> None:
+    results = several_without(EVERYTHING, *(("inspect", FIXTURES / source, *options) for source in SOURCES))
+    for source, (status, out, errors) in zip(SOURCES, results, strict=True):
+        assert (status, errors) == (0, ""), source
+        if options == ("--json",):
+            assert json.loads(out)["num_parameters"] > 0, source
 
 
 @pytest.mark.parametrize("name", ["s2_bf16_dp2", "s3_bf16_dp3", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2"])
@@ -79,13 +111,18 @@ def test_safetensors_are_written_without_torch(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("target", ["model.safetensors", "model.pt", "model"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "keep"])
-def test_everything_works_without_deepspeed(dtype: str, target: str, tmp_path: Path) -> None:
-    done = without(
-        ("deepspeed",), "consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / target, "--dtype", dtype, "--slots", "all"
+def test_everything_works_without_deepspeed(target: str, tmp_path: Path) -> None:
+    targets = {dtype: tmp_path / dtype / target for dtype in ("float32", "bfloat16", "float16", "keep")}
+    for one in targets.values():
+        one.parent.mkdir()
+    consolidated = (
+        ("consolidate", FIXTURES / "s2_bf16_dp2", one, "--dtype", dtype, "--slots", "all")
+        for dtype, one in targets.items()
     )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / target).exists()
+    results = several_without(("deepspeed",), *consolidated)
+    for one, (status, _, errors) in zip(targets.values(), results, strict=True):
+        assert status == 0, errors
+        assert one.exists()
 
 
 def test_optimizer_and_model_written_without_deepspeed_load_in_torch(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ import zckpt
 from tests.cli.console import FIXTURES
 from tests.operations.diff.checkpoints import place as place_of
 from tests.strategies import cuts, shapes, tilings
-from zckpt.compare.slots import Pair, differences
+from zckpt.compare.slots import differences, pair
 from zckpt.engine.cast import numpy_dtype
-from zckpt.engine.scan import BLOCK_NBYTES
+from zckpt.engine.scan import BLOCK_NBYTES, SlotSet
 from zckpt.engine.workers import BATCH_NBYTES, running_on
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
 from zckpt.state import Checkpoint, Extent, Slot, Span
@@ -72,22 +72,22 @@ class Found(NamedTuple):
     first: int | None
 
 
-def found_in(pairs: list[Pair], **options: Any) -> list[Found]:
+def found_in(pairs: list[SlotSet], **options: Any) -> list[Found]:
     found = differences(pairs, **options)
     return [Found(one.label, one.figures.num_different, one.figures.numel, one.figures.first) for one in found]
 
 
 def compared(a: Slot, b: Slot, **options: Any) -> list[Found]:
-    return found_in([Pair("w", a, b, b.dtype)], **options)
+    return found_in([pair("w", a, b, b.dtype)], **options)
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def pairs(source: Checkpoint, target: Checkpoint) -> list[Pair]:
+def pairs(source: Checkpoint, target: Checkpoint) -> list[SlotSet]:
     """Every slot that both have."""
     return [
-        Pair(f"{key}/{parameter.name}", slot, found[key])
+        pair(f"{key}/{parameter.name}", slot, found[key])
         for parameter in source.tensors()
         for found in [target.owner(parameter.name).slots]
         for key, slot in parameter.slots.items()
@@ -144,15 +144,15 @@ def test_model_of_another_type_is_equal_to_its_rounded_masters(tmp_path):
     zckpt.consolidate(FIXTURES / "s2_bf16_dp4", tmp_path / "m.safetensors", dtype="bfloat16")
     source, target = zckpt.open(FIXTURES / "s2_bf16_dp4"), zckpt.open(tmp_path / "m.safetensors")
     both = [
-        Pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"], "bfloat16")
+        pair(name, source.parameters[name].slots["master"], target.owner(name).slots["weight"], "bfloat16")
         for name in source.parameters
         if "master" in source.parameters[name].slots
     ]
-    assert {(pair.a.dtype, pair.b.dtype) for pair in both} == {("float32", "bfloat16")}
+    assert {(a.dtype, b.dtype) for a, b in (one.slots for one in both)} == {("float32", "bfloat16")}
     assert found_in(both) == []
-    path, offset = place_of(both[-1].b, 1)
+    path, offset = place_of(both[-1].slots[1], 1)
     flip(path, offset, 0)
-    assert found_in(both) == [Found(both[-1].label, 1, both[-1].b.numel, 1)]
+    assert found_in(both) == [Found(both[-1].label, 1, both[-1].slots[1].numel, 1)]
 
 
 # --- any layout -------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ def test_last_element_counts(numel, tmp_path):
 def test_scalar_and_empty_slots(tmp_path):
     one, none = np.float32(5).reshape(()), np.zeros((3, 0), np.float32)
     whole = [stored(tmp_path / str(i), array) for i, array in enumerate([one, one, none, none])]
-    assert found_in([Pair("one", *whole[:2]), Pair("none", *whole[2:])]) == []
+    assert found_in([pair("one", *whole[:2]), pair("none", *whole[2:])]) == []
     (tmp_path / "1").write_bytes(np.float32(6).tobytes())
-    assert found_in([Pair("none", *whole[2:]), Pair("one", *whole[:2])]) == [Found("one", 1, 1, 0)]
+    assert found_in([pair("none", *whole[2:]), pair("one", *whole[:2])]) == [Found("one", 1, 1, 0)]
     assert compared(Slot("w", "float32", (0,), ()), Slot("w", "float32", (0,), ())) == []
     assert found_in([]) == []
 
@@ -271,7 +271,7 @@ def test_replicas_are_averaged(memory, tmp_path):
 
 def test_slots_of_one_label_are_told_apart(tmp_path):
     a, b = stored(tmp_path / "a", noise(10)), stored(tmp_path / "b", noise(10) + 1)
-    assert found_in([Pair("w", a, b), Pair("w", a, a), Pair("w", b, a)]) == [Found("w", 10, 10, 0)] * 2
+    assert found_in([pair("w", a, b), pair("w", a, a), pair("w", b, a)]) == [Found("w", 10, 10, 0)] * 2
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Counter:
 def test_progress_adds_up_to_what_was_announced(tmp_path):
     large, small = (stored(tmp_path / str(n), np.zeros(n, np.uint8)) for n in (2 * BATCH_NBYTES + 5, 100))
     counter = Counter()
-    found_in([Pair("large", large, large), Pair("small", small, small)], reporter=counter)
+    found_in([pair("large", large, large), pair("small", small, small)], reporter=counter)
     assert counter.told[0] == ("begin", 2 * BATCH_NBYTES + 105)
     assert counter.told[-1] == ("end", 0)
     assert [nbytes for _, nbytes in counter.told[1:-1]] == [BATCH_NBYTES, BATCH_NBYTES, 105]

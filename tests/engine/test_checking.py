@@ -24,7 +24,7 @@ from zckpt.engine.targets import Hole, TargetFile
 from zckpt.engine.workers import running_on
 from zckpt.errors import DamagedFileError, ZckptError
 from zckpt.formats import open_checkpoint
-from zckpt.formats.checksums import source_checks
+from zckpt.formats.survey import source_checks
 from zckpt.operations.target import write_target
 from zckpt.operations.verify import verify
 from zckpt.state import WEIGHT, Checkpoint, Extent, Slot, Span

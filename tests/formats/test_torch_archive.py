@@ -22,7 +22,6 @@ from zckpt.state import WEIGHT, Slot
 from zckpt.state.dtypes import DTYPES
 from zckpt.torchfile import (
     ALIGNMENT,
-    ArchiveLayout,
     Device,
     DType,
     NewRecord,
@@ -32,6 +31,7 @@ from zckpt.torchfile import (
     read_torchfile,
     walk_tensors,
 )
+from zckpt.torchfile.archive import ArchiveLayout
 
 WRITABLE = [name for name in DTYPES if not name.startswith(("q", "complex32")) and hasattr(torch, name)]
 GIBIBYTE = 1 << 30

@@ -20,7 +20,7 @@ def test_the_inventory_is_the_same_by_columns(name: str, monkeypatch: pytest.Mon
     expected = take_inventory(zckpt.open(FIXTURES / name)).as_dict()
     for module, constant, value in (
         (ranges, "FEWEST_COLUMNS", 0),
-        (per_parameter, "FEWEST_PLACES", 0),
+        (per_parameter, "FEWEST_SHARDS", 0),
         (ranges, "MANY", 1),
         (inventory, "MANY", 1),
     ):

@@ -17,8 +17,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, UnsupportedError, ZckptError
-from zckpt.torchfile import Object, plain, read_torchbytes, read_torchfile, walk_tensors
+from zckpt.torchfile import Object, plain, read_torchfile, walk_tensors
 
 MANY = 100_000
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.torchfile.in_memory import read_torchbytes
 from zckpt.errors import DamagedFileError, PickleError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.torchfile import (
     DefaultMapping,
@@ -36,7 +37,6 @@ from zckpt.torchfile import (
     Tensor,
     plain,
     read_pickle,
-    read_torchbytes,
     read_torchfile,
     walk_tensors,
 )

@@ -104,7 +104,7 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
     mark = f"_{suffix}" if suffix else ""
 
     @wraps(command)
-    def with_where(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click has made of them
+    def with_where(*arguments: object, **given: Any) -> object:  # noqa: ANN401  # what click gives
         tag, roots, names, tp_rules = (given.pop(f"{name.replace('-', '_')}{mark}") for name in options)
         found = {"tag": tag, "roots": roots, "names": read_names(names), "tp_rules": tp_rules}
         return command(*arguments, **{f"where{mark}": found}, **given)
@@ -128,9 +128,7 @@ def write_options(command: Command) -> Command:
     return _add(
         cast("Command", with_writing),
         (
-            click.option(
-                "--no-weight-check", is_flag=True, help="Do not hold masters against the weights beside them."
-            ),
+            click.option("--no-weight-check", is_flag=True, help="Do not hold masters against their weights."),
             click.option(
                 "--no-checksums",
                 is_flag=True,
@@ -195,10 +193,12 @@ def read_names(path: Path | None) -> list[str] | None:
         raise UsageError("cannot be read", path=path, found=str(error)) from error
 
 
-class ReshardCommand(click.Command):
+class FormatCommand(click.Command):
     """A command with the options that formats state; they are looked up when it is called, so that no other waits."""
 
-    stated = "recut_options"
+    stated: str
+    """Which attribute of a format states them."""
+
     completed = False
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
@@ -225,8 +225,14 @@ class ReshardCommand(click.Command):
         return {name: None if value is None else kinds[name](value) for name, value in given.items()}
 
 
-class ConvertCommand(ReshardCommand):
-    """The same with `--to`, and with a list of formats in its help."""
+class ReshardCommand(FormatCommand):
+    """A command with the options of formats that are resharded."""
+
+    stated = "recut_options"
+
+
+class ConvertCommand(FormatCommand):
+    """A command with `--to` and the options of formats that are written, which its help lists."""
 
     stated = "options"
 

@@ -184,7 +184,11 @@ def _renaming(text: str) -> tuple[str, str]:
 
 @click.command("fingerprint")
 @source_argument
-@click.option("--write", is_flag=True, help="Also store it beside the checkpoint, with the digest of each slot.")
+@click.option(
+    "--write",
+    is_flag=True,
+    help="Also store it, with the digest of each slot, in the checkpoint's directory, or next to its file.",
+)
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Store it there.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")

@@ -41,6 +41,9 @@ VERSION = "zckpt1"
 LEAF_NUMEL = 1 << 18
 """Elements of a leaf: of 32 bits, a mebibyte, which a cache holds."""
 
+LEAVES_PER_BLOCK = 2
+"""Read at once."""
+
 FILE_NAME = FINGERPRINT_NAME
 
 MAXIMUM_NBYTES = 1 << 30
@@ -87,7 +90,7 @@ def root(entries: Entries) -> str:
 
 
 def digests_path(checkpoint: Checkpoint) -> Path:
-    """Return where the digests of a checkpoint are stored: in its directory, or beside its file."""
+    """Return where the digests of a checkpoint are stored: in its directory, or next to its file."""
     source = Path(checkpoint.source)
     return source / FILE_NAME if source.is_dir() else digests_path_of_file(source)
 
@@ -166,14 +169,10 @@ def changes(expected: Fingerprint, found: Fingerprint) -> list[Change]:
     return different
 
 
-LEAVES_PER_BLOCK = 2
-"""Read at once."""
-
-
-def digest_part(
+def digest_share(
     checkpoint: Checkpoint,
     *,
-    part: tuple[int, int] = (0, 1),
+    share: tuple[int, int] = (0, 1),
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
 ) -> Entries:
@@ -182,12 +181,11 @@ def digest_part(
     Parameters
     ----------
     checkpoint : Checkpoint
-    part : (int, int)
-        Which of how many parts.
+    share : (int, int)
+        Which of how many.
     memory : int, bytes
         Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
-        Told of progress.
 
     Raises
     ------
@@ -202,14 +200,14 @@ def digest_part(
         if parameter.tied_to is None:
             entries[name] = {}
             chosen += _slots(name, checkpoint, parameter, entries[name])
-    _digest(chosen[part[0] :: part[1]], entries, memory, reporter)
+    _digest(chosen[share[0] :: share[1]], entries, memory, reporter)
     return entries
 
 
-def put_together(parts: Iterable[Entries]) -> Fingerprint:
-    """Return the fingerprint of which there are the entries of all parts."""
+def put_together(shares: Iterable[Entries]) -> Fingerprint:
+    """Return the fingerprint of which there are the entries of all shares."""
     entries: Entries = {}
-    for one in parts:
+    for one in shares:
         for name, found in one.items():
             entries.setdefault(name, {}).update(found)
     for found in entries.values():
@@ -262,7 +260,7 @@ def _number(value: object) -> str:
 
 
 def _digest(chosen: Sequence[Digested], entries: Entries, memory: int, reporter: Reporter | None) -> None:
-    """Digest slots, the parallel part, and add what was found to the entries."""
+    """Digest slots, in parallel, and add what was found to the entries."""
     trees = [[xxhash.xxh3_128(), xxhash.xxh3_128()] for _ in chosen]
     sets = [one.slots for one in chosen]
     look = partial(digest_block, [one.rounded for one in chosen])
@@ -282,7 +280,7 @@ def _described(dtype: str, slot: Slot, digest: str) -> str:
 
 
 def digest_block(rounded: Sequence[str | None], index: int, _start: int, arrays: Sequence[Array]) -> list[bytes]:
-    """Return the digests of the leaves of a block, and of its elements as they round where a weight is wanted."""
+    """Return the digests of the leaves of a block, and of its elements as they round where the weight is not there."""
     (array,) = arrays
     dtype = rounded[index]
     return [_leaves(array)] if dtype is None else [_leaves(array), _leaves(cast(array, dtype))]

@@ -34,125 +34,6 @@ from zckpt.state.dtypes import is_floating
 FIGURES_MEMORY = 2
 """Figures are of float64, of which a block needs about as many times more than its bytes."""
 
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A slot in two places.
-
-    Parameters
-    ----------
-    label : str
-        `exp_avg/wte.weight`, for messages.
-    a, b : Slot
-        Of one shape.
-    dtype : str, optional
-        Element type that both are read as, cast as the copier casts; by default each is read as it is, and two of
-        different types differ.
-    """
-
-    label: str
-    a: Slot
-    b: Slot
-    dtype: str | None = None
-
-    @property
-    def dtypes(self) -> tuple[str, str]:
-        """Element types they are read as."""
-        return self.dtype or self.a.dtype, self.dtype or self.b.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What differs in one slot.
-
-    Parameters
-    ----------
-    index : int
-        Of the pair.
-    label : str
-    figures : Figures
-    """
-
-    index: int
-    label: str
-    figures: Figures
-
-
-def differences(
-    pairs: Iterable[Pair],
-    *,
-    tolerance: Tolerance | None = None,
-    memory: int = DEFAULT_MEMORY_NBYTES,
-    reporter: Reporter | None = None,
-) -> list[Difference]:
-    """Return what differs in each of the slots that are not equal, bit for bit, in the order of the pairs.
-
-    Parameters
-    ----------
-    pairs : iterable of Pair
-    tolerance : Tolerance, optional
-        What is close enough to be no difference; of two element types, values count then.
-    memory : int, bytes
-        Upper bound of what buffers take together.
-    reporter : Reporter, optional
-        Told of progress, in bytes of one side.
-
-    Raises
-    ------
-    LayoutError
-        The two sides of a pair have different shapes, or one of them does not cover every element once.
-    UnsupportedError
-        They have element types of which one is not cast to the other.
-    SourceError
-        A file cannot be read.
-    """
-    whole = list(pairs)
-    for pair in whole:
-        if pair.a.shape != pair.b.shape:
-            raise LayoutError(f"{pair.label} has two shapes", expected=pair.a.shape, found=pair.b.shape)
-    limits = tolerance or Tolerance()
-    sets = [SlotSet(pair.label, (pair.a, pair.b), pair.dtypes) for pair in whole]
-    unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
-    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=lambda i: i not in unequal)
-    for index, _ in seen:
-        unequal.add(index)
-    chosen = sorted(unequal)
-    found = measure([sets[index] for index in chosen], limits, memory=memory)
-    return [
-        Difference(index, whole[index].label, one)
-        for index, one in zip(chosen, found, strict=True)
-        if one.num_different or (limits.is_none and sets[index].dtypes[0] != sets[index].dtypes[1])
-    ]
-
-
-def measure(sets: Sequence[SlotSet], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
-    """Return the figures of sets of two slots; errors are those of `differences`."""
-    found = [Figures() for _ in sets]
-    look = partial(measure_block, [one.dtypes for one in sets], tolerance)
-    for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY):
-        found[index].add(one)
-    return found
-
-
-def first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | None:
-    """Return the index of the first element of a block whose bits are not those of the other side."""
-    a, b = arrays
-    word = f"u{min(a.dtype.itemsize, 8)}"
-    x, y = a.view(word), b.view(word)
-    unequal = np.not_equal(x, y, out=scratch(len(x)).view(np.bool_)[: len(x)])
-    if not unequal.any():
-        return None
-    return start + int(np.argmax(unequal)) * x.dtype.itemsize // a.dtype.itemsize
-
-
-def measure_block(
-    dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
-) -> Figures:
-    """Return the figures of a block."""
-    a, b = arrays
-    return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)
-
-
 DECADES = range(-9, 1)
 """Relative differences, of at most 2, are counted by power of ten; the first counts what is smaller, too."""
 
@@ -271,7 +152,7 @@ def figures(a: Array, b: Array, start: int, dtypes: tuple[str, str], tolerance: 
         return _without_numbers(a, b, start, same=same)
     with np.errstate(all="ignore"):
         x, y = _wide(a, dtypes[0]), _wide(b, dtypes[1])
-        unequal = _unequal_bits(a, b) if same else ~((x == y) | (np.isnan(x) & np.isnan(y)))
+        unequal = unequal_bits(a, b) if same else ~((x == y) | (np.isnan(x) & np.isnan(y)))
         found = _sums(x, y)
         gap = np.abs(x - y)
         finite = np.isfinite(x) & np.isfinite(y)
@@ -316,7 +197,7 @@ def _add_largest(found: Figures, gap: Array, size: Array) -> None:
 
 def _without_numbers(a: Array, b: Array, start: int, *, same: bool) -> Figures:
     """Return the figures of elements that numpy has no type for: only whether their bytes are equal."""
-    unequal = _unequal_bits(a, b) if same else np.ones(a.size, bool)
+    unequal = unequal_bits(a, b) if same else np.ones(a.size, bool)
     count = int(np.count_nonzero(unequal))
     return Figures(numel=a.size, num_different=count, first=start + int(np.argmax(unequal)) if count else None)
 
@@ -328,7 +209,8 @@ def _wide(array: Array, dtype: str) -> Array:
     return cast(array, "float64") if is_floating(dtype) else array.astype(np.float64)
 
 
-def _unequal_bits(a: Array, b: Array) -> Array:
+def unequal_bits(a: Array, b: Array) -> Array:
+    """Return which elements of two flat arrays of one type have different bits."""
     word = f"u{min(a.dtype.itemsize, 8)}"
     unequal: Array = (a.view(word) != b.view(word)).reshape(a.size, -1).any(axis=1)
     return unequal
@@ -343,3 +225,111 @@ def _ulps(a: Array, b: Array) -> Array:
     word = f"u{a.dtype.itemsize}"
     distance: Array = high.view(word) - less.view(word)
     return distance
+
+
+def pair(label: str, a: Slot, b: Slot, dtype: str | None = None) -> SlotSet:
+    """Return a set of two slots of one shape, to be compared.
+
+    Parameters
+    ----------
+    label : str
+        `exp_avg/wte.weight`, for messages.
+    a, b : Slot
+    dtype : str, optional
+        Element type that both are read as, cast as the copier casts; by default each is read as it is, and two of
+        different types differ.
+    """
+    return SlotSet(label, (a, b), (dtype or a.dtype, dtype or b.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs in one slot.
+
+    Parameters
+    ----------
+    index : int
+        Of the pair.
+    label : str
+    figures : Figures
+    """
+
+    index: int
+    label: str
+    figures: Figures
+
+
+def differences(
+    pairs: Iterable[SlotSet],
+    *,
+    tolerance: Tolerance | None = None,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+) -> list[Difference]:
+    """Return what differs in each of the slots that are not equal, bit for bit, in the order of the pairs.
+
+    Parameters
+    ----------
+    pairs : iterable of SlotSet
+        As `pair` returns them.
+    tolerance : Tolerance, optional
+        What is close enough to be no difference; of two element types, values count then.
+    memory : int, bytes
+        Upper bound of what buffers take together.
+    reporter : Reporter, optional
+        Counts bytes of one side.
+
+    Raises
+    ------
+    LayoutError
+        The two sides of a pair have different shapes, or one of them does not cover every element once.
+    UnsupportedError
+        They have element types of which one is not cast to the other.
+    SourceError
+        A file cannot be read.
+    """
+    sets = list(pairs)
+    for one in sets:
+        a, b = one.slots
+        if a.shape != b.shape:
+            raise LayoutError(f"{one.label} has two shapes", expected=a.shape, found=b.shape)
+    limits = tolerance or Tolerance()
+    unequal = {index for index, one in enumerate(sets) if one.dtypes[0] != one.dtypes[1]}
+    seen = scan(sets, first_difference, memory=memory, reporter=reporter, goes_on=lambda i: i not in unequal)
+    for index, _ in seen:
+        unequal.add(index)
+    chosen = sorted(unequal)
+    found = measure([sets[index] for index in chosen], limits, memory=memory)
+    return [
+        Difference(index, sets[index].label, figures)
+        for index, figures in zip(chosen, found, strict=True)
+        if figures.num_different or (limits.is_none and sets[index].dtypes[0] != sets[index].dtypes[1])
+    ]
+
+
+def measure(sets: Sequence[SlotSet], tolerance: Tolerance, *, memory: int = DEFAULT_MEMORY_NBYTES) -> list[Figures]:
+    """Return the figures of sets of two slots; errors are those of `differences`."""
+    found = [Figures() for _ in sets]
+    look = partial(measure_block, [one.dtypes for one in sets], tolerance)
+    for index, one in scan(sets, look, memory=memory // FIGURES_MEMORY):
+        found[index].add(one)
+    return found
+
+
+def first_difference(_index: int, start: int, arrays: Sequence[Array]) -> int | None:
+    """Return the index of the first element of a block whose bits are not those of the other side."""
+    a, b = arrays
+    word = f"u{min(a.dtype.itemsize, 8)}"
+    x, y = a.view(word), b.view(word)
+    unequal = np.not_equal(x, y, out=scratch(len(x)).view(np.bool_)[: len(x)])
+    if not unequal.any():
+        return None
+    return start + int(np.argmax(unequal)) * x.dtype.itemsize // a.dtype.itemsize
+
+
+def measure_block(
+    dtypes: Sequence[tuple[str, ...]], tolerance: Tolerance, index: int, start: int, arrays: Sequence[Array]
+) -> Figures:
+    """Return the figures of a block."""
+    a, b = arrays
+    return figures(a, b, start, (dtypes[index][0], dtypes[index][1]), tolerance)

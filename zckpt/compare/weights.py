@@ -25,120 +25,6 @@ SPANS_PER_PARAMETER = 4
 ELEMENTS_PER_END = 8
 """Elements at each end of a span that are sampled: a layout that is off by one shows at the ends."""
 
-
-def check_weights(checkpoint: Checkpoint) -> int:
-    """Compare a sample of every master with the weight beside it; return how many elements were compared.
-
-    Raises
-    ------
-    WeightMismatchError
-        A master does not round to its weight.
-    """
-    compared = 0
-    for sample in samples(checkpoint):
-        compared += sample.numel
-        if sample.error is not None:
-            raise sample.error
-    return compared
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """Elements of one span of a master that were compared, and what is wrong with the first that differs."""
-
-    parameter: str
-    path: str
-    numel: int
-    num_different: int
-    error: WeightMismatchError | None
-
-
-def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
-    """Compare a sample of every master with the weight beside it, and go on where one differs."""
-    sampled: set[str] = set()
-    with Sources() as sources:
-        for parameter in checkpoint.parameters.values():
-            if not comparable(parameter):
-                continue
-            master, weight = parameter.slots[MASTER], parameter.slots[WEIGHT]
-            for span in _chosen(master.spans, sampled):
-                sampled.add(span.path)
-                numel, different, error = 0, 0, None
-                for extent in _ends(span.extent):
-                    numel += extent.numel
-                    wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
-                    different, error = different + wrong, error or at
-                yield Sample(parameter.name, span.path, numel, different, error)
-
-
-def rounds_to(master: Slot, weight: Slot) -> bool:
-    """Tell whether a sample of a master rounds to the same elements of a weight."""
-    with Sources() as sources:
-        for span in _chosen(master.spans, set()):
-            for extent in _ends(span.extent):
-                found = cast(read_extent(master, extent, sources), weight.dtype)
-                if len(_differing(found, read_extent(weight, extent, sources))):
-                    return False
-    return True
-
-
-def comparable(parameter: Parameter) -> bool:
-    """Tell whether a parameter's weight is its master, rounded, and not a mean or of a wider type."""
-    master, weight = parameter.slots.get(MASTER), parameter.slots.get(WEIGHT)
-    return (
-        master is not None
-        and weight is not None
-        and is_floating(weight.dtype)
-        and itemsize(master.dtype) >= itemsize(weight.dtype)
-        and not master.replicas
-    )
-
-
-def _chosen(spans: Sequence[Span], sampled: set[str]) -> list[Span]:
-    """Return spans spread evenly over the parameter, and one of each file that has none so far."""
-    spans = tuple(span for span in spans if span.extent.numel)
-    last = len(spans) - 1
-    count = min(SPANS_PER_PARAMETER, len(spans))
-    chosen = {round(i * last / max(count - 1, 1)) for i in range(count)}
-    fresh = {span.path: index for index, span in reversed(list(enumerate(spans))) if span.path not in sampled}
-    return [spans[index] for index in sorted(chosen | set(fresh.values()))]
-
-
-def _ends(extent: Extent) -> Iterator[Extent]:
-    first = min(ELEMENTS_PER_END, extent.numel)
-    yield Extent(extent.offsets, extent.sizes, extent.start, first)
-    rest = min(ELEMENTS_PER_END, extent.numel - first)
-    if rest:
-        yield Extent(extent.offsets, extent.sizes, extent.start + extent.numel - rest, rest)
-
-
-def _compare(
-    name: str, master: Slot, weight: Slot, span: Span, extent: Extent, sources: Sources
-) -> tuple[int, WeightMismatchError | None]:
-    own = Slot(master.name, master.dtype, master.shape, (span,))
-    found = cast(read_extent(own, extent, sources), weight.dtype)
-    stored = read_extent(weight, extent, sources)
-    wrong = _differing(found, stored)
-    if not len(wrong):
-        return 0, None
-    index = int(wrong[0])
-    return len(wrong), WeightMismatchError(
-        f"master of {name} does not round to its weight at element {extent.start + index}",
-        path=span.path,
-        expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
-        found=repr(float(found[index])),
-        advice="the file may be from another step or run; --no-weight-check takes the masters as they are",
-        parameters=[name],
-    )
-
-
-def _differing(a: Array, b: Array) -> Array:
-    """Return the indices at which two arrays have different bits, any two NaNs being alike."""
-    bits = f"u{a.dtype.itemsize}"
-    unequal = (a.view(bits) != b.view(bits)) & ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
-    return np.flatnonzero(unequal)
-
-
 _HALF = 1 << 15
 """Half of what the last bit of a bfloat16 is worth, in bits of the float32 that it is the upper half of."""
 
@@ -151,8 +37,8 @@ _BFLOAT16 = numpy_dtype("bfloat16")
 _NATIVE = tuple(np.dtype(name) for name in ("float32", "float16", "float64"))
 """Types whose largest element numpy finds as fast as it reads them, and which is NaN if any is."""
 
-_CHUNK = 1 << 18
-"""Elements looked at together: what a cache holds beside them."""
+_BLOCK_NUMEL = 1 << 18
+"""Elements looked at together: few enough for the cache, with what is computed of them."""
 
 _local = threading.local()
 
@@ -183,16 +69,16 @@ def not_rounded(master: Array, weight: Array) -> Array:
     if weight.dtype != _BFLOAT16 or master.dtype != np.float32 or not len(master) or np.isnan(master.max()):
         return np.flatnonzero(_unequal(master, weight))
     words, halves = master.view(np.uint32), weight.view(np.uint16)
-    gap = scratch(min(len(master), _CHUNK))
+    gap = scratch(min(len(master), _BLOCK_NUMEL))
     doubtful = []
-    for start in range(0, len(master), _CHUNK):
-        part = gap[: len(master) - start]
-        np.copyto(part, halves[start : start + _CHUNK])
-        np.left_shift(part, 16, out=part)
-        np.subtract(words[start : start + _CHUNK], part, out=part)
-        np.add(part, _HALF - 1, out=part)
-        if part.max() >= 2 * _HALF - 1:
-            doubtful.append(start + np.flatnonzero(part >= 2 * _HALF - 1))
+    for start in range(0, len(master), _BLOCK_NUMEL):
+        block = gap[: len(master) - start]
+        np.copyto(block, halves[start : start + _BLOCK_NUMEL])
+        np.left_shift(block, 16, out=block)
+        np.subtract(words[start : start + _BLOCK_NUMEL], block, out=block)
+        np.add(block, _HALF - 1, out=block)
+        if block.max() >= 2 * _HALF - 1:
+            doubtful.append(start + np.flatnonzero(block >= 2 * _HALF - 1))
     if not doubtful:
         return np.empty(0, np.intp)
     where = np.concatenate(doubtful)
@@ -239,3 +125,108 @@ def one_nan(array: Array) -> Array:
     found: Array = array.copy()
     found[where] = np.nan
     return found
+
+
+def check_weights(checkpoint: Checkpoint) -> int:
+    """Compare a sample of every master with its weight; return how many elements were compared.
+
+    Raises
+    ------
+    WeightMismatchError
+        A master does not round to its weight.
+    """
+    compared = 0
+    for sample in samples(checkpoint):
+        compared += sample.numel
+        if sample.error is not None:
+            raise sample.error
+    return compared
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Elements of one span of a master that were compared, and what is wrong with the first that differs."""
+
+    parameter: str
+    path: str
+    numel: int
+    num_different: int
+    error: WeightMismatchError | None
+
+
+def samples(checkpoint: Checkpoint) -> Iterator[Sample]:
+    """Compare a sample of every master with its weight, and go on where one differs."""
+    sampled: set[str] = set()
+    with Sources() as sources:
+        for parameter in checkpoint.parameters.values():
+            if not comparable(parameter):
+                continue
+            master, weight = parameter.slots[MASTER], parameter.slots[WEIGHT]
+            for span in _chosen(master.spans, sampled):
+                sampled.add(span.path)
+                numel, different, error = 0, 0, None
+                for extent in _ends(span.extent):
+                    numel += extent.numel
+                    wrong, at = _compare(parameter.name, master, weight, span, extent, sources)
+                    different, error = different + wrong, error or at
+                yield Sample(parameter.name, span.path, numel, different, error)
+
+
+def rounds_to(master: Slot, weight: Slot) -> bool:
+    """Tell whether a sample of a master rounds to the same elements of a weight."""
+    with Sources() as sources:
+        for span in _chosen(master.spans, set()):
+            for extent in _ends(span.extent):
+                if len(not_rounded(read_extent(master, extent, sources), read_extent(weight, extent, sources))):
+                    return False
+    return True
+
+
+def comparable(parameter: Parameter) -> bool:
+    """Tell whether a parameter's weight is its master, rounded, and not a mean or of a wider type."""
+    master, weight = parameter.slots.get(MASTER), parameter.slots.get(WEIGHT)
+    return (
+        master is not None
+        and weight is not None
+        and is_floating(weight.dtype)
+        and itemsize(master.dtype) >= itemsize(weight.dtype)
+        and not master.replicas
+    )
+
+
+def _chosen(spans: Sequence[Span], sampled: set[str]) -> list[Span]:
+    """Return spans spread evenly over the parameter, and one of each file that has none so far."""
+    spans = tuple(span for span in spans if span.extent.numel)
+    last = len(spans) - 1
+    count = min(SPANS_PER_PARAMETER, len(spans))
+    chosen = {round(i * last / max(count - 1, 1)) for i in range(count)}
+    fresh = {span.path: index for index, span in reversed(list(enumerate(spans))) if span.path not in sampled}
+    return [spans[index] for index in sorted(chosen | set(fresh.values()))]
+
+
+def _ends(extent: Extent) -> Iterator[Extent]:
+    first = min(ELEMENTS_PER_END, extent.numel)
+    yield Extent(extent.offsets, extent.sizes, extent.start, first)
+    rest = min(ELEMENTS_PER_END, extent.numel - first)
+    if rest:
+        yield Extent(extent.offsets, extent.sizes, extent.start + extent.numel - rest, rest)
+
+
+def _compare(
+    name: str, master: Slot, weight: Slot, span: Span, extent: Extent, sources: Sources
+) -> tuple[int, WeightMismatchError | None]:
+    own = Slot(master.name, master.dtype, master.shape, (span,))
+    masters, stored = read_extent(own, extent, sources), read_extent(weight, extent, sources)
+    wrong = not_rounded(masters, stored)
+    if not len(wrong):
+        return 0, None
+    index = int(wrong[0])
+    (rounded,) = cast(masters[index : index + 1], weight.dtype)
+    return len(wrong), WeightMismatchError(
+        f"master of {name} does not round to its weight at element {extent.start + index}",
+        path=span.path,
+        expected=f"{float(stored[index])!r} ({weight.dtype}, from {weight.spans[0].path})",
+        found=repr(float(rounded)),
+        advice="the file may be from another step or run; --no-weight-check takes the masters as they are",
+        parameters=[name],
+    )

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import UsageError
-from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.optimizer import split_key
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.write_items import items
 from zckpt.formats.torch_files.reader import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.writer import SlotTensor

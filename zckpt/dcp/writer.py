@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from zckpt.dcp.contents import Contents, Held, contents, tie
-from zckpt.dcp.part import Part, Piece, part_of
+from zckpt.dcp.contents import Contents, Held, Part, Piece, contents, part_of, tie
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.native import OWNED

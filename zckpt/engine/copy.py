@@ -18,6 +18,7 @@ from zckpt.engine.boxes import row_major
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.plan import Copy, Fill, Strided
 from zckpt.errors import DamagedFileError
+from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
 
@@ -182,6 +183,8 @@ def _values(copy: Copy, sources: Sources) -> Array:
 def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     """Return the elements of a copy as an array of its shape, read with one read where its strides allow."""
     dtype = numpy_dtype(copy.source_dtype)
+    if source.path == ZEROS:
+        return np.zeros(copy.shape, dtype)
     reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
     if reach <= 2 * copy.numel * dtype.itemsize:
         buffer = bytearray(reach)

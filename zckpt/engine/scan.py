@@ -35,7 +35,7 @@ from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
-"""Read of each slot at once: small enough to be looked at in the cache, and planning it costs little beside it."""
+"""Read of each slot at once: small enough to be looked at in the cache, and planning it costs little in comparison."""
 
 BUFFERS_PER_WORKER = 8
 """What a block may need at once: the slots of its set, and what a gather, a cast and `look` take besides."""

@@ -208,6 +208,9 @@ class Format(Protocol):
     keeps_ranks: bool = False
     """Whether a target has each rank's own weights where the source has them, rather than rounded masters."""
 
+    own_metadata: frozenset[str] = frozenset()
+    """Keys of `Checkpoint.metadata` that its program keeps for itself; `load` returns the others as the user's own."""
+
     fingerprinted: bool = False
     """Whether `convert` records the fingerprint of a target by default."""
 
@@ -268,7 +271,7 @@ class Format(Protocol):
         SourceError
             The file cannot be read, or the structure that states them is damaged.
         """
-        from zckpt.formats.checksums import archive_sums
+        from zckpt.formats.survey import archive_sums
 
         return archive_sums(file)
 

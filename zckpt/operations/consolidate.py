@@ -1,4 +1,4 @@
-"""Turn a sharded checkpoint into one model, and its optimizer into one file beside it."""
+"""Turn a sharded checkpoint into one model, and its optimizer into one file next to it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def consolidate(
         Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
         written as float32 and parameters without a master in their own type. "keep": the model's own type.
     slots : "all" or sequence of str
-        Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` beside the target
+        Optimizer slots to write to a second file, `x.optimizer.safetensors` or `x.optimizer.pt` next to the target
         (for a directory, `optimizer.safetensors` in it). The masters are among "all" where the model's file does not
         hold them exactly.
     tied : {"duplicate", "drop"}
@@ -91,17 +91,16 @@ def consolidate(
     max_shard_size : int, bytes
         Of each file of a directory.
     weight_check : bool
-        Hold a sample of every master against the weight beside it before anything is written.
+        Hold a sample of every master against its weight before anything is written.
     checksums : bool
         Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
-        Replace the target: a file and the optimizer's beside it, or a directory that `consolidate` wrote.
+        Replace the target: a file and the optimizer's next to it, or a directory that `consolidate` wrote.
     dry_run : bool
         Plan everything, write nothing.
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
-        Told of progress.
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
@@ -169,8 +168,8 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[Targ
 def _optimizer_file(
     checkpoint: Checkpoint, path: Path, slots: str | Sequence[str], dtype: str | None
 ) -> TargetFile | None:
-    wanted = [slots] if isinstance(slots, str) else list(slots)
-    if not wanted:
+    chosen = [slots] if isinstance(slots, str) else list(slots)
+    if not chosen:
         return None
     from zckpt.formats.consolidated.optimizer import (
         IN_DIRECTORY,
@@ -180,9 +179,9 @@ def _optimizer_file(
     )
 
     available = [name for name in checkpoint.slot_names() if name != WEIGHT]
-    if wanted == ["all"]:
-        wanted = optimizer_slots(checkpoint, dtype)
-    unknown = [name for name in wanted if name not in available]
+    if chosen == ["all"]:
+        chosen = optimizer_slots(checkpoint, dtype)
+    unknown = [name for name in chosen if name not in available]
     if unknown or not available:
         raise UsageError(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
@@ -192,7 +191,7 @@ def _optimizer_file(
     kind = kind_of_model(path)
     name = IN_DIRECTORY if kind == DIRECTORY else optimizer_path(path).name
     lay_out = optimizer_torch if kind == TORCH else optimizer_safetensors
-    return lay_out(checkpoint, name, wanted)
+    return lay_out(checkpoint, name, chosen)
 
 
 def _check_apart(checkpoint: Checkpoint, path: Path, laid: TargetFiles, *, overwrite: bool) -> None:

@@ -95,7 +95,7 @@ def convert(
     recorded = written.fingerprinted if fingerprint is None else fingerprint
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
     owned = _check_target(proof, written, laid, overwrite=overwrite)
-    more = proof.beside if laid.is_file else ()
+    more = proof.companions if laid.is_file else ()
     done = write_from(checkpoint, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified, notes=(*done.notes, *_of_several(checkpoint, to)))
 
@@ -134,9 +134,9 @@ def _check_target(proof: Proof, written: Format, laid: TargetFiles, *, overwrite
     if owned is not None:
         check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
     else:
-        check_sources(checkpoint, [path, *proof.beside])
+        check_sources(checkpoint, [path, *proof.companions])
         if overwrite:
-            check_companions(path, [path, *proof.beside])
+            check_companions(path, [path, *proof.companions])
     for one in laid.outside:
         check_replaceable(path.parent / one.name)
     return owned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from zckpt.compare.digests import Fingerprint, digest_part, put_together
+from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.operations.open import Source, opened
 
@@ -28,7 +28,6 @@ def fingerprint(
     memory : int, bytes
         Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
-        Told of progress.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
 
@@ -40,4 +39,4 @@ def fingerprint(
         The checkpoint cannot be read.
     """
     checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    return put_together([digest_part(checkpoint, memory=memory, reporter=reporter)])
+    return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

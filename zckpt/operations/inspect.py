@@ -190,21 +190,16 @@ def _groups(groups: Sequence[ParamGroup]) -> list[dict[str, object]]:
 
 
 def _rank_value(value: RankValue) -> dict[str, object]:
-    found = {"key": value.key, "group": value.group, "part": value.part, "rank": value.rank, "mp_rank": value.mp_rank}
     node = value.value
-    return {**found, "value": plain(node.node) if isinstance(node, FromFile) else jsonable(node)}
+    return {
+        **_values(value, ("key", "group", "part", "rank", "mp_rank")),
+        "value": plain(node.node) if isinstance(node, FromFile) else jsonable(node),
+    }
 
 
 def _parameter(parameter: Parameter) -> dict[str, object]:
-    return {
-        "name": parameter.name,
-        "shape": list(parameter.shape),
-        "dtype": parameter.dtype,
-        "slots": list(parameter.slots),
-        "group": parameter.group,
-        "frozen": parameter.frozen,
-        "tied_to": parameter.tied_to,
-    }
+    listed = {"shape": list(parameter.shape), "dtype": parameter.dtype, "slots": list(parameter.slots)}
+    return {"name": parameter.name, **listed, **_values(parameter, ("group", "frozen", "tied_to"))}
 
 
 def _padding(paddings: Iterable[Padding]) -> dict[str, object]:
@@ -229,18 +224,14 @@ def _padding(paddings: Iterable[Padding]) -> dict[str, object]:
 
 def _file(checkpoint: Checkpoint, index: int, include_globals: bool) -> dict[str, object]:
     file = checkpoint.files[index]
-    found: dict[str, object] = {
-        "path": file.path,
-        "nbytes": file.nbytes,
-        "role": file.role,
-        "dp_rank": file.dp_rank,
-        "mp_rank": file.mp_rank,
-        "tensor_nbytes": file.tensor_nbytes,
-        "unreferenced_nbytes": file.unreferenced_nbytes,
-    }
+    found = _values(file, ("path", "nbytes", "role", "dp_rank", "mp_rank", "tensor_nbytes", "unreferenced_nbytes"))
     if include_globals:
         found["globals"] = {record: list(names) for record, names in file.globals.items()}
     return found
+
+
+def _values(of: object, names: Sequence[str]) -> dict[str, object]:
+    return {name: getattr(of, name) for name in names}
 
 
 def list_formats() -> dict[str, object]:
@@ -258,13 +249,7 @@ def list_formats() -> dict[str, object]:
 
 def _about(one: Format) -> dict[str, object]:
     options = [
-        {
-            "name": option.name,
-            "type": option.kind.__name__,
-            "default": option.default,
-            "choices": list(option.choices),
-            "help": option.help,
-        }
+        {"name": option.name, "type": option.kind.__name__, **_values(option, ("default", "choices", "help"))}
         for option in options_of(one.options)
     ]
     return {

@@ -120,7 +120,7 @@ def map(  # noqa: A001  # the verb's name, as `open`
     for _, row, _, nbytes in padding:
         padded[row] = padded.get(row, 0) + nbytes
     order = rows.order()
-    place = {row: index for index, row in enumerate(order)}
+    position = {row: index for index, row in enumerate(order)}
     paths, root = drawing.relative_paths()
     return Map(
         source=checkpoint.source,
@@ -132,9 +132,9 @@ def map(  # noqa: A001  # the verb's name, as `open`
         root=root,
         paths=paths,
         rows=[drawing.row(row, padded.get(row, 0)) for row in order],
-        parameters=[_renumbered(one, place) for one in parameters],
+        parameters=[_renumbered(one, position) for one in parameters],
         boxes=[[list(b.offsets), list(b.sizes), start] for b, start in drawing.boxes],
-        padding=[[group, place[row], numel, nbytes] for group, row, numel, nbytes in padding],
+        padding=[[group, position[row], numel, nbytes] for group, row, numel, nbytes in padding],
     )
 
 
@@ -190,7 +190,7 @@ class _Drawing:
             row = self.rows.of(span.path)
             self._count(span, row, number)
             if span.extent.numel:
-                start, box = self._place(span.extent, slot.shape)
+                start, box = self._position(span.extent, slot.shape)
                 _add_extent(extents, row, start, span.extent.numel, box)
         return extents
 
@@ -201,7 +201,7 @@ class _Drawing:
         if path != span.path:
             self.sources[row, slot] = None
 
-    def _place(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _position(self, extent: Extent, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return where an extent starts on the parameter's axis, and the number of its box or -1."""
         if extent.sizes == shape:
             return extent.start, NONE
@@ -280,20 +280,20 @@ def _add_extent(extents: list[int], row: int, start: int, numel: int, box: int) 
     extents += (row, 1, start, numel, start + numel, box)
 
 
-def _renumbered(parameter: dict[str, object], place: dict[int, int]) -> dict[str, object]:
-    """Return the parameter with rows by their place in the map instead of the order in which they were met."""
+def _renumbered(parameter: dict[str, object], position: dict[int, int]) -> dict[str, object]:
+    """Return the parameter with rows by their position in the map instead of the order in which they were met."""
     cuts = cast("list[tuple[list[int], list[int], int, list[int]]]", parameter["cuts"])
-    parameter["cuts"] = [[slots, dtypes, numel, _moved(extents, place)] for slots, dtypes, numel, extents in cuts]
+    parameter["cuts"] = [[slots, dtypes, numel, _moved(extents, position)] for slots, dtypes, numel, extents in cuts]
     return parameter
 
 
-def _moved(extents: list[int], place: dict[int, int]) -> list[int]:
+def _moved(extents: list[int], position: dict[int, int]) -> list[int]:
     moved: list[int] = []
     for at in range(0, len(extents), EXTENT_NUMBERS):
         row, count, start, share, stop, box = extents[at : at + EXTENT_NUMBERS]
         for i in range(count):
             begin = start + i * share
-            _add_extent(moved, place[row + i], begin, min(begin + share, stop) - begin, box)
+            _add_extent(moved, position[row + i], begin, min(begin + share, stop) - begin, box)
     return moved
 
 

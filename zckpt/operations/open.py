@@ -21,7 +21,7 @@ Source = str | os.PathLike[str] | Checkpoint
 
 @dataclass(slots=True, repr=False)
 class OpenedCheckpoint(Checkpoint):
-    """A Checkpoint with its tensors at hand. Made by `open`."""
+    """A Checkpoint whose tensors can be read, as `open` returns it."""
 
     def read(self, name: str, slot: str | None = None) -> torch.Tensor:
         """Read one slot of one parameter, and only its bytes.
@@ -66,12 +66,10 @@ class OpenedCheckpoint(Checkpoint):
             owner = self.owner(next(bare for bare, filed in self.wrapped.items() if filed == name))
         else:
             raise UsageError(f"no parameter {name}", path=self.source)
-        wanted = slot or (MASTER if MASTER in owner.slots else WEIGHT)
-        if wanted not in owner.slots:
-            raise UsageError(
-                f"{name} has no slot {wanted}", path=self.source, expected=", ".join(owner.slots) or "none"
-            )
-        return owner.slots[wanted]
+        key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
+        if key not in owner.slots:
+            raise UsageError(f"{name} has no slot {key}", path=self.source, expected=", ".join(owner.slots) or "none")
+        return owner.slots[key]
 
 
 def open(  # noqa: A001

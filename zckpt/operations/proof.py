@@ -24,12 +24,12 @@ from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable
 from zckpt.torchfile import FromFile, walk_tensors
 
 if TYPE_CHECKING:
-    from zckpt.compare.slots import Pair
     from zckpt.engine import Reporter
+    from zckpt.engine.scan import SlotSet
 
 
 def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned: Owned) -> None:
-    """Raise unless a directory can be made or replaced without losing the source or anything that is no checkpoint.
+    """Raise unless a directory can be created or replaced without losing the source or anything that is no checkpoint.
 
     Parameters
     ----------
@@ -67,14 +67,14 @@ def check_sources(checkpoint: Checkpoint, targets: Sequence[Path]) -> None:
 
 
 def check_companions(target: Path, written: Sequence[Path]) -> None:
-    """Raise TargetExistsError unless a file can be replaced, and nothing beside it would then belong to another.
+    """Raise TargetExistsError unless a file can be replaced, and no file next to it would then belong to another.
 
     Parameters
     ----------
     target : Path
         A file.
     written : sequence of Path
-        What is written again, it and what goes beside it.
+        It and what is written next to it.
     """
     for one in written:
         check_replaceable(one)
@@ -108,7 +108,7 @@ class Proof:
     verify : bool
         Compare every byte with the source.
     fingerprint : bool
-        Record the fingerprint with it; of one file, beside it.
+        Record the fingerprint with it; of one file, next to it.
     memory : int, bytes
     reporter : Reporter or None
     drop : sequence of str
@@ -131,8 +131,8 @@ class Proof:
     verified: int = 0
 
     @property
-    def beside(self) -> list[Path]:
-        """What is written beside a target that is one file: its fingerprint, if it is recorded."""
+    def companions(self) -> list[Path]:
+        """Files that are written next to a target that is one file: its fingerprint, if it is recorded."""
         return [_digests_path(self.target)] if self.fingerprint else []
 
     def of(self, written: Path, more: Sequence[Path]) -> None:
@@ -142,7 +142,7 @@ class Proof:
         ----------
         written : Path
         more : sequence of Path
-            Temporary names of what is `beside` a target that is one file; a directory has its fingerprint in it.
+            Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
         found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
@@ -184,14 +184,14 @@ def prove(checkpoint: Checkpoint, written: Checkpoint, target: Path) -> None:
                     advice="please report this",
                 )
             check_covered(Hole(0, f"{key}/{parameter.name}", copy, Extent.whole(copy.shape), copy.dtype))
-    arrived = {_place(value) for value in written.per_rank}
+    arrived = {_identity(value) for value in written.per_rank}
     for value in checkpoint.per_rank:
-        if _place(value) not in arrived:
+        if _identity(value) not in arrived:
             raise LayoutError(f"{value.key} of rank {value.rank} did not arrive", path=target,
                               advice="please report this")  # fmt: skip
 
 
-def _place(value: RankValue) -> tuple[object, ...]:
+def _identity(value: RankValue) -> tuple[object, ...]:
     return value.key, value.group, value.part, value.rank, value.mp_rank
 
 
@@ -266,10 +266,10 @@ def verify_bytes(
     from zckpt.compare.slots import differences
 
     pairs = [
-        pair
+        one
         for parameter in [*checkpoint.tensors(), *checkpoint.unnamed.values()]
         for key, slot in parameter.slots.items()
-        for pair in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
+        for one in _pairs(f"{key}/{parameter.name}", key, slot, _values(parameter, written))
     ]
     pairs += _rank_pairs(checkpoint, written)
     different = differences(pairs, memory=memory, reporter=reporter)
@@ -281,28 +281,28 @@ def verify_bytes(
             path=target,
             advice="please report this",
         )
-    return sum(pair.b.nbytes for pair in pairs)
+    return sum(one.slots[1].nbytes for one in pairs)
 
 
-def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[Pair]:
-    """Yield the tensors of state that is each rank's own, beside what was written of them."""
-    from zckpt.compare.slots import Pair
+def _rank_pairs(checkpoint: Checkpoint, written: Checkpoint) -> Iterator[SlotSet]:
+    """Yield the tensors of state that is each rank's own, each with what was written of it."""
+    from zckpt.compare.slots import pair
 
-    copies = {_place(value): value.value for value in written.per_rank}
+    copies = {_identity(value): value.value for value in written.per_rank}
     for value in checkpoint.per_rank:
-        copy = copies[_place(value)]
+        copy = copies[_identity(value)]
         if not isinstance(value.value, FromFile) or not isinstance(copy, FromFile):
             continue
         mine, its = ([(where, slot_of(value.key, tensor, one.path)) for where, tensor in walk_tensors(one.node)]
                      for one in (value.value, copy))  # fmt: skip
         for (where, slot), (_, other) in zip(mine, its, strict=True):
             label = "/".join(map(str, (value.key, *where)))
-            yield Pair(f"{label} of rank {value.rank}", slot, other, slot.dtype)
+            yield pair(f"{label} of rank {value.rank}", slot, other, slot.dtype)
 
 
-def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[Pair]:
-    """Yield a slot beside what was written of it; of averaged slots every replica, none of them averaged again."""
-    from zckpt.compare.slots import Pair
+def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterator[SlotSet]:
+    """Yield a slot with what was written of it; of averaged slots every replica, none of them averaged again."""
+    from zckpt.compare.slots import pair
 
     copy = found.get(key)
     if copy is None and key == MASTER:
@@ -314,7 +314,7 @@ def _pairs(label: str, key: str, slot: Slot, found: dict[str, object]) -> Iterat
     ours, theirs = (slot.spans, *slot.replicas), (copy.spans, *copy.replicas)
     if len(ours) == len(theirs):
         for mine, its in zip(ours, theirs, strict=True):
-            yield Pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()), copy.dtype)
+            yield pair(label, replace(slot, spans=mine, replicas=()), replace(copy, spans=its, replicas=()), copy.dtype)
     else:
         for its in theirs:
-            yield Pair(label, slot, replace(copy, spans=its, replicas=()), copy.dtype)
+            yield pair(label, slot, replace(copy, spans=its, replicas=()), copy.dtype)

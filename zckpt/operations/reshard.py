@@ -1,4 +1,4 @@
-"""Cut a checkpoint for another number of ranks, in the format it has."""
+"""Write a checkpoint for another number of ranks, in the format it has."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def reshard(
     )  # fmt: skip
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
-    for place in (str(origin), *checkpoint.roots):
-        if Path(place).resolve() in path.resolve().parents:
-            raise UsageError("the target is inside the source", path=path, found=place)
+    for root in (str(origin), *checkpoint.roots):
+        if Path(root).resolve() in path.resolve().parents:
+            raise UsageError("the target is inside the source", path=path, found=root)
     own = get(checkpoint.format)
     given = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zckpt.compare.slots import Figures, Tolerance, measure
+from zckpt.compare.slots import Figures, Tolerance, measure, pair
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.scan import SlotSet
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
@@ -82,7 +81,7 @@ def series(
         As for `diff`.
     memory : int, bytes
     reporter : Reporter, optional
-        Told of progress, in bytes of the checkpoints that are compared with the one before.
+        Counts bytes of the checkpoints that are compared with the one before.
     names, tp_rules
         As for `open`, of each path. What else a checkpoint needs, `open` takes.
 
@@ -102,14 +101,14 @@ def series(
     if not keys:
         raise UsageError("nothing to compare: no slot is chosen", found=[*slots, *parameters])
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
-    told = reporter or SilentReporter()
-    told.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
+    progress = reporter or SilentReporter()
+    progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
     for index in range(1, len(held)):
         for key, figures in _measured(held[index - 1], held[index], memory).items():
             found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
             found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
-        told.advance(sum(slot.nbytes for slot in held[index].values()))
-    told.end()
+        progress.advance(sum(slot.nbytes for slot in held[index].values()))
+    progress.end()
     return Series(checkpoints, list(found.values()))
 
 
@@ -129,12 +128,5 @@ def _slots(checkpoint: Checkpoint, chosen: Filter) -> dict[Key, Slot]:
 def _measured(before: dict[Key, Slot], after: dict[Key, Slot], memory: int) -> dict[Key, Figures]:
     """Return the figures of slots that both have."""
     keys = [key for key in after if key in before and before[key].shape == after[key].shape]
-    rows = [
-        SlotSet(
-            f"{slot}/{name}",
-            (before[name, slot], after[name, slot]),
-            (before[name, slot].dtype, after[name, slot].dtype),
-        )
-        for name, slot in keys
-    ]
-    return dict(zip(keys, measure(rows, Tolerance(), memory=memory), strict=True))
+    sets = [pair(f"{slot}/{name}", before[name, slot], after[name, slot]) for name, slot in keys]
+    return dict(zip(keys, measure(sets, Tolerance(), memory=memory), strict=True))

@@ -1,4 +1,4 @@
-"""Write a checkpoint again, in the format it has, without the bytes that are not wanted."""
+"""Write a checkpoint again, in the format it has, without the bytes that are not needed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def strip(
         Take the padding at the end of each rank's partition off (DeepSpeed, ZeRO-1 and 2): off the masters, and
         off the slots where DeepSpeed loads what is left as it was saved; a note says where it does not.
     optimizer : bool
-        Drop the optimizer's state: all slots, and the masters where the model's weights are there beside them. The
+        Drop the optimizer's state: all slots, and the masters where the model's weights are there, too. The
         hyperparameters stay where they are in a file that stays. DeepSpeed, ZeRO-1 and 2: the optimizer's files go.
     unreferenced : bool
         Drop the bytes of storages that no tensor uses.
@@ -111,18 +111,20 @@ def strip(
     request = Request(padding, optimizer, unreferenced, None if keep_slots is None else frozenset(keep_slots))
     origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
-    made = get(checkpoint.format).strip(checkpoint, origin, request)
-    dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in made.files})
-    owned = Owned(frozenset(one.name for one in made.files).__contains__)
+    stripping = get(checkpoint.format).strip(checkpoint, origin, request)
+    dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in stripping.files})
+    owned = Owned(frozenset(one.name for one in stripping.files).__contains__)
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
 
     def prove(written: Path, _: Sequence[Path]) -> None:
         _prove(checkpoint, open_checkpoint(written, names=checkpoint.given_names), request, path)
 
     is_file = not origin.is_dir()
-    laid = TargetFiles([one.file for one in made.files if one.file is not None], is_file=is_file, notes=made.notes)
+    laid = TargetFiles(
+        [one.file for one in stripping.files if one.file is not None], is_file=is_file, notes=stripping.notes
+    )
     done = write_from(checkpoint, laid, path, how, owned=None if is_file else owned, prove=prove, dropped=dropped)
-    return Stripped(**done.fields(), saved=_saved(made))
+    return Stripped(**done.fields(), saved=_saved(stripping))
 
 
 def _check_request(checkpoint: Checkpoint, source: Path, request: Request) -> None:
@@ -146,16 +148,16 @@ def _gain(checkpoint: Checkpoint, source: Path, request: Request) -> int:
     return sum(_saved(get(checkpoint.format).strip(checkpoint, source, request)).values())
 
 
-def _saved(made: Stripping) -> dict[str, int]:
+def _saved(stripping: Stripping) -> dict[str, int]:
     saved: dict[str, int] = {}
-    for one in made.files:
+    for one in stripping.files:
         for kind, nbytes in one.saved.items():
             saved[kind] = saved.get(kind, 0) + nbytes
     return saved
 
 
 def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owned, *, overwrite: bool) -> None:
-    """Raise unless the target can be made or replaced without losing the source or what is none of its files."""
+    """Raise unless the target can be created or replaced without losing the source or what is none of its files."""
     whole, of = target.resolve(), source.resolve()
     if whole == of or of in whole.parents or whole in of.parents:
         raise UsageError("the target is, contains or is inside the source", path=target, found=source)

@@ -89,10 +89,10 @@ def write_target(
         if owned is None
         else _partial_directory(plan, path, owned, overwrite)
     )
-    with _write_errors(path), partial as (names, whole, beside):
+    with _write_errors(path), partial as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
         if prove is not None:
-            prove(whole, beside)
+            prove(whole, companions)
     return checked
 
 
@@ -124,7 +124,7 @@ def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) 
 
 
 def _names(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
-    """Return where files go: into a directory, or the only one to the target and several beside each other."""
+    """Return where files go: into a directory, or the only one to the target and several into its directory."""
     if owned is not None:
         return [target / name for name in files]
     return [target] if len(files) == 1 else [target.parent / name for name in files]
@@ -216,7 +216,7 @@ def write_from(
     compared = _compared(checkpoint, laid) if how.weight_check else 0
     checked = Checked()
     if not how.dry_run:
-        from zckpt.formats.checksums import source_checks
+        from zckpt.formats.survey import source_checks
 
         checks = source_checks(checkpoint, planned) if how.checksums else None
         checked = write_target(
@@ -305,7 +305,7 @@ def _pattern(items: Sequence[Item]) -> str:
     """Return one pattern that names all of them."""
     if len(items) == 1:
         return escape(items[0].name)
-    return escape(commonprefix([item.name for item in items])) + "*"  # noqa: RUF071  # characters are what is wanted
+    return escape(commonprefix([item.name for item in items])) + "*"  # noqa: RUF071  # of characters, not of paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

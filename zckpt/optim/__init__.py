@@ -1,15 +1,12 @@
 """The sharded optimizers that produce sharded state, and what state each kind of optimizer has.
 
 zero             ZeRO-1 and 2: one flat buffer for each param group
-zero_redundancy  whole parameters handed to ranks
+zero_redundancy  whole parameters assigned to ranks
 distributed      parameters that live on RPC workers
-states           what state any optimizer has on this rank, and how it takes state back
-files            sharded optimizers in files of other programs
-opening          a checkpoint opened for a live model and optimizer
-model_state      a live model's tensors without its wrappers' names
+states           what state any optimizer has on this rank, and how it is loaded again
+files            sharded optimizers in files; a checkpoint opened for a live model and optimizer
 param_groups     what param groups are made of, and their names
-shares           which elements of a tensor this rank has
-memory           how tensors lie in memory
+tensors          a live model's tensors: bare names, this rank's elements, their order in memory
 ranks            who saves or loads together, and how failures are shared
 """
 

@@ -20,7 +20,7 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from zckpt.optim.param_groups import Group, sync
+from zckpt.optim.param_groups import Group, as_groups, check_shapes, selected, sync, with_names
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
 from zckpt.optim.tensors import copied_like
 
@@ -55,7 +55,7 @@ class DistributedOptimizer(Optimizer):
     def __init__(
         self, optimizer_class: Callable[..., Optimizer], params_rref: Iterable[Any], *args: Any, **kwargs: Any
     ) -> None:
-        groups = [_read_group(group) for group in _as_groups(params_rref)]
+        groups = [with_names(group) for group in as_groups(params_rref, "RRefs")]
         self.__setstate__({"defaults": {}, "state": {}, "param_groups": groups})
         self._workers: list[Worker] = []
         for group in groups:
@@ -63,29 +63,24 @@ class DistributedOptimizer(Optimizer):
                 if parameter.owner() not in self._workers:
                     self._workers.append(parameter.owner())
         made = [
-            rpc.rpc_async(worker, _make, args=(optimizer_class, self._part(worker), args, kwargs))
+            rpc.rpc_async(worker, _make, args=(optimizer_class, self._groups_of(worker), args, kwargs))
             for worker in self._workers
         ]
         self.remote_optimizers: list[Any] = _wait(made)
-        answers = self.call(_hyperparameters)
+        answers = self.call(LocalOptimizer.hyperparameters)
         for defaults, theirs in answers[:1]:
             self.defaults = defaults
             sync(theirs, self.param_groups)
 
-    def _part(self, worker: Worker) -> list[Group]:
+    def _groups_of(self, worker: Worker) -> list[Group]:
         """Return the param groups with the parameters of one worker, and their numbers."""
-        parts = []
+        groups = []
         first = 0
         for group in self.param_groups:
             mine = [i for i, parameter in enumerate(group["params"]) if parameter.owner() == worker]
-            part = hyperparameters_of(group)
-            part["params"] = [group["params"][i] for i in mine]
-            part["numbers"] = [first + i for i in mine]
-            if "param_names" in group:
-                part["param_names"] = [group["param_names"][i] for i in mine]
-            parts.append(part)
+            groups.append({**selected(group, mine), "numbers": [first + i for i in mine]})
             first += len(group["params"])
-        return parts
+        return groups
 
     @property
     def num_workers(self) -> int:
@@ -125,12 +120,12 @@ class DistributedOptimizer(Optimizer):
         """
         dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
-        for theirs in self.call(_step, context_id, hyperparameters)[:1]:
+        for theirs in self.call(LocalOptimizer.step, context_id, hyperparameters)[:1]:
             sync(theirs, self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `grad` of all parameters. Gradients of `torch.distributed.autograd` are in its contexts, not there."""
-        self.call(_zero_grad, set_to_none)
+        self.call(LocalOptimizer.zero_grad, set_to_none)
 
     def add_param_group(self, param_group: Group) -> None:  # noqa: ARG002
         """Raise: workers have their parameters from the beginning."""
@@ -139,8 +134,8 @@ class DistributedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, on the CPU of the caller, as `torch.optim` has it, numbered over all groups."""
         state: State = {}
-        for part in self.call(_state):
-            state.update(part)
+        for theirs in self.call(LocalOptimizer.state):
+            state.update(theirs)
         groups, first = [], 0
         for group in self.param_groups:
             numbers = list(range(first, first + len(group["params"])))
@@ -158,15 +153,15 @@ class DistributedOptimizer(Optimizer):
         """
         numbers = _check(state_dict, self.param_groups)
         state = {numbers[number]: values for number, values in state_dict["state"].items()}
-        parts = [self._numbers(one.owner()) for one in self.remote_optimizers]
-        shares = [{n: state[n] for n in mine if n in state} for mine in parts]
+        held = [self._numbers(one.owner()) for one in self.remote_optimizers]
+        shares = [{n: state[n] for n in mine if n in state} for mine in held]
         hyperparameters = [hyperparameters_of(group) for group in state_dict["param_groups"]]
-        for function in (_check_shapes, _load):
+        for function in (LocalOptimizer.check, LocalOptimizer.load):
             self.call_each(function, [(share, hyperparameters) for share in shares])
         sync(hyperparameters, self.param_groups)
 
     def _numbers(self, worker: Worker) -> list[int]:
-        return [number for part in self._part(worker) for number in part["numbers"]]
+        return [number for group in self._groups_of(worker) for number in group["numbers"]]
 
 
 class LocalOptimizer:
@@ -213,8 +208,33 @@ class LocalOptimizer:
                     parameter.grad = gradient
             return [hyperparameters_of(group) for group in self.optimizer.param_groups]
 
+    def hyperparameters(self) -> tuple[Group, list[Group]]:
+        """Return the defaults, and what the param groups say besides their parameters."""
+        return dict(self.optimizer.defaults), [hyperparameters_of(group) for group in self.optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear `grad` of this worker's parameters."""
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state(self) -> State:
+        """Return this worker's state on the CPU."""
+        with self.lock:
+            return {
+                number: {key: _on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
+                for number, parameter in self.by_number().items()
+                if parameter in self.optimizer.state
+            }
+
+    def check(self, state: State, hyperparameters: list[Group]) -> None:
+        """Raise ValueError unless state fits this worker's parameters."""
+        if len(hyperparameters) != len(self.numbers):
+            raise ValueError(f"{len(hyperparameters)} param groups for an optimizer that has {len(self.numbers)}")
+        parameters = self.by_number()
+        for number, values in state.items():
+            check_shapes(number, values, parameters[number])
+
     def load(self, state: State, hyperparameters: list[Group]) -> None:
-        """Take over state by number, laid out in memory as its parameter is; what is not there is cleared."""
+        """Load state by number, laid out in memory as its parameter is; what is not there is cleared."""
         with self.lock:
             saved = self.optimizer.state_dict()["param_groups"]
             local = {
@@ -241,65 +261,8 @@ def _on_worker(optimizer: Any, function: Callable[..., Any], *args: Any) -> Any:
     return function(optimizer.local_value(), *args)
 
 
-def _step(local: LocalOptimizer, context_id: int, hyperparameters: list[Group]) -> list[Group]:
-    return local.step(context_id, hyperparameters)
-
-
-def _hyperparameters(local: LocalOptimizer) -> tuple[Group, list[Group]]:
-    return dict(local.optimizer.defaults), [hyperparameters_of(group) for group in local.optimizer.param_groups]
-
-
-def _zero_grad(local: LocalOptimizer, set_to_none: bool) -> None:
-    local.optimizer.zero_grad(set_to_none=set_to_none)
-
-
-def _state(local: LocalOptimizer) -> State:
-    with local.lock:
-        return {
-            number: {key: _on_cpu(value) for key, value in local.optimizer.state[parameter].items()}
-            for number, parameter in local.by_number().items()
-            if parameter in local.optimizer.state
-        }
-
-
-def _check_shapes(local: LocalOptimizer, state: State, hyperparameters: list[Group]) -> None:
-    from zckpt.optim.zero_redundancy.state_dicts import check_shapes
-
-    if len(hyperparameters) != len(local.numbers):
-        raise ValueError(f"{len(hyperparameters)} param groups for an optimizer that has {len(local.numbers)}")
-    parameters = local.by_number()
-    for number, values in state.items():
-        check_shapes(number, values, parameters[number])
-
-
-def _load(local: LocalOptimizer, state: State, hyperparameters: list[Group]) -> None:
-    local.load(state, hyperparameters)
-
-
 def _on_cpu(value: object) -> object:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _as_groups(params: Iterable[Any]) -> list[Group]:
-    given = list(params)
-    if not given:
-        raise ValueError("an empty parameter list")
-    if any(isinstance(one, dict) for one in given):
-        if not all(isinstance(one, dict) for one in given):
-            raise TypeError("params must be an iterable of RRefs or of dicts, not of both")
-        return given
-    return [{"params": given}]
-
-
-def _read_group(group: Group) -> Group:
-    members = list(group["params"])
-    named = [one for one in members if isinstance(one, tuple)]
-    if named and len(named) != len(members):
-        raise ValueError("either all parameters of a group have names or none has")
-    made = {**group, "params": [one[1] for one in named] if named else members}
-    if named:
-        made["param_names"] = [one[0] for one in named]
-    return made
 
 
 def _check(state_dict: Mapping[str, Any], groups: list[Group]) -> dict[int, int]:

@@ -1,15 +1,19 @@
-"""Sharded optimizers in files: what `zckpt convert --to zero-redundancy` writes, by those who have the state.
+"""Sharded optimizers in files, and checkpoints opened for a live model and optimizer.
 
     save(optimizer, "run/step500", model=model)     on every rank of a ZeroRedundancyOptimizer
     load(optimizer, "run/step500", model=model)     the same, at any number of ranks
 
     save(optimizer, "run/step500")                  on the caller of a DistributedOptimizer: each of its workers writes
-    load(optimizer, "run/step500")                  and reads its own part, and no state goes through the caller
+    load(optimizer, "run/step500")                  and reads its own, and no state goes through the caller
 
     save(optimizer, "run/global_step500", model=model)      on every rank of a ZeroOptimizer: a checkpoint that
     load(optimizer, "run/global_step500", model=model)      DeepSpeed loads, too
 
 `load` takes a checkpoint of any format that zckpt reads. Parameters are found by name, and only their bytes are read.
+
+Files of `torch.optim` number their parameters, in the order in which the optimizer was given them. The live optimizer's
+order says which number is which, as in torch. The names that shapes and the model's order leave are second: where that
+order contradicts shapes, or masters that can be compared with weights have given the names.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ def save(
     beside: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a sharded optimizer and its parameters, each rank or worker its own part; appears whole or not at all.
+    """Write a sharded optimizer and its parameters, each rank or worker its own; appears whole or not at all.
 
     Parameters
     ----------
@@ -117,6 +121,8 @@ def load(
     ranks.do(restoring.share, spoiled=SPOILED)
 
 
+# --- opening
+
 Order = Sequence[Sequence[str]]
 """Names of the parameters of each param group, in the optimizer's order."""
 
@@ -134,13 +140,10 @@ def open_for(
 
     Parameters
     ----------
-    path : path-like
     live : collection of str
         Names of the model's tensors.
     order : sequence of sequence of str
         Of the live optimizer; empty: there is none.
-    tag : str, optional
-        As for `open`.
     names : sequence of str, optional
         Given by the user, in the order of the optimizer that was saved.
     strict : bool
@@ -153,7 +156,9 @@ def open_for(
     SourceError
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
-    found = _open(path, live, order, tag=tag, names=names, strict=strict)
+    own = [name for group in order for name in group]
+    found = open_checkpoint(path, tag=tag, names=names) if names is not None else _open(path, order, tag, strict=strict)
+    like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(
             f"{keys_listed(found.per_rank)}: each rank had its own, of the elements that it held, and no optimizer "
@@ -164,18 +169,8 @@ def open_for(
     return found
 
 
-def _open(
-    path: str | os.PathLike[str],
-    live: Collection[str],
-    order: Order,
-    *,
-    tag: str | None,
-    names: Sequence[str] | None,
-    strict: bool,
-) -> OpenedCheckpoint:
-    every = list(dict.fromkeys([*live, *(name for group in order for name in group)]))
-    if names is not None:
-        return _like(open_checkpoint(path, tag=tag, names=names), every)
+def _open(path: str | os.PathLike[str], order: Order, tag: str | None, *, strict: bool) -> OpenedCheckpoint:
+    """Open a checkpoint with the optimizer's names for numbers, where numbers are all that it has."""
     own = [name for group in order for name in group]
     try:
         found = open_checkpoint(path, tag=tag)
@@ -183,22 +178,17 @@ def _open(
         if not own:
             raise
         try:
-            return _like(open_checkpoint(path, tag=tag, names=own), every)
+            return open_checkpoint(path, tag=tag, names=own)
         except ZckptError:
             raise error from None
     if not own or not found.is_numbered:
-        return _like(found, every)
+        return found
     try:
-        return _like(_numbered(found, path, order, tag), every)
+        return _numbered(found, path, order, tag)
     except UsageError:
         if strict:
             raise
-        return _like(found, every)
-
-
-def _like(found: OpenedCheckpoint, names: Sequence[str]) -> OpenedCheckpoint:
-    like_model(found, names)
-    return found
+        return found
 
 
 def _numbered(found: OpenedCheckpoint, path: str | os.PathLike[str], order: Order, tag: str | None) -> OpenedCheckpoint:

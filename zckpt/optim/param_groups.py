@@ -18,15 +18,24 @@ from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.tensors import own_names
 from zckpt.state import ParamGroup, Scalar
 
+SHOWN = 4
+"""How many names a message lists."""
+
 Group = dict[str, Any]
 
 OWN_KEYS = ("params", "param_names")
-"""What a param group says of its parameters, which each rank's groups have a part of."""
+"""What a param group says of its parameters, of which each rank's groups have some."""
 
 
 def hyperparameters(group: Mapping[str, Any]) -> Group:
     """Return what a group says besides its parameters."""
     return {key: value for key, value in group.items() if key not in OWN_KEYS}
+
+
+def selected(group: Group, chosen: Sequence[int]) -> Group:
+    """Return a group with some of its parameters, given by position."""
+    kept = {key: [group[key][index] for index in chosen] for key in OWN_KEYS if key in group}
+    return {**hyperparameters(group), **kept}
 
 
 def plain(group: Mapping[str, Any]) -> Group:
@@ -64,19 +73,33 @@ def read_groups(params: object) -> list[Group]:
         raise TypeError(f"params must be an iterable of tensors or dicts, not one {torch.typename(params)}")
     if not isinstance(params, Iterable):
         raise TypeError(f"params must be an iterable of tensors or dicts, not {torch.typename(params)}")
-    given = list(params)
-    if not given:
-        raise ValueError("an empty parameter list")
-    if all(isinstance(one, dict) for one in given):
-        groups = [read_group(one) for one in given]
-    elif any(isinstance(one, dict) for one in given):
-        raise TypeError("params must be an iterable of tensors or of dicts, not of both")
-    else:
-        groups = [read_group({"params": given})]
+    groups = [read_group(one) for one in as_groups(params, "tensors")]
     if len({"param_names" in group for group in groups}) > 1:
         raise ValueError("either all param groups have names for their parameters or none has")
     _check_types([tensor for group in groups for tensor in group["params"]])
     return groups
+
+
+def as_groups(params: Iterable[Any], what: str) -> list[Group]:
+    """Return what an optimizer is given as dicts. Raises as `read_groups`; `what` says what parameters are."""
+    given = list(params)
+    if not given:
+        raise ValueError("an empty parameter list")
+    count = sum(isinstance(one, dict) for one in given)
+    if count not in (0, len(given)):
+        raise TypeError(f"params must be an iterable of {what} or of dicts, not of both")
+    return given if count else [{"params": given}]
+
+
+def with_names(group: Group) -> Group:
+    """Return a group with its parameters in a list of its own, and names apart. Raises as `read_groups`."""
+    members = list(group["params"])
+    named = [one for one in members if isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)]
+    if not named:
+        return {**group, "params": members}
+    if len(named) != len(members):
+        raise ValueError("either all parameters of a group have names or none has")
+    return {**group, "params": [one[1] for one in named], "param_names": [one[0] for one in named]}
 
 
 def read_group(group: Group) -> Group:
@@ -88,22 +111,17 @@ def read_group(group: Group) -> Group:
         members = [members]
     if isinstance(members, (set, frozenset)):
         raise TypeError("parameters must have an order, which those of a set do not")
-    members = list(members)
-    named = [one for one in members if _is_pair(one)]
-    if named and len(named) != len(members):
-        raise ValueError("either all parameters of a group have names or none has")
-    made = {**group, "params": [one[1] for one in members] if named else members}
-    if named:
-        made["param_names"] = [one[0] for one in named]
+    made = with_names({**group, "params": members})
+    count = len(made["params"])
     for tensor in made["params"]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"parameters must be tensors, not {torch.typename(tensor)}")
         if tensor.layout != torch.strided:
             raise ValueError(f"parameters must be dense tensors, not {tensor.layout}")
-    if len(set(made["params"])) != len(members):
+    if len(set(made["params"])) != count:
         raise ValueError("a param group has a parameter twice, which two ranks would step")
-    if len(made.get("param_names", members)) != len(members):
-        raise ValueError(f"a param group has {len(made['param_names'])} names for {len(members)} parameters")
+    if "param_names" in made and len(made["param_names"]) != count:
+        raise ValueError(f"a param group has {len(made['param_names'])} names for {count} parameters")
     return made
 
 
@@ -117,10 +135,6 @@ def read_process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _is_pair(one: object) -> bool:
-    return isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
-
-
 def _check_types(tensors: Sequence[torch.Tensor]) -> None:
     """Refuse several element types where nothing is trained: no model is like that, as torch's class says too."""
     types = {torch.typename(tensor) for tensor in tensors}
@@ -128,7 +142,22 @@ def _check_types(tensors: Sequence[torch.Tensor]) -> None:
         raise ValueError(f"tensors of several types, none of which requires a gradient: {', '.join(sorted(types))}")
 
 
-SHOWN = 4
+def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
+    """Refuse state that is per element and of another shape than the parameter."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
+    for key, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
+            continue
+        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
+            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
+        raise ValueError(
+            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
+            f"the parameter has {tuple(parameter.shape)}"
+        )
+
+
+# --- names
 
 Names = list[list[str]]
 """The names of each param group's parameters, in the optimizer's order."""
@@ -137,16 +166,7 @@ Names = list[list[str]]
 def group_names(groups: Sequence[Mapping[str, Any]], known: Mapping[torch.Tensor, str]) -> Names:
     """Return the names of all parameters, as the bare model has them: the model's, or else the optimizer's own.
 
-    Parameters
-    ----------
-    groups : sequence of mapping
-    known : mapping
-        The names of the model's parameters.
-
-    Raises
-    ------
-    UsageError
-        Some have neither.
+    `known` are the names of the model's parameters. Raises UsageError: some have neither.
     """
     own = own_names(groups)
     for group in groups:
@@ -169,10 +189,7 @@ def by_tensor(groups: Sequence[Mapping[str, Any]], names: Names) -> dict[torch.T
 def remote_names(groups: Sequence[Mapping[str, Any]]) -> Names:
     """Return the names that a DistributedOptimizer was given: those that its workers know.
 
-    Raises
-    ------
-    UsageError
-        It was given none.
+    Raises UsageError: it was given none.
     """
     if not all("param_names" in group for group in groups):
         raise UsageError("the optimizer's parameters have no names", advice="make the optimizer of (name, RRef) pairs")
@@ -191,13 +208,10 @@ def group_hyperparameters(
 
     Parameters
     ----------
-    checkpoint : OpenedCheckpoint
     groups : sequence of ParamGroup
         Its groups of this optimizer.
     names : list of list of str
         Of the optimizer's parameters that are trained.
-    path : path-like
-        For messages.
     optional : collection of str
         Parameters of the optimizer that may be missing on either side, since they have no state.
 

@@ -1,4 +1,4 @@
-"""The ranks that save or load together: what they tell each other, the directory that they write, and their failures.
+"""The ranks that save or load together: what they send each other, the directory that they write, and their failures.
 
 A failure of one is one of all.
 """
@@ -21,6 +21,9 @@ from zckpt.storage.ownership import Owned
 T = TypeVar("T")
 
 Failure = tuple[type[BaseException], str, dict[str, Any]]
+
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Under its name since torch 2.13, or before."""
 
 ALONE = "alone"
 """The purpose of one rank that has nobody to agree with, such as the caller of RPC workers."""
@@ -92,16 +95,7 @@ class Ranks:
     def do(self, step: Callable[[], T], *, spoiled: str | None = None) -> T:
         """Take a step on all ranks, and return what it makes here; if one fails, all have failed.
 
-        Parameters
-        ----------
-        step : callable
-        spoiled : str, optional
-            What has become of things when it fails, which the error then says.
-
-        Raises
-        ------
-        ZckptError, RuntimeError
-            As `agree`; with `spoiled`, any failure of the step is a ZckptError.
+        Raises as `agree`. With `spoiled`, which says what has become of things, any failure here is a ZckptError.
         """
         try:
             made = step()
@@ -113,13 +107,7 @@ class Ranks:
         return made
 
     def of_first(self, step: Callable[[], T]) -> T:
-        """Take a step on the first rank only, and return what it makes on all; if it fails, all have failed.
-
-        Raises
-        ------
-        ZckptError, RuntimeError
-            As `agree`.
-        """
+        """Take a step on the first rank only, and return what it makes on all; if it fails, all have failed."""
         made = self.do(lambda: step() if self.rank == 0 else None)
         return self.from_first(made)  # type: ignore[return-value]  # the first rank's is no None of ours
 
@@ -141,7 +129,7 @@ class Ranks:
                 _raise(rank, failure)
 
     def _exchange(self, error: BaseException | None) -> list[Failure | None]:
-        """Tell all ranks of a failure of this one, and return what each had to say."""
+        """Send all ranks the failure of this one, and return that of each."""
         failures: list[Any] = [None] * self.world_size
         if self.group is not None:
             dist.all_gather_object(failures, _packed(error), group=self.group)
@@ -192,13 +180,7 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
 def written_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
     """Let all ranks write into one new directory, which the first rank makes and names; a failure of one is one of all.
 
-    Parameters
-    ----------
-    path : Path
-    ranks : Ranks
-    overwrite : bool
-        Replace a directory that `owned` tells.
-    owned : Owned
+    With `overwrite`, it replaces a directory that `owned` recognises.
 
     Raises
     ------

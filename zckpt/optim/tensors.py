@@ -1,9 +1,12 @@
-"""A live model's tensors by the names that it has without wrappers."""
+"""Live tensors: a model's by the names that it has without wrappers, what this rank has, and their order in memory.
+
+A fused optimizer needs state to lie in memory as its parameter does, or steps it out of order.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -24,15 +27,7 @@ PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A model's own tensors, not copies, by the names of the bare model.
-
-    Parameters
-    ----------
-    state : dict
-        What `state_dict` has.
-    parameters : dict of str to Parameter
-        Under all of their names.
-    """
+    """A model's own tensors, not copies: what `state_dict` has, and parameters under all of their names."""
 
     state: dict[str, Any]
     parameters: dict[str, torch.nn.Parameter]
@@ -62,11 +57,11 @@ def bare(model: torch.nn.Module) -> Bare:
     Raises
     ------
     UnsupportedError
-        Parts are in FullyShardedDataParallel: its tensors lie in a flat one, whose memory comes and goes.
+        FullyShardedDataParallel is in it: its tensors lie in a flat one, whose memory comes and goes.
     """
     if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
         raise UnsupportedError(
-            "the model is in FullyShardedDataParallel, whose parameters are parts of a flat one",
+            "the model is in FullyShardedDataParallel, whose parameters lie in a flat one",
             advice="use fully_shard, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
@@ -107,18 +102,10 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class ModelState:
-    """A model's tensors.
+    """A model's tensors by their first names, a DTensor where one is sharded.
 
-    Parameters
-    ----------
-    tensors : dict of str to Tensor
-        By name: parameters and persistent buffers, each under its first name; a DTensor where it is sharded.
-    parameters : set of str
-        Which of them are parameters.
-    tied : dict of str to str
-        Further names of parameters, and the first name of each.
-    extra : dict of str to object
-        What modules keep beside tensors, by key.
+    `parameters` are the names of those that are no buffers; `tied` has the further names of parameters, with the first
+    name of each; `extra` is what modules keep besides tensors, by key.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -161,24 +148,23 @@ def model_state(model: torch.nn.Module | None) -> ModelState:
 
 
 def set_extra(model: torch.nn.Module, key: str, value: object) -> None:
-    """Give a module what it keeps beside tensors."""
-    for name, module in _modules(unwrapped(model)):
-        if key == (f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE):
+    """Give the module that a key names what it keeps besides tensors."""
+    for name, module in unwrapped(model).named_modules(remove_duplicate=False):
+        bare_name = plain_name(name)
+        if key == (f"{bare_name}.{EXTRA_STATE}" if bare_name else EXTRA_STATE):
             module.set_extra_state(value)
-
-
-def _modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules(remove_duplicate=False):
-        yield plain_name(name), module
 
 
 def _is_extra(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE
 
 
+# --- what this rank has
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Elements of a tensor that this rank has.
+    """What this rank has of a tensor.
 
     Parameters
     ----------
@@ -209,7 +195,7 @@ def share_of(tensor: torch.Tensor, name: str) -> Share | None:
     if isinstance(tensor, DTensor):
         return _share_of_dtensor(tensor, name)
     if tensor.layout != torch.strided:
-        raise UnsupportedError(f"{name} is {tensor.layout}, of which no part can be told", advice="make it dense")
+        raise UnsupportedError(f"{name} is {tensor.layout}, whose elements have no order", advice="make it dense")
     shape = tuple(tensor.shape)
     return Share(shape, Extent.whole(shape), tensor.detach())
 
@@ -222,7 +208,7 @@ def _share_of_dtensor(tensor: DTensor, name: str) -> Share | None:
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local = tensor.to_local().detach()
     if len(chunks) > 1:
-        raise UnsupportedError(f"{name} has {len(chunks)} parts on one rank", found=tensor.placements)
+        raise UnsupportedError(f"{name} has {len(chunks)} boxes on one rank", found=tensor.placements)
     if not chunks:
         return None
     offsets, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
@@ -247,6 +233,9 @@ def _replicas(tensor: DTensor) -> tuple[int, ...]:
 def world_rank() -> int:
     """Return this rank's number in the world."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+# --- in memory
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

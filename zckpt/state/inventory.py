@@ -3,7 +3,7 @@
 A file is a tree: of objects in a torch file, of named tensors in a safetensors file or a DCP item. Every file below the
 directory that was opened, every record of an archive and every leaf of each tree has exactly one fate:
 
-    state      a part of the logical state: elements of a slot, or a value of a parameter or a param group
+    state      of the logical state: elements of a slot, or a value of a parameter or a param group
     carried    goes along as it is, under a key of the checkpoint's metadata
     copy       a further copy of something that is read, which `verify --deep` holds against it
     implied    follows from the rest, or means nothing by itself: padding, indexes, slice mappings, checksums

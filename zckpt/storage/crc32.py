@@ -1,4 +1,4 @@
-"""CRC-32, and that of a file from the CRC-32s of its parts, so that parts can be written in parallel, in any order."""
+"""CRC-32, and that of a file from the CRC-32s of its pieces, so that these can be written in parallel, in any order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _shift(nbytes: int) -> int:
 
 
 def combined(first: int, second: int, second_nbytes: int, /) -> int:
-    """Return the CRC-32 of two parts put end to end.
+    """Return the CRC-32 of two pieces put end to end.
 
     A CRC is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Polynomials are held
     bit-reversed, as in zip files: bit 31 is the coefficient of x^0.
@@ -40,9 +40,9 @@ def combined(first: int, second: int, second_nbytes: int, /) -> int:
     Parameters
     ----------
     first, second : int
-        CRC-32 of each part.
+        CRC-32 of each piece.
     second_nbytes : int, bytes
-        Length of the second part.
+        Length of the second piece.
     """
     return _multiply(first, _shift(second_nbytes)) ^ second
 

@@ -317,8 +317,8 @@ def _name_together(partials: Sequence[Path], targets: Sequence[Path]) -> None:
 def _go_on(listed: int, directory: Path) -> None:
     """Name the files of a list that a killed run left; one that was not written to its end says nothing."""
     try:
-        rows = json.loads(os.pread(listed, LIST_NBYTES, 0))
-        waiting = [_Waiting(name, nbytes, inode) for name, nbytes, inode in rows]
+        every = json.loads(os.pread(listed, LIST_NBYTES, 0))
+        waiting = [_Waiting(name, nbytes, inode) for name, nbytes, inode in every]
     except (ValueError, TypeError):
         return
     if waiting and all(type(one.name) is str and Path(one.name).name == one.name for one in waiting):

@@ -1,17 +1,17 @@
 """Byte ranges of files. Knows how to open and read them and nothing of what they mean.
 
 Every file of a checkpoint is opened here. Only regular files are: a pipe would wait for a writer that never comes, and
-a device has no end. A `ByteSource` is a range that is read by itself, be it of a file or in memory: offsets count from
-its start, and what its reader reports is absolute: `base` + offset.
+a device has no end. A `FileRange` is a range that is read by itself: offsets count from its start, and what its reader
+reports is absolute: `base` + offset.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from stat import S_ISREG
 from typing import TYPE_CHECKING
 
@@ -198,27 +198,26 @@ def _too_short(path: str, expected: int, found: int) -> DamagedFileError:
     )
 
 
-class ByteSource(ABC):
-    """Where a reader gets its bytes from; `FileRange` and `Buffer` say how.
+@dataclass(slots=True)
+class FileRange:
+    """A range of an open file, which a reader takes for a file of its own.
 
     Parameters
     ----------
+    descriptor : int
     path : str
         File named in errors.
     base : int, bytes
-        Absolute offset of the range in that file.
+        Offset of the range in that file.
     nbytes : int, bytes
         Length of the range.
     """
 
-    __slots__ = ("base", "nbytes", "path")
+    descriptor: int
+    path: str
+    base: int
+    nbytes: int
 
-    def __init__(self, path: str, base: int, nbytes: int) -> None:
-        self.path = path
-        self.base = base
-        self.nbytes = nbytes
-
-    @abstractmethod
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes from `offset`, relative to the range.
 
@@ -229,6 +228,8 @@ class ByteSource(ABC):
         SourceError
             The system cannot read them.
         """
+        self.check(offset, nbytes)
+        return read_at(self.descriptor, self.base + offset, nbytes, path=self.path)
 
     def check(self, offset: int, nbytes: int) -> None:
         """Raise DamagedFileError if some of these bytes are outside of the range."""
@@ -240,36 +241,6 @@ class ByteSource(ABC):
                 found=f"bytes {offset} to {offset + nbytes}",
                 advice="copy it again from where it came from",
             )
-
-
-class FileRange(ByteSource):
-    """A range of an open file."""
-
-    __slots__ = ("descriptor",)
-
-    def __init__(self, descriptor: int, path: str, base: int, nbytes: int) -> None:
-        super().__init__(path, base, nbytes)
-        self.descriptor = descriptor
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Read from the file, at a position of its own."""
-        self.check(offset, nbytes)
-        return read_at(self.descriptor, self.base + offset, nbytes, path=self.path)
-
-
-class Buffer(ByteSource):
-    """A range of a file whose bytes are in memory already."""
-
-    __slots__ = ("view",)
-
-    def __init__(self, data: bytes | bytearray | memoryview, path: str, base: int) -> None:
-        self.view = memoryview(data).cast("B")
-        super().__init__(path, base, self.view.nbytes)
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Copy from memory."""
-        self.check(offset, nbytes)
-        return bytes(self.view[offset : offset + nbytes])
 
 
 @contextmanager

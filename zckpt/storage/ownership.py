@@ -114,7 +114,7 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
         return
     except (OSError, ValueError) as error:
         raise TargetError("cannot be written", path=target, found=getattr(error, "strerror", str(error))) from error
-    wanted, found = "a file" if owned is None else "a directory", kind_of(mode)
+    expected, found = "a file" if owned is None else "a directory", kind_of(mode)
     if found == "a symbolic link":
         raise TargetExistsError(
             "is a symbolic link, which is not replaced",
@@ -122,9 +122,9 @@ def check_replaceable(target: Path, owned: Owned | None = None) -> None:
             found=f"a link to {target.readlink()}",
             advice="name what it points to, or remove it",
         )
-    if found != wanted:
+    if found != expected:
         raise TargetExistsError(
-            "cannot be replaced", path=target, expected=wanted, found=found, advice="choose another name"
+            "cannot be replaced", path=target, expected=expected, found=found, advice="choose another name"
         )
     if owned is not None:
         _check_owned(target, owned)
@@ -245,7 +245,7 @@ def _claim(name: Path, *, directory: bool, left: Left | None) -> int:
 
 
 def _opened(name: Path, *, directory: bool) -> tuple[int, bool]:
-    """Return a descriptor, and whether what it is of was made just now."""
+    """Return a descriptor, and whether what it is of is new."""
     try:
         if directory:
             name.mkdir()

@@ -13,7 +13,6 @@ from zckpt.torchfile.archive import (
     ALIGNMENT,
     CENTRAL,
     LOCAL,
-    ArchiveLayout,
     NewRecord,
     Placed,
     Record,
@@ -46,10 +45,10 @@ from zckpt.torchfile.nodes import (
 from zckpt.torchfile.pickle_stream import Writer, in_order
 from zckpt.torchfile.pickle_writer import dump
 from zckpt.torchfile.plain import Renderer, brief, plain
-from zckpt.torchfile.reader import read_pickle, read_source, read_torchbytes, read_torchfile
+from zckpt.torchfile.reader import read_pickle, read_source, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
 from zckpt.torchfile.rebuild_torch import dense
-from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, PickleFile, TorchFile
+from zckpt.torchfile.torch_file import NUMPY, FromFile, Mentioned, TorchFile
 from zckpt.torchfile.trees import (
     LEAVES,
     MAX_DEPTH,
@@ -74,7 +73,6 @@ __all__ = [
     "MAX_ELEMENTS",
     "NUMPY",
     "PARTS",
-    "ArchiveLayout",
     "Context",
     "DType",
     "DefaultMapping",
@@ -97,7 +95,6 @@ __all__ = [
     "NumpyScalar",
     "Object",
     "OrderedMapping",
-    "PickleFile",
     "Placed",
     "PlainParts",
     "QuantizedTensor",
@@ -127,7 +124,6 @@ __all__ = [
     "read_directory",
     "read_pickle",
     "read_source",
-    "read_torchbytes",
     "read_torchfile",
     "walk_tensors",
 ]

@@ -20,7 +20,7 @@ from struct import Struct, pack
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.storage.files import ByteSource
+from zckpt.storage.files import FileRange
 
 END = Struct("<4s4H2LH")
 ZIP64_LOCATOR = Struct("<4sLQL")
@@ -115,7 +115,7 @@ class Entry:
     stored: bool
 
 
-def read_archive(source: ByteSource) -> dict[str, Record]:
+def read_archive(source: FileRange) -> dict[str, Record]:
     """Return the records of a zip archive by name, in the order of its central directory.
 
     Raises
@@ -137,7 +137,7 @@ def read_archive(source: ByteSource) -> dict[str, Record]:
     }
 
 
-def check_entries(source: ByteSource, entries: list[Entry]) -> None:
+def check_entries(source: FileRange, entries: list[Entry]) -> None:
     """Refuse an archive whose records have other forms than those of torch.save."""
     root = entries[0].name.partition("/")[0] if entries else ""
     if any(entry.name == f"{root}/constants.pkl" for entry in entries):
@@ -157,14 +157,14 @@ def check_entries(source: ByteSource, entries: list[Entry]) -> None:
             )
 
 
-def damaged(source: ByteSource, message: str, **details: object) -> DamagedFileError:
+def damaged(source: FileRange, message: str, **details: object) -> DamagedFileError:
     """Return an error about the archive as a whole."""
     error = DamagedFileError(message, path=source.path, **details)  # type: ignore[arg-type]
     error.advice = error.advice or "copy it again from where it came from"
     return error
 
 
-def find_directory(source: ByteSource) -> tuple[int, int, int]:
+def find_directory(source: FileRange) -> tuple[int, int, int]:
     """Return number of records, offset and size of the central directory."""
     tail = source.read(max(source.nbytes - END.size, 0), min(source.nbytes, END.size))
     if len(tail) < END.size or tail[:4] != b"PK\5\6" or tail[-2:] != b"\0\0":  # there is a comment after it
@@ -197,7 +197,7 @@ def find_directory(source: ByteSource) -> tuple[int, int, int]:
     return count, offset, size
 
 
-def read_directory(source: ByteSource, data: bytes, count: int) -> list[Entry]:
+def read_directory(source: FileRange, data: bytes, count: int) -> list[Entry]:
     """Return what the central directory says of every record."""
     entries: list[Entry] = []
     names: set[bytes] = set()
@@ -227,7 +227,7 @@ def read_directory(source: ByteSource, data: bytes, count: int) -> list[Entry]:
     return entries
 
 
-def zip64_sizes(source: ByteSource, name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
+def zip64_sizes(source: FileRange, name: str, extra: bytes, fields: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return size, packed size and header offset with the 64-bit values of the zip64 extra field."""
     at = 0
     while at + 4 <= len(extra):
@@ -249,7 +249,7 @@ def zip64_sizes(source: ByteSource, name: str, extra: bytes, fields: tuple[int, 
     return fields
 
 
-def locate(source: ByteSource, entries: list[Entry], directory: int) -> list[int]:
+def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]:
     """Return where each record's data begins, from the start of the range.
 
     Raises

@@ -229,7 +229,7 @@ def arguments(args: object) -> tuple[object, ...]:
 
 
 def new(cls: object, args: object, how: str) -> object:
-    """Return an instance made by `cls.__new__`."""
+    """Return what stands for the result of `cls.__new__`."""
     values = arguments(args)
     if not values and cls == NAMESPACE:
         return Namespace()

@@ -276,8 +276,8 @@ def meta(writer: Writer, node: nodes.MetaTensor) -> Parts:
     gradient, has_state = node.requires_grad, node.attributes is not None or node.state is not None
     if isinstance(node.layout, nodes.Layout):
         function = nodes.Global(UTILS, "_rebuild_wrapper_subclass")
-        place = (node.storage_offset, node.layout, node.device, gradient)
-        args: tuple[object, ...] = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *place)
+        rest = (node.storage_offset, node.layout, node.device, gradient)
+        args: tuple[object, ...] = (node.subclass, nodes.DType(node.dtype), node.shape, node.strides, *rest)
         wrapped = has_state
     else:
         function = nodes.Global(UTILS, "_rebuild_meta_tensor_no_storage")

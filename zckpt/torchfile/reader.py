@@ -25,7 +25,7 @@ from zckpt.codes import CHECKSUM, TRUNCATED, UNSUPPORTED
 from zckpt.errors import DamagedFileError, PickleError, UnknownFormatError, UnsupportedError, ZckptError
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.files import Buffer, ByteSource, collector_paused, open_range
+from zckpt.storage.files import FileRange, collector_paused, open_range
 from zckpt.torchfile.archive import Record, has_checksums, read_archive
 from zckpt.torchfile.nodes import Storage
 from zckpt.torchfile.opcodes import TruncatedPickleError
@@ -81,32 +81,6 @@ def read_torchfile(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int
         return read_source(source)
 
 
-def read_torchbytes(
-    data: bytes | bytearray | memoryview, *, path: str | os.PathLike[str], base_offset: int = 0
-) -> TorchFile:
-    """Read the structure of a torch file whose bytes are in memory.
-
-    Parameters
-    ----------
-    data : bytes-like
-    path : path-like
-        The file that the bytes are from; it is named in errors and not opened.
-    base_offset : int, bytes
-        Where in that file they begin.
-
-    Returns
-    -------
-    TorchFile
-        All offsets in it count from the start of `path`.
-
-    Raises
-    ------
-    UnknownFormatError, DamagedFileError, PickleError, UnsupportedError
-        As `read_torchfile`.
-    """
-    return read_source(Buffer(data, os.fspath(path), base_offset))
-
-
 def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
     """Read a file that is one pickle without tensors, as DCP's `.metadata`.
 
@@ -127,8 +101,8 @@ def read_pickle(path: str | os.PathLike[str]) -> PickleFile:
         return PickleFile(source.path, root, machine.names, machine.protocol)
 
 
-def read_source(source: ByteSource) -> TorchFile:
-    """Read a torch file from any range of bytes, by what it begins with."""
+def read_source(source: FileRange) -> TorchFile:
+    """Read a torch file that is a range of an open one; errors are those of `read_torchfile`."""
     head = source.read(0, min(source.nbytes, 512))
     with collector_paused():
         if head[:4] in (b"PK\3\4", b"PK\5\6"):
@@ -138,7 +112,7 @@ def read_source(source: ByteSource) -> TorchFile:
     raise what_else(source, head)
 
 
-def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
+def what_else(source: FileRange, head: bytes) -> DamagedFileError | UnknownFormatError | UnsupportedError:
     """Return the error for a file that is neither kind, naming what it seems to be."""
     expected = "a file that torch.save wrote"
     if not head:
@@ -163,7 +137,7 @@ def what_else(source: ByteSource, head: bytes) -> DamagedFileError | UnknownForm
 
 
 def run_pickle(
-    source: ByteSource,
+    source: FileRange,
     offset: int,
     nbytes: int,
     record: str,
@@ -190,7 +164,7 @@ def run_pickle(
     return machine, root
 
 
-def read_zip(source: ByteSource) -> TorchFile:
+def read_zip(source: FileRange) -> TorchFile:
     """Read a torch file that is a zip archive."""
     records = read_archive(source)
     archive = next(iter(records), "").partition("/")[0]
@@ -257,7 +231,7 @@ def check_record(data: bytes, name: str, expected: int, path: str) -> None:
         )
 
 
-def read_byteorder(source: ByteSource, record: Record | None) -> str:
+def read_byteorder(source: FileRange, record: Record | None) -> str:
     """Return the byte order that the archive states; archives of torch before 2.1 state none."""
     if record is None:
         return "little"
@@ -269,7 +243,7 @@ def read_byteorder(source: ByteSource, record: Record | None) -> str:
     return text.decode()
 
 
-def is_legacy(source: ByteSource) -> bool:
+def is_legacy(source: FileRange) -> bool:
     """Tell whether the range begins with torch's magic number, in any pickle protocol."""
     head = source.read(0, min(source.nbytes, 128))
     try:
@@ -278,7 +252,7 @@ def is_legacy(source: ByteSource) -> bool:
         return False
 
 
-def read_legacy(source: ByteSource) -> TorchFile:
+def read_legacy(source: FileRange) -> TorchFile:
     """Return the object tree and storages of a legacy file.
 
     Raises
@@ -302,7 +276,7 @@ def read_legacy(source: ByteSource) -> TorchFile:
         size = min(source.nbytes, size * 8)
 
 
-def read_pickles(source: ByteSource, data: bytes) -> TorchFile:
+def read_pickles(source: FileRange, data: bytes) -> TorchFile:
     """Read the five pickles that `data` begins with.
 
     The object's pickle is run twice: where the storages are is known only after its end.
@@ -343,7 +317,7 @@ def read_pickles(source: ByteSource, data: bytes) -> TorchFile:
     )
 
 
-def locate_storages(source: ByteSource, keys: object, position: int, storages: dict[str, Storage]) -> dict[str, int]:
+def locate_storages(source: FileRange, keys: object, position: int, storages: dict[str, Storage]) -> dict[str, int]:
     """Return the offset of each storage's data, walking from one to the next.
 
     Raises

@@ -119,8 +119,8 @@ def parameter_with_state(args: tuple[object, ...], _: Context) -> object:
         raise wrong("_rebuild_parameter_with_state", args)
     if not isinstance(args[0], nodes.Tensor):
         return nodes.Object(nodes.Global("torch._utils", "_rebuild_parameter_with_state"), args)
-    made = replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
-    return with_state(made, args[3])
+    tensor = replace(args[0], is_parameter=True, requires_grad=bool(args[1]), hooks=hooks_of(args[2]))
+    return with_state(tensor, args[3])
 
 
 def with_state(node: nodes.Tensor | nodes.MetaTensor, state: object) -> nodes.Tensor | nodes.MetaTensor:

@@ -43,7 +43,7 @@ class StorageTable:
     locate : callable
         From key and nbytes to the offset in the file; raises where the file has no such storage.
     legacy : bool
-        Whether ids have the sixth part of legacy files.
+        Whether ids have the sixth member of legacy files.
     """
 
     __slots__ = ("_by_id", "legacy", "locate", "storages")
@@ -65,12 +65,12 @@ class StorageTable:
             The storage is of an unknown class.
         """
         if self.legacy and isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module":
-            return pid[1]  # a class whose source was saved beside it
+            return pid[1]  # a class that was saved with its source
         if not isinstance(pid, tuple) or len(pid) != 5 + self.legacy or pid[0] != "storage":
             raise PickleError("a persistent id that torch does not write", found=f"{type(pid).__name__}")
         cls, key, location, numel = pid[1:5]
         if not isinstance(cls, Global) or not isinstance(key, str) or not isinstance(location, str):
-            raise PickleError("a persistent id that torch does not write", found="parts of other types")
+            raise PickleError("a persistent id that torch does not write", found="members of other types")
         if len(key) > MAX_NAME or len(location) > MAX_NAME:
             raise PickleError("a persistent id that torch does not write", found="a long name")
         if type(numel) is not int or not 0 <= numel <= MAX_ELEMENTS:

@@ -231,7 +231,7 @@ class PlainParts:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A node whose digest is being made: how its parent leads to it, what is below it, and digests of some of that."""
+    """A node whose digest is not known yet: how its parent leads to it, what is below it, and digests of that."""
 
     step: object
     node: object
@@ -268,13 +268,13 @@ class Digests:
         return known or b""
 
     def value(self, node: object) -> str | None:
-        """Return what says all about a node that has nothing below it; None for any other."""
+        """Return all there is to say about a node that has nothing below it; None for any other."""
         if type(node) is nodes.Tensor:
             return f"Tensor {node.dtype} {node.shape} {node.strides} {node.storage_offset} {node.storage}"
         return None if is_container(node) else f"{type(node).__name__} {node!r}"
 
     def kind(self, node: object) -> str:
-        """Return what says all about a node but what is below it."""
+        """Return all there is to say about a node but what is below it."""
         own = [name for name in getattr(node, "__dataclass_fields__", ()) if name not in PARTS.get(type(node), ())]
         return f"{type(node).__name__} {[getattr(node, name) for name in own if name != 'node']}"
 

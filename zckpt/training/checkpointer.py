@@ -332,7 +332,7 @@ class Checkpointer:
     def _damage(self, path: Path) -> str | None:
         """Return what is damaged of a checkpoint; each rank reads some of its files."""
         try:
-            every = check_digests(path, part=(self._ranks.rank, self._ranks.world_size))
+            every = check_digests(path, rank=self._ranks.rank, world_size=self._ranks.world_size)
             found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]

@@ -103,12 +103,12 @@ def write_rank(directory: Path, rank: int, count: int, entries: Sequence[Entry],
 
 def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
     """Digest what has been written, each rank some of it; the first writes it down."""
-    from zckpt.compare.digests import digest_part, put_together
+    from zckpt.compare.digests import digest_share, put_together
 
     def digested() -> Entries:
         with headers_shared(*share):
             written = read(directory)
-        return digest_part(written, part=share)
+        return digest_share(written, share=share)
 
     share = (ranks.rank, ranks.world_size)
     every = ranks.gather(ranks.do(digested))

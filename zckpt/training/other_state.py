@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.registry import find_format
 from zckpt.optim.tensors import ModelState, Stateful, set_extra
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
@@ -35,9 +36,6 @@ SAVED_BY, SELF = "saved_by", "zckpt.save"
 
 IN_MEMORY = ""
 """The path of what is in no file yet."""
-
-OF_DEEPSPEED = "lr_scheduler"
-"""A key of DeepSpeed's own, among those that are the client's."""
 
 
 def other_values(given: Mapping[str, Any], model: ModelState, values: Values) -> dict[str, object]:
@@ -135,9 +133,9 @@ def read_other_state(
             taken.add(key)
         else:
             found.missing.append(f"the checkpoint has no state of a {name}: it goes on as it is")
-    if checkpoint.format == "deepspeed":
-        taken.add(OF_DEEPSPEED)
     if not ours:
+        by = find_format(checkpoint.format)
+        taken |= by.own_metadata if by is not None else set()
         found.extra = {key: value for key, value in values.items() if key not in taken}
         return found
     found.extra = _mapping(values, EXTRA, checkpoint)

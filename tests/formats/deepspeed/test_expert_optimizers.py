@@ -131,6 +131,6 @@ def test_files_before_019_are_read_and_cut(name: str, tmp_path: Path) -> None:
 def test_state_beside_that_of_zero_is_refused(tmp_path: Path) -> None:
     tag = before_019("moe_ep2_s2_bf16_dp2", tmp_path)
     torch.save({"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}}, experts_file(tag, 1))
-    with pytest.raises(zckpt.UnsupportedError, match="beside the files of ZeRO") as error:
+    with pytest.raises(zckpt.UnsupportedError, match="next to the files of ZeRO") as error:
         zckpt.open(tag)
     assert "expp_rank_1" in str(error.value)

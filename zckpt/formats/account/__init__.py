@@ -3,9 +3,10 @@
 It goes through directories and trees by itself and asks no adapter whether it has read a thing: what lies in no span,
 copy or padding, is under no key of the metadata, and is spoken for by no rule, is left out.
 
-    files       every file below the directory that was opened; rules for what is foreign
+    inventory   every file below the directory that was opened; rules for what is foreign
     trees       every leaf of a file's tree
-    bytes       which bytes of a file are elements of what
+    fits        which rule speaks for a leaf
+    ranges      which bytes of a file are elements of what
 """
 
 from __future__ import annotations

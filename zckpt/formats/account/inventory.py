@@ -1,19 +1,27 @@
-"""The inventory of a checkpoint that was opened: all files, and of each that was read all records and leaves."""
+"""The inventory of a checkpoint that was opened: all files, and of each that was read all records and leaves.
+
+Every file below the directory that was opened is listed. Of one that no tree is looked through, a rule says that it is
+foreign, and each such rule has a name. A file that no rule knows is left out; it is state of a model or of an optimizer
+if it holds tensors.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from zckpt.formats.account.files import file_items
+from zckpt.errors import SourceError
 from zckpt.formats.account.ranges import MANY, Coverage, Known, shares
 from zckpt.formats.account.trees import FileAccount, Taken, taken
+from zckpt.formats.suffixes import MODELS
 from zckpt.state import Checkpoint, SourceFile
-from zckpt.state.inventory import FILE, FOREIGN, LEFT_OUT, STATE, Claim, Inventory, Item
+from zckpt.state.inventory import FILE, FOREIGN, IMPLIED, LEFT_OUT, STATE, Claim, Inventory, Item
 from zckpt.storage.files import collector_paused
+from zckpt.torchfile import read_torchfile, walk_tensors
 
 _Account = tuple[list[Item], dict[str, int]]
 """What a file holds, and how many of its bytes have each fate."""
@@ -84,3 +92,185 @@ def shown(path: str, real: str, root: str) -> str:
     """Return a file's name within the directory that was opened; of others the path. `real` and `root` are resolved."""
     inside = os.path.relpath(real, root)
     return Path(path).name if inside == "." else path if inside.startswith("..") else Path(inside).as_posix()
+
+
+_STATE = re.compile(
+    r"(?:optimizer|optim|scheduler|scaler|rng_state|random_states|custom_checkpoint|dl_state_dict|sampler)[^/]*"
+    r"|(?:pytorch_model|model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(?:bin|pt|pth|safetensors)",
+    re.IGNORECASE,
+)
+"""Names that programs give files of training state which they keep beside a checkpoint's own directory."""
+
+SEARCHED_DEPTH = 2
+"""Folders below a directory in which other checkpoints are looked for."""
+
+MAXIMUM_DEPTH = 16
+"""Folders below a directory that are looked into."""
+
+TENSOR_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".safetensors", ".distcp", ".th")
+"""Of files that hold tensors, as a rule: none of them is foreign by its name alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A rule: files whose names fit are not of a checkpoint."""
+
+    about: str
+    pattern: re.Pattern[str]
+
+
+FOREIGN_RULES = (
+    Foreign("a tokenizer", re.compile(
+        r"(?:tokenizer|vocab|merges|special_tokens_map|added_tokens|spiece|sentencepiece|chat_template|bpe)"
+        r"[^/]*\.(?:json|txt|model|jinja|jsonl)|[^/]+\.tiktoken", re.IGNORECASE)),
+    Foreign("a configuration of the model", re.compile(
+        r"(?:config|generation_config|adapter_config|(?:pre)?processor_config|quantize_config|model_index|args)\.json"
+        r"|[^/]+_config\.json")),
+    Foreign("the Trainer's account of the training", re.compile(r"trainer_state\.json|all_results\.json")),
+    Foreign("logs", re.compile(r"events\.out\.tfevents\..*|.*\.(?:log|out|err|jsonl|csv|tsv)", re.IGNORECASE)),
+    Foreign("notes", re.compile(
+        r"(?:README|LICENSE|NOTICE|USE_POLICY|CHANGELOG)(?:\..*)?|.*\.(?:md|rst|txt|html?|pdf|png|jpe?g|svg|gif)",
+        re.IGNORECASE)),
+    Foreign("settings", re.compile(r".*\.(?:json|ya?ml|toml|cfg|ini|conf|jinja|env)", re.IGNORECASE)),
+    Foreign("programs", re.compile(r".*\.(?:py|sh|ipynb|slurm|sbatch)", re.IGNORECASE)),
+    Foreign("a model for another program", re.compile(
+        ".*(?:" + "|".join(map(re.escape, MODELS)) + ")", re.IGNORECASE)),
+    Foreign("marks and checksums of other programs", re.compile(
+        r"_SUCCESS|\.?_?(?:complete|done|finished)|.*\.(?:lock|md5|sha(?:1|256|512)|crc32?|sum)", re.IGNORECASE)),
+    Foreign("left by a write that was interrupted", re.compile(r"\..*\.zckpt-[a-z]+")),
+    Foreign("the system's or a version control's", re.compile(
+        r"\.DS_Store|Thumbs\.db|desktop\.ini|\.git(?:attributes|ignore|keep|modules)|\.nfs[0-9a-f]+|.*~|\.[^/]*\.sw[op]",
+        re.IGNORECASE)),
+)  # fmt: skip
+"""In this order, by the last part of a file's path."""
+
+POINTERS = frozenset({"latest", "latest_universal", "latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
+"""Files that name the newest checkpoint of a run."""
+
+FOREIGN_FOLDERS = frozenset({".git", "__pycache__", ".ipynb_checkpoints", "wandb", "tensorboard", "runs", ".cache"})
+
+
+def file_items(checkpoint: Checkpoint, read: dict[str, str]) -> Iterator[Item]:
+    """Yield an item for each file that no tree of is looked through.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    read : dict of str to str
+        Real paths of those that are, and their names.
+    """
+    root = Path(checkpoint.opened or checkpoint.source)
+    if not root.is_dir():
+        return
+    own = os.path.realpath(checkpoint.source)
+    claims = {os.path.realpath(path): claim for path, claim in checkpoint.claims.items()}
+    said = {os.path.realpath(path): about for path, about in checkpoint.leftovers.items()}
+    others = _other_checkpoints(root, read, own)
+    outside = os.path.realpath(root) != own
+    for path, name, about in _below(root, others):
+        real = os.path.realpath(path)
+        if real in read:
+            continue
+        nbytes = _size(path)
+        claim = claims.get(real)
+        if claim is None and real in said:
+            claim = Claim(FOREIGN, said[real])
+        if claim is None and path.name in POINTERS:
+            claim = Claim(IMPLIED, "which checkpoint of the run is the newest")
+        if claim is None and about is not None:
+            claim = Claim(FOREIGN, about)
+        if claim is None:
+            rule = next((rule for rule in FOREIGN_RULES if rule.pattern.fullmatch(path.name)), None)
+            claim = Claim(FOREIGN, rule.about) if rule is not None and nbytes is not None else None
+        if claim is None and outside and not within(real, own) and not _STATE.fullmatch(path.name):
+            claim = Claim(FOREIGN, "beside the checkpoint's own directory")
+        if claim is None and nbytes == 0:
+            claim = Claim(IMPLIED, "empty files")
+        if claim is not None:
+            yield Item(name, "", FILE, claim.fate, claim.about, nbytes or 0)
+        elif nbytes is None:
+            yield Item(name, "", FILE, LEFT_OUT, "it is no regular file, or cannot be read")
+        else:
+            reason, trained = _what(path)
+            yield Item(name, "", FILE, LEFT_OUT, reason, nbytes, trained=trained)
+
+
+def within(path: str, directory: str) -> bool:
+    """Tell whether a real path lies below a directory's."""
+    return path.startswith(directory.rstrip(os.sep) + os.sep)
+
+
+def _below(root: Path, others: dict[str, str]) -> Iterator[tuple[Path, str, str | None]]:
+    """Yield path, name and what makes it foreign of every file, those of one directory sorted."""
+    waiting: list[tuple[Path, str, str | None, int]] = [(root, "", None, 0)]
+    while waiting:
+        directory, prefix, about, depth = waiting.pop()
+        try:
+            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+        except OSError:
+            continue
+        folders = []
+        for entry in entries:
+            name = prefix + entry.name
+            if entry.is_dir(follow_symlinks=False) and depth < MAXIMUM_DEPTH:
+                why = about or others.get(os.path.realpath(entry.path))
+                if why is None and entry.name in FOREIGN_FOLDERS:
+                    why = f"in the folder {entry.name}"
+                folders.append((Path(entry.path), f"{name}/", why, depth + 1))
+            else:
+                yield Path(entry.path), name, about
+        waiting.extend(reversed(folders))
+
+
+def _other_checkpoints(root: Path, read: Collection[str], own: str) -> dict[str, str]:
+    """Return the directories that hold a checkpoint of their own, of which nothing was read, by real path.
+
+    A run's directory has its tags, and a trainer's final model lies beside `checkpoint-500`.
+    """
+    from zckpt.formats import is_checkpoint
+
+    found: dict[str, str] = {}
+    waiting = [(root, 0)]
+    while waiting:
+        directory, depth = waiting.pop()
+        try:
+            folders = [Path(e.path) for e in os.scandir(directory) if e.is_dir(follow_symlinks=False)]
+        except OSError:
+            continue
+        for folder in folders:
+            real = os.path.realpath(folder)
+            if real == own or folder.name in FOREIGN_FOLDERS:
+                continue
+            if any(within(path, real) for path in read):
+                waiting.append((folder, depth + 1))
+            elif is_checkpoint(folder):
+                found[real] = "another checkpoint"
+            elif depth < SEARCHED_DEPTH:
+                waiting.append((folder, depth + 1))
+    return found
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _what(path: Path) -> tuple[str, bool]:
+    """Return why a file is left out, and whether it is state of a model or an optimizer."""
+    if not path.name.endswith(TENSOR_SUFFIXES):
+        return "no rule knows such a file", False
+    try:
+        if path.suffix == ".safetensors":
+            from zckpt.formats.safetensors.file import read_header
+
+            return f"nothing has read its {len(read_header(path)[0])} tensors", True
+        if path.suffix == ".distcp":
+            return "nothing has read it", True
+        dims = sum(bool(tensor.shape) for _, tensor in walk_tensors(read_torchfile(path).root))
+    except SourceError as error:
+        return f"it cannot be read: {error.message}", True
+    if not dims:
+        return "nothing has read it", False
+    return f"nothing has read its {dims} tensors", True

@@ -100,7 +100,7 @@ def without(ranges: Ranges, others: Ranges) -> Ranges:
     from zckpt.state import cuts
 
     a, b = _array(ranges), _array(others)
-    bounds = np.unique(np.concatenate((a.ravel(), b.ravel())))
+    bounds = np.sort(np.concatenate((a.ravel(), b.ravel())), kind="stable")  # two that are sorted: merged
     inside, outside = (
         np.searchsorted(one[:, 0], bounds, "right") > np.searchsorted(one[:, 1], bounds, "right") for one in (a, b)
     )

@@ -107,7 +107,6 @@ def lay_out(
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     dtype : {"float32", "bfloat16", "float16", "keep"}
         Of trained parameters in the model's files.
     max_shard_size : int, bytes

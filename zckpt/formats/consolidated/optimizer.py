@@ -22,8 +22,7 @@ from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Scalar, Slot, SourceFile
+from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
 
@@ -85,7 +84,7 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
             "the values besides the tensors are too many for a safetensors file",
             path=checkpoint.source,
             expected=f"at most {MAXIMUM_VALUES}",
-            advice="write a .pt file",
+            advice="give the target a name that ends in .pt",
         )
     metadata = {
         GROUPS: json.dumps(groups),
@@ -204,7 +203,7 @@ def optimizer_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[object,
                 state[number] = found
             number += 1
         named = {"param_names": list(group.parameters)} if not set(group.parameters) & set(checkpoint.unnamed) else {}
-        hyperparameters = {key: value_node(value) for key, value in group.hyperparameters.items()}
+        hyperparameters = {key: torch_writer.value_node(value) for key, value in group.hyperparameters.items()}
         groups.append({**hyperparameters, **named, "params": list(range(first, number))})
     return {"state": state, "param_groups": groups}
 
@@ -217,12 +216,7 @@ def _state(checkpoint: Checkpoint, parameter: Parameter, slots: Sequence[str]) -
     found: dict[object, object] = {}
     for key, value in values.items():
         if not isinstance(value, Slot):
-            found[key] = value_node(value)
+            found[key] = torch_writer.value_node(value)
         elif key in slots:
             found[key] = torch_writer.SlotTensor(value, value.dtype, f"{key}/{parameter.name}")
     return found
-
-
-def value_node(value: object) -> object:
-    """Return a single value as a torch file has it: a 0-d tensor stays one."""
-    return torch_writer.ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value

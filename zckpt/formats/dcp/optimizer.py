@@ -12,8 +12,7 @@ from itertools import groupby
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
-from zckpt.formats.dcp.names import GROUPS, PARAMS, STATE, OptimizerPart
-from zckpt.formats.dcp.tree import Node, branch, carry, raw
+from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE, Node, OptimizerPart, branch, carry, raw
 from zckpt.formats.torch_files.tensors import read_scalars
 from zckpt.state import MASTER, Parameter, Scalar
 from zckpt.torchfile import Digests, Tensor

@@ -15,11 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.consolidated.optimizer import value_node
 from zckpt.formats.dcp.optimizer import OptimizerState
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, describe, with_scalars
+from zckpt.formats.torch_files.writer import value_node
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule

@@ -12,10 +12,21 @@ from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.names import PARAMS, ModelPart, find_models, find_optimizers, names_of_model, prefixes
 from zckpt.formats.dcp.optimizer import read_optimizer
 from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
-from zckpt.formats.dcp.tree import Branch, Node, branch, build, carry
+from zckpt.formats.dcp.tree import (
+    PARAMS,
+    Branch,
+    ModelPart,
+    Node,
+    branch,
+    build,
+    carry,
+    find_models,
+    find_optimizers,
+    names_of_model,
+    prefixes,
+)
 from zckpt.formats.torch_files.reader import STEP_KEYS
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile

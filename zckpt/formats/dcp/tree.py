@@ -2,18 +2,29 @@
 
 A branch is a dict: by text where the saved dict had one, by number where it had a list. A leaf is an item. torch
 before 2.4 kept dicts and lists without tensors as one item; `branch` shows such an item as the branch it stands for.
+
+Programs keep models and optimizers under any keys:
+
+{"model": {name: tensor}, "optimizer": {"state": {name: {slot: value}}, "param_groups": [{"params": [name], ...}]}}
+{"optimizer": {"state.<name>.<slot>": value, "param_groups.<name>.<key>": value}}             flattened
+{"optimizer": {"state": {"0": {slot: value}}, "param_groups": [{"params": [0], ...}]}}        raw
+
+An optimizer is known by its form. The model is the dict of tensors that has the optimizer's names; where those are
+numbers, or there is no optimizer, the dict that is called as models are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
-from zckpt.formats.dcp.metadata import Keys
+from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
+from zckpt.formats.torch_files.reader import STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import carried
+from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, walk_tensors
 
 Leaf = TensorItem | ObjectItem
@@ -146,3 +157,193 @@ def _tensor(item: TensorItem, lost: list[str]) -> object:
         lost.append(item.key)
         return None
     return FromFile(item.whole, item.path, item.whole.byteorder)
+
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPart:
+    """An optimizer found in the saved dict.
+
+    Parameters
+    ----------
+    path : tuple
+    node : mapping
+    is_flat : bool
+        Whether keys are joined, as `flatten_optimizer_state_dict` joins them.
+    names : set of str
+        Of its parameters; empty where it only numbers them.
+    """
+
+    path: Keys
+    node: Branch
+    is_flat: bool
+    names: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPart:
+    """A model found in the saved dict.
+
+    Parameters
+    ----------
+    path : tuple
+    tensors : mapping
+        By the names of the bare model.
+    prefix : str
+        What is put before the names of this one.
+    filed : mapping
+        The name that each has in the file.
+    """
+
+    path: Keys
+    tensors: Mapping[str, TensorItem]
+    prefix: str = ""
+    filed: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_optimizers(root: Branch) -> list[OptimizerPart]:
+    """Return the optimizers of a tree, in its order."""
+    return list(_optimizers(root, (), set()))
+
+
+def _optimizers(node: Node, path: Keys, seen: set[int]) -> Iterator[OptimizerPart]:
+    """Yield the optimizers of a part of a tree; an object may contain itself, and is looked into once."""
+    content = branch(node) if len(path) < MAXIMUM_DEPTH else None
+    if isinstance(node, ObjectItem):
+        content = None if id(node.node) in seen else content
+        seen.add(id(node.node))
+    if content is None:
+        return
+    if _is_nested(content):
+        yield OptimizerPart(path, content, False, frozenset(_nested_names(content)))
+    elif _is_flat(content):
+        joined = [str(key).removeprefix(f"{GROUPS}.") for key in content if str(key).startswith(f"{GROUPS}.")]
+        yield OptimizerPart(path, content, True, frozenset(key.rpartition(".")[0] for key in joined))
+    else:
+        for step, child in content.items():
+            yield from _optimizers(child, (*path, step), seen)
+
+
+def _is_nested(node: Branch) -> bool:
+    groups = branch(node.get(GROUPS))
+    return (
+        groups is not None
+        and is_list(groups)
+        and all(PARAMS in (branch(group) or {}) for group in groups.values())
+        and (STATE not in node or branch(node[STATE]) is not None)
+    )
+
+
+def _is_flat(node: Branch) -> bool:
+    keys = [key for key in node if isinstance(key, str)]
+    return (
+        len(keys) == len(node)
+        and any(key.startswith(f"{GROUPS}.") for key in keys)
+        and all(key.startswith((f"{GROUPS}.", f"{STATE}.")) for key in keys)
+    )
+
+
+def _nested_names(node: Branch) -> Iterator[str]:
+    for group in (branch(node[GROUPS]) or {}).values():
+        params = (branch(group) or {})[PARAMS]
+        listed = params.node if isinstance(params, ObjectItem) else None
+        if isinstance(listed, (list, tuple)):
+            yield from (name for name in listed if isinstance(name, str))
+
+
+def find_models(
+    root: Branch, optimizers: list[OptimizerPart], warnings: list[str], *, front: bool = True
+) -> list[ModelPart]:
+    """Return the models of a tree: one almost always, none where it holds only an optimizer.
+
+    Parameters
+    ----------
+    root : mapping
+    optimizers : list of OptimizerPart
+        Those of the same tree.
+    warnings : list of str
+        To which is added what was decided without certainty.
+    front : bool
+        As for `bare_names`.
+    """
+    candidates = list(_dicts_of_tensors(root, (), {part.path for part in optimizers}))
+    named = [part.names for part in optimizers if part.names]
+    found = [best for names in named if (best := _best(candidates, names)) is not None]
+    chosen = [one for one in candidates if any(one is best for best in found)]
+    if not chosen and candidates:
+        chosen = _usual(candidates, warnings)
+    chosen = [_bare(one, front=front) for one in chosen]
+    if len(chosen) > 1:
+        shown = " and ".join(_joined(one.path) or "the rest" for one in chosen)
+        warnings.append(f"{shown} are read as one model, with these names before those of their tensors")
+        return [replace(one, prefix=f"{_joined(one.path)}." if one.path else "") for one in chosen]
+    return chosen
+
+
+def _joined(path: Keys) -> str:
+    return ".".join(map(str, path))
+
+
+def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[ModelPart]:
+    if not isinstance(node, dict) or path in taken:
+        return
+    tensors = {str(step): child for step, child in node.items() if isinstance(child, TensorItem)}
+    if tensors and not is_list(node):
+        yield ModelPart(path, tensors)
+    for step, child in node.items():
+        yield from _dicts_of_tensors(child, (*path, step), taken)
+
+
+def _best(candidates: list[ModelPart], names: frozenset[str]) -> ModelPart | None:
+    """Return the dict that has most of an optimizer's names, whatever wrappers they have; None if none has any."""
+    counts = [len(aligned(one.tensors, names)) for one in candidates]
+    most = max(counts, default=0)
+    best = [one for one, count in zip(candidates, counts, strict=True) if count == most]
+    return min(best, key=_unusual) if most else None
+
+
+def _unusual(part: ModelPart) -> tuple[int, int]:
+    """Sort dicts that are called as models are before others, and those near the root before those deep in it."""
+    last = part.path[-1] if part.path else None
+    return (STATE_DICT_KEYS.index(last) if last in STATE_DICT_KEYS else len(STATE_DICT_KEYS), len(part.path))
+
+
+def _usual(candidates: list[ModelPart], warnings: list[str]) -> list[ModelPart]:
+    """Return the dict that is called as models are; or else every one that has more than single numbers."""
+    usual = [one for one in candidates if one.path and one.path[-1] in STATE_DICT_KEYS]
+    large = [one for one in candidates if any(tensor.shape for tensor in one.tensors.values())]
+    if not usual:
+        return large
+    chosen = min(usual, key=_unusual)
+    if len(usual) > 1:
+        shown = ", ".join(_joined(one.path) for one in usual)
+        warnings.append(f"several dicts of tensors ({shown}); the model is taken to be {_joined(chosen.path)}")
+    return [chosen]
+
+
+def _bare(part: ModelPart, *, front: bool) -> ModelPart:
+    names = bare_names(part.tensors, front=front)
+    filed = {new: old for old, new in names.items()}
+    return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
+
+
+def names_of_model(models: list[ModelPart], names: frozenset[str]) -> dict[str, str]:
+    """Return what the model calls an optimizer's parameters, by the optimizer's names that it has."""
+    best = _best(models, names) if names else None
+    return {} if best is None else aligned(best.tensors, names)
+
+
+def prefixes(optimizers: list[OptimizerPart], models: list[ModelPart]) -> list[str]:
+    """Return what is to be put before each optimizer's names: what was put before those of its model.
+
+    Before numbers that have to differ from another optimizer's, where that one is.
+    """
+    several = sum(not part.names for part in optimizers) > 1
+    found = []
+    for part in optimizers:
+        best = _best(models, part.names) if part.names else None
+        numbered = f"{_joined(part.path)}." if several and not part.names else ""
+        found.append(numbered if best is None else best.prefix)
+    return found

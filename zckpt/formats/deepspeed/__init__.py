@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.directory import classify, find, is_own
 from zckpt.formats.format import ROOTS, TAG, TP_RULES, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import option
@@ -17,15 +16,13 @@ if TYPE_CHECKING:
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
-ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
-
 
 STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `convert --to deepspeed` can be given."""
+    """What `convert --to deepspeed` can be given; None: as the source is."""
 
     world_size: int | None = option(int, None, "Data-parallel ranks. Default: as SOURCE.", metavar="N")
     stage: int | None = option(int, None, "ZeRO stage. Default: as SOURCE.", choices=STAGES)
@@ -67,7 +64,7 @@ class DeepSpeed(Format):
     reads = (
         ("DeepSpeed ZeRO-1, ZeRO-2", "rigid and elastic state, round robin, parameter alignment, several param groups, "
          "padding over several ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
-        ("DeepSpeed ZeRO-3", "sub-groups, frozen fragments, uninitialised padding"),
+        ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also without ZeRO"),
         ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded only where each rank "
@@ -81,6 +78,7 @@ class DeepSpeed(Format):
     owns = Owned(lambda name: is_own(name.rpartition("/")[2]))
     family = "deepspeed"
     keeps_ranks = True
+    own_metadata = frozenset({"lr_scheduler"})
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find a tag directory: the path itself, what `latest` names, or the only one there."""
@@ -107,12 +105,7 @@ class DeepSpeed(Format):
         """Return a run or a tag directory, as the source is one."""
         from zckpt.formats.deepspeed.writer import recut
 
-        try:
-            return recut(job)
-        except UnsupportedError as error:
-            if not job.checkpoint.per_rank:  # or no other verb could do it, either
-                error.advice = error.advice or ELSEWHERE
-            raise
+        return recut(job)
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""

@@ -44,12 +44,10 @@ class Shard:
 
     Parameters
     ----------
-    path : str
     role : str
         One of the constants of this module.
     dp_rank, mp_rank : int or None
         The data- and model-parallel rank that wrote it.
-    layer, expert : int or None
     """
 
     path: str
@@ -93,7 +91,6 @@ class TagDirectory:
     ----------
     path : Path
         The tag directory; with several roots, the first one's.
-    tag : str
     shards : tuple of Shard
         Sorted by rank, as numbers.
     """
@@ -147,8 +144,8 @@ def find(source: Path, *, roots: Sequence[Path] = (), tag: str | None = None) ->
 
 
 def _ranks(shard: Shard) -> str:
-    parts = {"rank": shard.dp_rank, "mp_rank": shard.mp_rank, "layer": shard.layer, "expert": shard.expert}
-    return ", ".join(f"{name} {number}" for name, number in parts.items() if number is not None)
+    numbers = {"rank": shard.dp_rank, "mp_rank": shard.mp_rank, "layer": shard.layer, "expert": shard.expert}
+    return ", ".join(f"{name} {number}" for name, number in numbers.items() if number is not None)
 
 
 def _shards(directory: Path) -> list[Shard]:
@@ -182,7 +179,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
         raise UnknownFormatError(
             "names no checkpoint",
             path=source / "latest",
-            expected="the name of a directory beside it",
+            expected="the name of a directory next to it",
             found=repr(name[:80]),
             advice=f"give --tag: {_listed(source)}",
             code=LATEST,
@@ -197,8 +194,8 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
 
 def is_tag(name: str) -> bool:
     """Tell whether a name can be a tag: of a directory below a run's, which may be several levels down."""
-    parts = name.split("/")
-    return "\0" not in name and not any(part in ("", ".", "..") for part in parts)
+    folders = name.split("/")
+    return "\0" not in name and not any(one in ("", ".", "..") for one in folders)
 
 
 def _tag_of(directory: Path, source: Path) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
@@ -43,12 +43,6 @@ def expert_number(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
-def layer_of(name: str) -> str:
-    """Return the part of an expert's name before its number."""
-    match = _EXPERT.fullmatch(name)
-    return match["before"] if match else ""
-
-
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
     numbers: dict[str, set[int]] = {}
@@ -64,17 +58,13 @@ def global_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     match = _EXPERT.fullmatch(name)
     if match is None:
         return name
-    number = expert_rank * per_rank[match["before"]] + int(match["number"])
+    number = int(match["number"]) + expert_rank * per_rank[match["before"]]
     return f"{match['before']}{number}{match['after']}"
 
 
 def local_name(name: str, expert_rank: int, per_rank: dict[str, int]) -> str:
     """Return the name with the number that the expert has on its expert rank."""
-    match = _EXPERT.fullmatch(name)
-    if match is None:
-        return name
-    number = int(match["number"]) - expert_rank * per_rank[match["before"]]
-    return f"{match['before']}{number}{match['after']}"
+    return global_name(name, -expert_rank, per_rank)
 
 
 def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> list[list[str]]:
@@ -84,7 +74,6 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
     ----------
     names : sequence of sequence of str
         For each expert rank of the source, in the optimizer's order.
-    degree : int
     path : str
         For messages.
 
@@ -93,7 +82,7 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
     UsageError
         The experts of a layer do not divide among the ranks.
     UnsupportedError
-        They are not layer by layer and expert by expert, so that their order at another degree cannot be told.
+        They are not layer by layer and expert by expert, so that their order at another degree is not known.
     """
     layers: dict[str, dict[int, list[str]]] = {}
     for name in names[0]:
@@ -152,11 +141,11 @@ Files = Sequence[tuple[Shard, TorchFile]]
 
 
 def check_empty(files: Files) -> None:
-    """Raise UnsupportedError unless these files, which lie beside those of ZeRO, hold nothing."""
+    """Raise UnsupportedError unless these files, which lie next to those of ZeRO, hold nothing."""
     for shard, file in files:
         if not isinstance(file.root, dict) or any(value is not None for value in file.root.values()):
             raise UnsupportedError(
-                "holds state of an optimizer beside the files of ZeRO, which have all of it",
+                "holds state of an optimizer next to the files of ZeRO, which have all of it",
                 path=shard.path,
                 expected="{'optimizer': None}",
                 advice="if it is left over from a run without ZeRO, remove it",
@@ -182,7 +171,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     ShardError
         Files are missing, or of different steps.
     UnsupportedError
-        Which experts a rank's optimizer has, or which parameter is which, cannot be told.
+        Which experts a rank's optimizer has, or which parameter is which, is not known.
     """
     ranks = [shard.dp_rank or 0 for shard, _ in files]
     expected = max(max(ranks) + 1, _degree(_content(files[0][1])))
@@ -197,7 +186,7 @@ def attach_experts(checkpoint: Checkpoint, files: Files, model: ModelShard, name
     found = [_Rank(checkpoint, rank, len(files), _content(file), file, names) for rank, (_, file) in enumerate(files)]
     first = found[0]
     for one in found:
-        if one.hyperparameters != first.hyperparameters or one.values != first.values:
+        if one.settings != first.settings:
             raise ShardError(
                 f"expert rank {one.rank} is from another step or run: its param groups differ",
                 path=one.file.path,
@@ -263,13 +252,12 @@ class _Rank:
         local = [name for name in owners if is_expert(name) and self._has(name, per_rank)]
         given = None if names is None else [global_name(name, rank, per_rank) for name in names]
         others = [i for i in range(len(optimizer.groups)) if i not in self.of_experts]
-        self.dense = self._part(optimizer, others, {name: name for name in dense}, given)
+        self.dense = self._of_groups(optimizer, others, {name: name for name in dense}, given)
         # In an order that is not by name: "10" would come before "2".
-        self.experts = self._part(optimizer, self.of_experts, {f"{i:09}": n for i, n in enumerate(local)}, given)
+        self.experts = self._of_groups(optimizer, self.of_experts, {f"{i:09}": n for i, n in enumerate(local)}, given)
         if self.experts.unnamed:
             raise UnsupportedError(
-                f"which expert's the optimizer's parameters {', '.join(list(self.experts.unnamed)[:4])} are cannot be "
-                f"told",
+                f"which expert's the optimizer's parameters {listed(list(self.experts.unnamed))} are is not known",
                 path=file.path,
                 advice="give --names FILE, one name a line in the optimizer's order, experts by their number on a rank",
             )
@@ -288,10 +276,11 @@ class _Rank:
             )
 
     def _has(self, name: str, per_rank: dict[str, int]) -> bool:
-        count, number = per_rank[layer_of(name)], expert_number(name) or 0
-        return count > 0 and number // count == self.rank
+        match = _EXPERT.fullmatch(name)
+        count = per_rank[match["before"]] if match else 0
+        return match is not None and count > 0 and int(match["number"]) // count == self.rank
 
-    def _part(
+    def _of_groups(
         self, optimizer: OptimizerState, groups: Sequence[int], known: dict[str, str], given: Sequence[str] | None
     ) -> Checkpoint:
         """Return some of the groups and their parameters as a checkpoint of their own, under the parameters' names.
@@ -301,36 +290,31 @@ class _Rank:
         every = [n for numbers in optimizer.numbers for n in numbers]
         numbers = [n for i in groups for n in optimizer.numbers[i]]
         chosen = set(numbers)
-        part = Checkpoint(self.checkpoint.source, self.checkpoint.format)
+        own = Checkpoint(self.checkpoint.source, self.checkpoint.format)
         for label, name in known.items():
             whole = self.checkpoint.parameters[name]
             weight = {WEIGHT: whole.slots[WEIGHT]} if WEIGHT in whole.slots else {}
-            part.parameters[label] = Parameter(label, whole.shape, whole.dtype, dict(weight))
-        own = OptimizerState(
-            {n: state for n, state in optimizer.state.items() if n in chosen},
+            own.parameters[label] = Parameter(label, whole.shape, whole.dtype, dict(weight))
+        state = OptimizerState(
+            {n: one for n, one in optimizer.state.items() if n in chosen},
             [optimizer.groups[i] for i in groups],
             {n: master for n, master in optimizer.masters.items() if n in chosen},
         )
         labels = {name: label for label, name in known.items()}
-        wanted = None
+        chosen_names = None
         if given is not None:
             by_number = dict(zip(every, given, strict=False))
-            wanted = [labels.get(by_number.get(n, ""), by_number.get(n, "")) for n in numbers]
-        attach(part, own, self.file.path, names=wanted, sample=rounds_to_weight(part, self.file.path, own))
-        part.parameters = {known[label]: replace(p, name=known[label]) for label, p in part.parameters.items()}
-        for group in part.param_groups:
+            chosen_names = [labels.get(by_number.get(n, ""), by_number.get(n, "")) for n in numbers]
+        attach(own, state, self.file.path, names=chosen_names, sample=rounds_to_weight(own, self.file.path, state))
+        own.parameters = {known[label]: replace(p, name=known[label]) for label, p in own.parameters.items()}
+        for group in own.param_groups:
             group.parameters[:] = [known.get(label, label) for label in group.parameters]
-        return part
+        return own
 
     @property
-    def hyperparameters(self) -> list[dict[str, object]]:
-        """Of each group."""
-        return [group.hyperparameters for group in self.groups]
-
-    @property
-    def values(self) -> list[dict[str, object]]:
-        """The single values of each group."""
-        return [group.state for group in self.groups]
+    def settings(self) -> list[tuple[dict[str, object], dict[str, object]]]:
+        """Hyperparameters and single values of each group."""
+        return [(group.hyperparameters, group.state) for group in self.groups]
 
     def give_experts(self) -> None:
         """Give the experts of this rank their slots."""
@@ -339,9 +323,9 @@ class _Rank:
     def give_dense(self) -> None:
         """Give all other parameters theirs."""
         self._give([i for i in range(len(self.groups)) if i not in self.of_experts])
-        places = [i for i in range(len(self.groups)) if i not in self.of_experts]
+        numbers = [i for i in range(len(self.groups)) if i not in self.of_experts]
         for name, parameter in self.dense.unnamed.items():
-            index = None if parameter.group is None else places[parameter.group]
+            index = None if parameter.group is None else numbers[parameter.group]
             self.checkpoint.unnamed[name] = replace(parameter, group=index)
         self.checkpoint.warnings += self.dense.warnings
 
@@ -357,8 +341,8 @@ class _Rank:
     def copies(self) -> list[Duplicate]:
         """Return what this rank has of parameters that are read from another's file."""
         found = []
-        for part in (self.dense, self.experts):
-            for name, parameter in part.parameters.items():
+        for own in (self.dense, self.experts):
+            for name, parameter in own.parameters.items():
                 read = self.checkpoint.parameters[name].slots
                 for key, slot in parameter.slots.items():
                     if (

@@ -29,7 +29,7 @@ ZERO_WITHOUT_GRADIENTS = frozenset(
 """State that begins at zero and stays there under zero gradients, which padding has; Adagrad's `sum` may begin at
 another value, and Adamax's `exp_inf` grows by eps."""
 
-GROWS_BESIDE_RMS = frozenset({"exp_avg_sq"})
+GROWS_WITH_RMS = frozenset({"exp_avg_sq"})
 """Adafactor, which keeps an `RMS`, adds a constant to squared gradients (Transformers 5.23)."""
 
 
@@ -39,7 +39,6 @@ class FlatGroup:
 
     Parameters
     ----------
-    index : int
     shapes : dict of str to tuple
         In the order of the buffer.
     pads : sequence of int, or None
@@ -80,7 +79,6 @@ def flat_cases(
 
     Parameters
     ----------
-    group : FlatGroup
     members : sequence of OptimizerShard
         The ranks that share the group, in order.
     others : sequence of frozenset of str, optional
@@ -132,7 +130,6 @@ def cut_group(
 
     Parameters
     ----------
-    group : FlatGroup
     members : sequence of OptimizerShard
         The ranks that share the group, in order.
     keys : set of str
@@ -148,19 +145,19 @@ def cut_group(
     names = list(group.shapes)
     present = {key for m in members for key in m.tensors[group.index]} & keys
     paddings: list[Padding] = []
-    runs: list[PaddingSpan] = []
+    padding_spans: list[PaddingSpan] = []
     numels, ranks = group.numels, range(len(members))
     assigned = [list(flat_shares(numels, starts, partition, position)) for position in ranks]
     for position, member in enumerate(members):
         _check_mappings(group, member, names, assigned, position)
         _check_paddings(group, member, position, len(members), partition, starts[-1])
         numel = flat_padding(starts[-1], partition, position)
-        nbytes = _padding_nbytes(member, group.index, numel, keys)
+        nbytes = sum(numel * tensor.itemsize for tensor in member.element_tensors(group.index, keys).values())
         own = list(_padding_spans(member, group.index, partition, assigned[position], keys))
-        kept = _zero_keys(member, group.index)
-        zeros = tuple(run for run in own if run.slot == MASTER or run.slot in kept)
+        kept = ZERO_WITHOUT_GRADIENTS - (GROWS_WITH_RMS if "RMS" in member.scalars[group.index] else frozenset())
+        zeros = tuple(span for span in own if span.slot == MASTER or span.slot in kept)
         paddings.append(Padding(member.rank, group.index, numel, nbytes, zeros))
-        runs += own
+        padding_spans += own
     slots: Slots = {name: {} for name in names}
     for key in (MASTER, *sorted(present)):
         tensors = [_checked(group.index, key, *one) for one in zip(members, assigned, strict=True)]
@@ -171,7 +168,7 @@ def cut_group(
             slots[name][key] = Slot(key, dtype, shape, spans)
         for name, found in _spelled_out(group, members, tensors, assigned).items() if files is None else ():
             slots[name][key] = Slot(key, dtype, group.shapes[name], tuple(found))
-    return slots, paddings, runs
+    return slots, paddings, padding_spans
 
 
 def cut_files(tensors: Sequence[Tensor], paths: Sequence[str]) -> CutFiles | None:
@@ -196,8 +193,8 @@ def _spelled_out(
     """Return the spans of each parameter, one by one."""
     names, shapes = list(group.shapes), list(group.shapes.values())
     spans: dict[str, list[Span]] = {name: [] for name in names}
-    for member, tensor, fragments in zip(members, tensors, assigned, strict=True):
-        for one in fragments:
+    for member, tensor, shares in zip(members, tensors, assigned, strict=True):
+        for one in shares:
             extent = Extent.flat(shapes[one.index], one.start, one.numel)
             spans[names[one.index]].append(span_of(tensor, member.path, extent, first=one.position))
     return spans
@@ -252,7 +249,7 @@ def _check_paddings(
 def _check_mappings(
     group: FlatGroup, member: OptimizerShard, names: list[str], assigned: Sequence[list[FlatShare]], position: int
 ) -> None:
-    """Hold what a rank's file records of its fragments against those that it is assigned."""
+    """Hold what a rank's file records of its shares against those that it is assigned."""
     if member.mappings is None or not group.mappings_hold:
         return
     recorded = member.mappings[group.index] if group.index < len(member.mappings) else {}
@@ -281,7 +278,7 @@ def _check_ranks(
     names: Sequence[str],
     assigned: Sequence[list[FlatShare]],
 ) -> None:
-    """Raise if a file records the fragments of another rank than its name says."""
+    """Raise if a file records the shares of another rank than its name says."""
     for position, member in zip(positions, members, strict=True):
         if member.mappings is None or not group.mappings_hold or group.index >= len(member.mappings):
             continue
@@ -290,9 +287,9 @@ def _check_ranks(
         others = [rank for rank, one in enumerate(assigned) if recorded and recorded == _addresses(names, one)]
         if others and position not in others:
             raise LayoutError(
-                f"is named as the file of rank {member.rank} and holds the part of another",
+                f"is named as the file of rank {member.rank} and holds the share of another",
                 path=member.path,
-                expected=f"fragments of {', '.join(list(computed)[:4]) or 'nothing'}",
+                expected=f"shares of {', '.join(list(computed)[:4]) or 'nothing'}",
                 found=f"those of rank {others[0]}: {', '.join(list(recorded)[:4])}",
                 advice="give the files of these ranks their own names back",
                 code=WRONG_RANK,
@@ -300,14 +297,14 @@ def _check_ranks(
             )
 
 
-def _addresses(names: Sequence[str], fragments: Iterable[FlatShare]) -> dict[str, tuple[int, int]]:
-    return {names[f.index]: (f.position, f.numel) for f in fragments}
+def _addresses(names: Sequence[str], shares: Iterable[FlatShare]) -> dict[str, tuple[int, int]]:
+    return {names[f.index]: (f.position, f.numel) for f in shares}
 
 
-def _checked(group: int, key: str, member: OptimizerShard, fragments: Sequence[FlatShare]) -> Tensor:
-    """Return a rank's tensor of a slot, which has to hold its fragments; where it has none, any tensor."""
+def _checked(group: int, key: str, member: OptimizerShard, shares: Sequence[FlatShare]) -> Tensor:
+    """Return a rank's tensor of a slot, which has to hold its shares; where it has none, any tensor."""
     tensor = member.masters[group] if key == MASTER else member.tensors[group].get(key)
-    if tensor is None and fragments:
+    if tensor is None and shares:
         raise LayoutError(
             f"rank {member.rank} has no {key} for group {group}, other ranks have",
             path=member.path,
@@ -316,7 +313,7 @@ def _checked(group: int, key: str, member: OptimizerShard, fragments: Sequence[F
         )
     if tensor is None:
         return member.masters[group]
-    for one in fragments[-1:] if tensor.is_contiguous else fragments:
+    for one in shares[-1:] if tensor.is_contiguous else shares:
         if one.position + one.numel > tensor.numel or not tensor.is_contiguous:
             raise LayoutError(
                 f"rank {member.rank}, group {group}: {key} is too short",
@@ -346,13 +343,8 @@ def _dtype(members: Sequence[OptimizerShard], group: int, key: str) -> str:
     return next(iter(dtypes))
 
 
-def _zero_keys(member: OptimizerShard, group: int) -> frozenset[str]:
-    """Return the optimizer's keys whose padding stays zero."""
-    return ZERO_WITHOUT_GRADIENTS - (GROWS_BESIDE_RMS if "RMS" in member.scalars[group] else frozenset())
-
-
 def _padding_spans(
-    member: OptimizerShard, group: int, partition: int, fragments: Sequence[FlatShare], keys: set[str]
+    member: OptimizerShard, group: int, partition: int, shares: Sequence[FlatShare], keys: set[str]
 ) -> Iterator[PaddingSpan]:
     """Yield where the padding of a rank's partition is: at its end and between aligned parameters.
 
@@ -360,19 +352,12 @@ def _padding_spans(
     gradients, it is zero.
     Source: flat buffers of DeepSpeed 0.14.5 to 0.19.8, which flattens with zeros and gives padding zero gradients.
     """
-    ends = [0, *(f.position + f.numel for f in fragments)]
-    gaps = [gap for gap in zip(ends, [*(f.position for f in fragments), partition], strict=True) if gap[0] < gap[1]]
-    tensors = {MASTER: member.masters[group], **{k: t for k, t in member.tensors[group].items() if k in keys}}
-    for key, tensor in tensors.items():
+    ends = [0, *(f.position + f.numel for f in shares)]
+    gaps = [gap for gap in zip(ends, [*(f.position for f in shares), partition], strict=True) if gap[0] < gap[1]]
+    for key, tensor in member.element_tensors(group, keys).items():
         limit = tensor.storage.offset + tensor.storage.nbytes
         for start, end in gaps:
             low = tensor.offset + start * tensor.itemsize
             high = min(tensor.offset + end * tensor.itemsize, limit)
             if low < high:
                 yield PaddingSpan(key, member.path, low, high - low)
-
-
-def _padding_nbytes(member: OptimizerShard, group: int, numel: int, keys: set[str]) -> int:
-    """Return the bytes of padding in storage: a stripped tensor may still have it behind its end."""
-    tensors = [member.masters[group], *(t for k, t in member.tensors[group].items() if k in keys)]
-    return sum(numel * tensor.itemsize for tensor in tensors)

@@ -1,4 +1,4 @@
-"""A checkpoint of any format, as DeepSpeed would have kept it: what `writer` needs beside the logical state.
+"""A checkpoint of any format, as DeepSpeed would have kept it: what `writer` needs besides the logical state.
 
 DeepSpeed's flat buffers hold float32 masters, one value of each kind (`step`) for a whole group, and state for every
 element. What does not fit that is refused by name.
@@ -43,7 +43,6 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     stage : {1, 2, 3}
 
     Raises
@@ -62,9 +61,9 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
     for parameter in parameters.values():
         if parameter.tied_to is None and parameter.group is None:
             parameters[parameter.name] = replace(parameter, frozen=True)
-    made = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
-    made.origin = _origin(made, stage)
-    return made
+    converted = replace(checkpoint, parameters=parameters, param_groups=groups, topology=Topology())
+    converted.origin = _origin(converted, stage)
+    return converted
 
 
 def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
@@ -77,7 +76,7 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
     stage : {1, 2, 3}
     """
     found = scaling(checkpoint, _config(checkpoint), stage=stage, dtype=_dtype(checkpoint)).notes
-    made: list[str] = []
+    without_master: list[str] = []
     for index, group in enumerate(checkpoint.param_groups):
         members = [checkpoint.parameters[name] for name in group.parameters]
         stepped = {p.name for p in members if p.state or set(p.slots) - {WEIGHT, MASTER}}
@@ -87,9 +86,9 @@ def notes(checkpoint: Checkpoint, *, stage: int) -> tuple[str, ...]:
                 f"{listed(rest)} of param group {index} {'has' if len(rest) == 1 else 'have'} no optimizer state: "
                 f"ZeRO keeps one for the whole group, in which theirs is zero and as many steps old as the others'"
             )
-        made += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
-    if made:
-        found.append(f"masters of {listed(made)} are made of the weights: the source has none")
+        without_master += [p.name for p in members if MASTER not in p.slots and p.dtype != "float32"]
+    if without_master:
+        found.append(f"masters of {listed(without_master)} are copied from the weights: the source has none")
     return tuple(found)
 
 
@@ -103,7 +102,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "holds several optimizers, and a checkpoint of ZeRO has one",
             path=path,
             found=", ".join(checkpoint.optimizers()),
-            advice="convert to zckpt or dcp",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
     unnamed = [n for group in checkpoint.param_groups for n in group.parameters if n not in checkpoint.parameters]
     if unnamed:
@@ -117,6 +116,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "holds no hyperparameters, which a checkpoint of ZeRO needs",
             path=path,
             expected="a source that is not elastic",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
     experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
     if experts or checkpoint.topology.pp > 1:
@@ -138,6 +138,7 @@ def _common(checkpoint: Checkpoint, group: ParamGroup, index: int) -> dict[str, 
                 f"{listed(lost)} of {parameter.name} is not the same for all of param group {index}, "
                 f"and not one value for each element",
                 path=checkpoint.source,
+                advice="`zckpt convert --to universal`, dcp or zckpt keeps it for each parameter",
             )
     return values
 
@@ -159,7 +160,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _with_master(parameter: Parameter, values: dict[str, object]) -> Parameter:
-    """Return a parameter with a master, made of its weight where there is none, and slots for each element only."""
+    """Return a parameter with a master, its weight where there is none, and slots for each element only."""
     slots = {key: slot for key, slot in parameter.slots.items() if key not in values}
     if MASTER not in slots:
         if WEIGHT not in slots and parameter.numel:
@@ -242,7 +243,7 @@ def _dtype(checkpoint: Checkpoint) -> str:
 
 
 def _optimizer(checkpoint: Checkpoint, stage: int) -> OptimizerShard:
-    """Return an optimizer file with the keys of a stage; those that depend on the cut are made by the writer."""
+    """Return an optimizer file with the keys of a stage; those that depend on the cut come from the writer."""
     carried, config = checkpoint.optimizer_metadata, _config(checkpoint)
     common = scaling(checkpoint, config, stage=stage, dtype=_dtype(checkpoint)).keys
     if stage == 3:
@@ -280,7 +281,7 @@ _COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scal
 """What a dynamic loss scale of stage 0 consists of."""
 
 HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
-"""Keys beside an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
+"""Keys next to an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
 
 _DEFAULTS: Mapping[str, object] = {
     "min_loss_scale": 1, "hysteresis": 2, "consecutive_hysteresis": False, "loss_scale_window": 1000,
@@ -302,26 +303,25 @@ def scaling(checkpoint: Checkpoint, config: Mapping[object, object], *, stage: i
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     config : mapping
         DeepSpeed's configuration, as far as there is one.
     stage : {1, 2, 3}
     dtype : str
         Of most of the model.
     """
-    known, made = checkpoint.optimizer_metadata, Scaling()
+    known, found = checkpoint.optimizer_metadata, Scaling()
     if known.get(LOSS_SCALER) is not None:
-        made.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
+        found.keys = {key: known[key] for key in (LOSS_SCALER, DYNAMIC, OVERFLOW) if known.get(key) is not None}
     elif isinstance(known.get("cur_scale"), (int, float)):
-        made = _of_stage0(known, config)
+        found = _of_stage0(known, config)
     elif checkpoint.loss_scale is not None and checkpoint.loss_scale != 1.0 and stage != 3:
-        made.notes.append(
+        found.notes.append(
             f"the loss scale {checkpoint.loss_scale:g} is left to the training's configuration: how it changes, the "
             "source does not say"
         )
     if stage == 3:
-        _complete(made, checkpoint, config, dtype)
-    return made
+        _complete(found, checkpoint, config, dtype)
+    return found
 
 
 def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> Scaling:
@@ -336,26 +336,26 @@ def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> 
     return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, [note])
 
 
-def _complete(made: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
+def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
     """Add what ZeRO-3 does not load without, and say so."""
-    if LOSS_SCALER not in made.keys:
+    if LOSS_SCALER not in found.keys:
         scale = checkpoint.loss_scale
         if dtype == "float16":
             power = _option(config, "initial_scale_power")
             begun = 2.0 ** int(power) if isinstance(power, int) else 2.0**16
             values = {"cur_scale": begun if scale is None else scale, "cur_iter": 0, "last_overflow_iter": -1,
                       "scale_factor": 2.0, "scale_window": _option(config, "loss_scale_window")}  # fmt: skip
-            made.keys[LOSS_SCALER] = _dynamic(values, config)
+            found.keys[LOSS_SCALER] = _dynamic(values, config)
             what = "begins as DeepSpeed's does" if scale is None else f"begins at {scale:g} and counts again"
-            made.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
+            found.notes.append(f"ZeRO-3 loads nothing without a loss scaler, and the source has none: it {what}")
         else:
-            made.keys[LOSS_SCALER] = _static(1.0)
-            made.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
-    scaler = made.keys[LOSS_SCALER]
+            found.keys[LOSS_SCALER] = _static(1.0)
+            found.notes.append("ZeRO-3 loads nothing without a loss scaler, and the source has none: it scales by 1")
+    scaler = found.keys[LOSS_SCALER]
     node = scaler.node if isinstance(scaler, FromFile) else scaler
     dynamic = node.get("dynamic") if isinstance(node, Object) else False
-    made.keys.setdefault(DYNAMIC, dynamic is True)
-    made.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
+    found.keys.setdefault(DYNAMIC, dynamic is True)
+    found.keys.setdefault(OVERFLOW, False)  # of the last step, and set again by the next
 
 
 def _option(config: Mapping[object, object], name: str) -> object:

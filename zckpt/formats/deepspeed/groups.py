@@ -1,4 +1,17 @@
-"""The order of each flat group: from `param_shapes`, and from the slice mappings where a file has no shapes."""
+"""What the files say of the parameters of a group: their order in the flat buffer, other names, and Muon's matrices.
+
+The order is that of `param_shapes`, or follows from the slice mappings where a file has no shapes.
+
+Muon keeps, under ZeRO-1 and 2, the momentum of whole matrices, on every rank that holds elements of one:
+
+partition of rank r       |..AAAA|BBBBBB|CC....|       cut anywhere
+momentum_buffer           all of A, B, C, end to end   a matrix that lies on two ranks is on both of them in full
+
+Its sizes tell it from an ordinary partition; where both are alike on all ranks, no matrix is cut and both say the
+same of every element. Under ZeRO-3, with the optimizer offloaded and in BF16_Optimizer, it is an ordinary partition.
+
+Source: DeepSpeed 0.19.8, `DeepSpeedZeroOptimizer._muon_momentum_buffer` and `_apply_muon_updates_cpu_offload`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +40,6 @@ def flat_groups(
 
     Parameters
     ----------
-    model : ModelShard
     members : sequence of OptimizerShard
         All data-parallel ranks, in order.
     known : mapping of str to tuple
@@ -36,7 +48,7 @@ def flat_groups(
     Raises
     ------
     LayoutError
-        The groups cannot be told from what the files hold.
+        The groups do not follow from what the files hold.
     """
     reordered = zero_option(model, "round_robin_gradients") and not zero_option(model, "parameter_alignment")
     first = members[0]
@@ -79,7 +91,7 @@ def optimizer_order(names: Sequence[str], model: ModelShard, world_size: int) ->
 def _shapes_from_mappings(
     members: Sequence[OptimizerShard], index: int, known: Mapping[str, tuple[int, ...]]
 ) -> Shapes:
-    """Rebuild a group's order from the fragments of the ranks that share it."""
+    """Rebuild a group's order from the shares of the ranks that share it."""
     shared = members[0].partition_count[index]
     step = len(members) // max(shared, 1)
     numels: dict[str, int] = {}
@@ -88,15 +100,15 @@ def _shapes_from_mappings(
             raise LayoutError(
                 "neither param_shapes nor param_slice_mappings",
                 path=member.path,
-                advice="the order of the flat buffer cannot be told",
+                advice="the order of the flat buffer is not known",
             )
-        fragments = sorted(member.mappings[index].items(), key=lambda item: item[1][0])
-        for name, (_, numel) in fragments:
+        shares = sorted(member.mappings[index].items(), key=lambda item: item[1][0])
+        for name, (_, numel) in shares:
             numels[name] = numels.get(name, 0) + numel
     for name, numel in numels.items():
         if name not in known or math.prod(known[name]) != numel:
             raise LayoutError(
-                f"the shape of {name} cannot be told",
+                f"the shape of {name} is not known",
                 path=members[0].path,
                 expected=f"a weight of {numel} elements",
                 found=known.get(name),
@@ -107,15 +119,15 @@ def _shapes_from_mappings(
 def _split(shapes: Shapes, members: Sequence[OptimizerShard], path: str) -> list[Shapes]:
     """Cut one dict of all shapes (files before 2021) where the partitions of the groups say; the one way or none."""
     world = len(members)
-    wanted = [max(m.masters[g].numel for m in members) for g in range(len(members[0].masters))]
+    largest = [max(m.masters[g].numel for m in members) for g in range(len(members[0].masters))]
     numels = [math.prod(shape) for shape in shapes.values()]
     ways: list[tuple[int, ...]] = [()]
-    for partition in wanted:
+    for partition in largest:
         ways = [(*way, end) for way in ways for end in _ends(numels, way[-1] if way else 0, partition, world)]
     ways = [way for way in ways if way[-1] == len(numels)]
     if len(ways) != 1:
         raise LayoutError(
-            "one param_shapes for several groups, which cannot be told apart",
+            "one param_shapes for several groups, which nothing tells apart",
             path=path,
             expected="one way to cut it",
             found=f"{len(ways)} ways",
@@ -178,12 +190,12 @@ def keeps_whole_matrices(
 
 
 def held_matrices(numels: Sequence[int], starts: Sequence[int], partition: int, position: int) -> list[int]:
-    """Return which parameters a rank holds a part of, in order."""
-    return [fragment.index for fragment in flat_shares(numels, starts, partition, position)]
+    """Return which parameters a rank holds elements of, in order."""
+    return [share.index for share in flat_shares(numels, starts, partition, position)]
 
 
 def is_whole(tensors: Sequence[Tensor | None], numels: Sequence[int], starts: Sequence[int], partition: int) -> bool:
-    """Tell whether each rank's tensor of a group is made of the whole matrices of which it holds a part.
+    """Tell whether each rank's tensor of a group consists of the whole matrices of which it holds elements.
 
     Parameters
     ----------
@@ -196,8 +208,8 @@ def is_whole(tensors: Sequence[Tensor | None], numels: Sequence[int], starts: Se
     if all(tensor is None or tensor.shape == (partition,) for tensor in tensors):
         return False
     for position, tensor in enumerate(tensors):
-        wanted = sum(numels[index] for index in held_matrices(numels, starts, partition, position))
-        if (0 if tensor is None else tensor.numel) != wanted or (tensor is not None and len(tensor.shape) != 1):
+        numel = sum(numels[index] for index in held_matrices(numels, starts, partition, position))
+        if (0 if tensor is None else tensor.numel) != numel or (tensor is not None and len(tensor.shape) != 1):
             return False
         if tensor is not None and not tensor.is_contiguous:
             return False

@@ -53,13 +53,12 @@ class Origin:
 
     Parameters
     ----------
-    directory : TagDirectory
     model : ModelShard
         The first one.
     members : sequence of OptimizerShard
         Of the first model-parallel rank.
     ranks : sequence of RankFiles
-        By model-parallel rank; empty where the files are made up and the checkpoint itself is the state.
+        By model-parallel rank; empty where there are no files and the checkpoint itself is the state.
     experts : sequence of (Shard, TorchFile)
         Files of experts' weights.
     expert_optimizers : sequence of (Shard, TorchFile)

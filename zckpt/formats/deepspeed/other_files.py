@@ -1,4 +1,4 @@
-"""What is in a run directory beside one of its checkpoints, and what Hugging Face's Trainer keeps there.
+"""What is in a run directory next to one of its checkpoints, and what Hugging Face's Trainer keeps there.
 
 OUTPUT/checkpoint-N/
     global_stepN/         DeepSpeed's checkpoint, and `latest`, which names it
@@ -58,7 +58,6 @@ def companion_files(
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     source : Path
         The directory that was opened, which holds the checkpoint's.
     processes : int
@@ -90,7 +89,7 @@ def _is_checkpoint(directory: Path) -> bool:
 
 
 def is_trainers(source: Path) -> bool:
-    """Tell whether Hugging Face's Trainer has made a directory."""
+    """Tell whether Hugging Face's Trainer wrote a directory."""
     return (source / TRAINER_STATE).is_file()
 
 
@@ -102,7 +101,7 @@ def is_trainers_own(name: str) -> bool:
 def trainer_files(
     source: Path, tag_directory: Path, *, processes: int, roots: Sequence[Path] = ()
 ) -> tuple[list[TargetFile], list[str]]:
-    """Return copies of what the Trainer keeps beside a checkpoint, for another number of processes.
+    """Return copies of what the Trainer keeps next to a checkpoint, for another number of processes.
 
     Parameters
     ----------
@@ -126,14 +125,14 @@ def trainer_files(
         Something cannot be read.
     """
     found, left_out = other_files(source, tag_directory)
-    notes = [f"other checkpoints beside it are left out: {', '.join(left_out)}"] if left_out else []
+    notes = [f"other checkpoints next to it are left out: {', '.join(left_out)}"] if left_out else []
     own = f"{tag_directory.relative_to(source).as_posix()}/"
-    beside = [(name, path) for name, path in found if name != LATEST and not name.startswith(own)]
+    others = [(name, path) for name, path in found if name != LATEST and not name.startswith(own)]
     states: dict[int, Path] = {}
-    for place in (*roots, source):
-        named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(place.iterdir()) if path.is_file())
+    for directory in (*roots, source):
+        named = ((_RANDOM.fullmatch(path.name), path) for path in sorted(directory.iterdir()) if path.is_file())
         states |= {int(match[1] or 0): path for match, path in named if match is not None}
-    files = [copy_of(path, name) for name, path in beside if not is_trainers_own(name)]
+    files = [copy_of(path, name) for name, path in others if not is_trainers_own(name)]
     for rank, path in sorted(states.items()):
         if rank < processes:
             files.append(copy_of(path, "rng_state.pth" if processes == 1 else f"rng_state_{rank}.pth"))

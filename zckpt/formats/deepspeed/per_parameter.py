@@ -110,20 +110,22 @@ def _paddings(
     for name, index, _ in walk:
         numels.setdefault(index, []).append(math.prod(shapes[name]))
     pads = {index: shard_paddings(found, len(members)) for index, found in sorted(numels.items())}
-    return [
-        Padding(member.rank, index, pad[rank], pad[rank] * _bytes_per_element(member, index, keys[index]))
-        for rank, member in enumerate(members)
-        for index, pad in pads.items()
-    ]
+    found = []
+    for rank, member in enumerate(members):
+        for index, pad in pads.items():
+            tensors = member.element_tensors(index, keys[index])
+            nbytes = pad[rank] * sum(tensor.itemsize for tensor in tensors.values())
+            found.append(Padding(member.rank, index, pad[rank], nbytes))
+    return found
 
 
-FEWEST_PLACES = 1 << 13
+FEWEST_SHARDS = 1 << 13
 """Shards of which the padding is worked out for all at once; of fewer, one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPadding:
-    """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of places.
+    """Where the padding of all ranks' shards is: worked out again each time, for there may be millions of spans.
 
     Parameters
     ----------
@@ -135,7 +137,7 @@ class ShardPadding:
     members: Sequence[OptimizerShard]
     keys: Mapping[int, Set[str]]
     _ranks: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
-    _places: dict[int, Ranges] = field(default_factory=dict, repr=False, compare=False)
+    _starts: dict[int, Ranges] = field(default_factory=dict, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield what lies end to end in each slot of each sub-group of a rank."""
@@ -151,15 +153,14 @@ class ShardPadding:
             for rank, member in enumerate(self.members):
                 _, count = shard_share(numel, world, rank)
                 left = shard_numel(numel, world) - count
-                for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
-                    if left and (key == MASTER or key in self.keys[index]):
-                        offset = tensor.offset + (at + count) * tensor.itemsize
-                        yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
+                for key, tensor in member.element_tensors(index, self.keys[index]).items() if left else ():
+                    offset = tensor.offset + (at + count) * tensor.itemsize
+                    yield PaddingSpan(key, member.path, offset, left * tensor.itemsize)
 
     @property
     def is_large(self) -> bool:
         """Whether it is to be asked for file by file, which takes loading numpy."""
-        return len(self.shapes) * len(self.members) >= FEWEST_PLACES
+        return len(self.shapes) * len(self.members) >= FEWEST_SHARDS
 
     def within(self, path: str) -> Iterator[Ranges]:
         """Yield where in a file it is, in bytes."""
@@ -174,29 +175,28 @@ class ShardPadding:
 
         from zckpt.state.cuts import merged_ranges
 
-        if not self._places:
+        if not self._starts:
             found: dict[int, list[tuple[int, int]]] = {}
             for name, index, at in _walk_all(self.shapes, self.members):
                 found.setdefault(index, []).append((at, math.prod(self.shapes[name])))
-            self._places.update({index: np.array(places, np.int64).T for index, places in found.items()})
+            self._starts.update({index: np.array(starts, np.int64).T for index, starts in found.items()})
         member, world = self.members[rank], len(self.members)
-        for index, (starts, numels) in self._places.items():
+        for index, (starts, numels) in self._starts.items():
             widths = -(-numels // world)
             held = np.clip(numels - rank * widths, 0, widths)
             ranges = merged_ranges(starts + held, starts + widths)
-            for key, tensor in {MASTER: member.masters[index], **member.tensors[index]}.items():
-                if key == MASTER or key in self.keys[index]:
-                    yield key, tensor.offset + ranges * tensor.itemsize
+            for key, tensor in member.element_tensors(index, self.keys[index]).items():
+                yield key, tensor.offset + ranges * tensor.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenPadding:
-    """Where the padding of frozen parameters' fragments is; with one model file for each rank."""
+    """Where the padding of frozen parameters' shards is; with one model file for each rank."""
 
     models: Sequence[ModelShard]
 
     def __iter__(self) -> Iterator[PaddingSpan]:
-        """Yield a run for each fragment that has some."""
+        """Yield it for each shard that has some."""
         world = len(self.models)
         for position, model in enumerate(self.models):
             for name, tensor in (model.frozen_fragments or {}).items():
@@ -207,11 +207,6 @@ class FrozenPadding:
                 if count < tensor.numel:
                     low = tensor.offset + count * tensor.itemsize
                     yield PaddingSpan(WEIGHT, model.shard.path, low, (tensor.numel - count) * tensor.itemsize)
-
-
-def _bytes_per_element(member: OptimizerShard, index: int, keys: Set[str]) -> int:
-    tensors = [member.masters[index], *(t for key, t in member.tensors[index].items() if key in keys)]
-    return sum(tensor.itemsize for tensor in tensors)
 
 
 def _walk(shapes: Shapes, member: OptimizerShard, world: int) -> list[tuple[str, int, int]]:
@@ -259,32 +254,32 @@ def _check_partition_groups(members: Sequence[OptimizerShard]) -> None:
 
 
 def frozen_weight(name: str, shape: tuple[int, ...], models: Sequence[ModelShard]) -> Slot | None:
-    """Return the weight of a frozen parameter from the fragments in each rank's model file; None if there are none.
+    """Return the weight of a frozen parameter from the shards in each rank's model file; None if there are none.
 
     Raises
     ------
     LayoutError
-        A fragment is missing or of the wrong size.
+        A shard is missing or of the wrong size.
     """
-    fragments: list[tuple[ModelShard, Tensor]] = []
+    shards: list[tuple[ModelShard, Tensor]] = []
     for model in models:
         tensor = (model.frozen_fragments or {}).get(name)
         if tensor is not None:
-            fragments.append((model, tensor))
-    if not fragments:
+            shards.append((model, tensor))
+    if not shards:
         return None
     world, numel = len(models), math.prod(shape)
-    if len(fragments) != world or any(t.numel != shard_numel(numel, world) for _, t in fragments):
+    if len(shards) != world or any(t.numel != shard_numel(numel, world) for _, t in shards):
         raise LayoutError(
-            f"fragments of frozen parameter {name} do not add up",
-            path=fragments[0][0].shard.path,
+            f"shards of frozen parameter {name} do not add up",
+            path=shards[0][0].shard.path,
             expected=f"{shard_numel(numel, world)} elements on each of {world} ranks",
-            found=[t.numel for _, t in fragments][:16],
+            found=[t.numel for _, t in shards][:16],
         )
     spans = []
-    for position, (model, tensor) in enumerate(fragments):
+    for position, (model, tensor) in enumerate(shards):
         start, count = shard_share(numel, world, position)
         if count:
             extent = Extent.flat(shape, start, count)
             spans.append(span_of(tensor, model.shard.path, extent))
-    return Slot(WEIGHT, fragments[0][1].dtype, shape, tuple(spans))
+    return Slot(WEIGHT, shards[0][1].dtype, shape, tuple(spans))

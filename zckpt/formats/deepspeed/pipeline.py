@@ -98,21 +98,17 @@ def _names(model: ModelShard) -> dict[str, tuple[int, ...] | None]:
 
 
 def _full_name(shard: Shard, key: str, tensor: Tensor, known: Mapping[str, tuple[int, ...] | None]) -> str:
-    """Return the model's name for an entry of a layer file."""
+    """Return the model's name for a key of a layer file."""
     name = f"{shard.layer}.{key}"
     if name in known:
         return name
-    tied = [n for n, s in known.items() if n.startswith(TIED) and _within(n) == key and s == tensor.shape]
+    of_shape = (n for n, shape in known.items() if n.startswith(TIED) and shape == tensor.shape)
+    tied = [n for n in of_shape if n.removeprefix(TIED).partition(".")[2] == key]  # tied_modules.<layer's key>.<key>
     if len(tied) > 1:
         raise UnsupportedError(
             f"{key} could be the weight of several tied layers", path=shard.path, found=", ".join(sorted(tied))
         )
     return tied[0] if tied else name
-
-
-def _within(name: str) -> str:
-    """Return the part of `tied_modules.<key>.<name>` that is the name within the layer."""
-    return name[len(TIED) :].partition(".")[2]
 
 
 def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int) -> Iterator[Duplicate]:

@@ -1,7 +1,7 @@
 """The state that the files of one model-parallel rank describe: every parameter of that rank with its slots.
 
 What a name in `module` is: a buffer if `buffer_names` has it; an alias if `shared_params` does; trained if a
-param group has it; frozen if it is listed as that or may be one; else what a module puts beside its parameters, which
+param group has it; frozen if it is listed as that or may be one; else what a module puts next to its parameters, which
 is kept as a buffer is.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import LayoutError, ShardError, UnsupportedError
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.experts import (
     expert_number,
     expert_parallel_size,
@@ -54,7 +54,6 @@ def read_rank(
 
     Parameters
     ----------
-    mp_rank : int
     models : sequence of ModelShard
         One; for ZeRO-3 one for each data-parallel rank, in order.
     members : sequence of OptimizerShard
@@ -112,7 +111,7 @@ def _read_flat(
         for expert_rank in range(ep):
             (_, ranks), aside = next(cuts)
             per_element = keys.difference(*aside)
-            slots, padding, runs = cut_group(group, ranks, per_element)
+            slots, padding, padding_spans = cut_group(group, ranks, per_element)
             read[group.index] = per_element
             if any(MOMENTUM in one for one in aside):
                 read[group.index] = per_element | {MOMENTUM}
@@ -121,7 +120,7 @@ def _read_flat(
                 for name, slot in whole.items():
                     slots[name][MOMENTUM] = slot
             state.padding += padding
-            state.padding_spans.append(runs)
+            state.padding_spans.append(padding_spans)
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)
@@ -159,7 +158,7 @@ def _read_parameterwise(
 ) -> None:
     model = models[0]
     if model.param_shapes is None:
-        raise LayoutError("no param_shapes", path=model.shard.path, advice="the order of the shards cannot be told")
+        raise LayoutError("no param_shapes", path=model.shard.path, advice="the order of the shards is not known")
     shapes: Shapes = {}
     for one in model.param_shapes:
         shapes.update(one)
@@ -191,8 +190,8 @@ def _read_parameterwise(
         index = group_of[sub_groups[name]]
         names[index].append(name)
         trained[name] = (shape, slots[name], index)
-    for index, parts in enumerate(subs):
-        state.groups.append(_param_group(members, index, parts, names[index], own))
+    for index, its_subs in enumerate(subs):
+        state.groups.append(_param_group(members, index, its_subs, names[index], own))
     state.per_rank += rank_values(members, group_of, own, {sub: read[sub] for sub in group_of})
     state.padding = _by_group(state.padding, group_of)
 
@@ -207,15 +206,15 @@ def _by_group(paddings: Sequence[Padding], group_of: Mapping[int, int]) -> list[
 
 
 def _param_group(
-    members: Sequence[OptimizerShard], index: int, parts: Sequence[int], names: list[str], own: Collection[str]
+    members: Sequence[OptimizerShard], index: int, partitions: Sequence[int], names: list[str], own: Collection[str]
 ) -> ParamGroup:
     """Return a group with its hyperparameters and the state that is one value for all its elements."""
     groups = members[0].groups
     hyperparameters = {k: v for k, v in groups[index].items() if k != "params"} if index < len(groups) else {}
     values: dict[str, object] = {}
     for member in members:
-        for part in parts:
-            values = {**{k: v for k, v in member.scalars[part].items() if k not in own}, **values}
+        for partition in partitions:
+            values = {**{k: v for k, v in member.scalars[partition].items() if k not in own}, **values}
     return ParamGroup(hyperparameters, names, values)
 
 
@@ -235,30 +234,39 @@ def _place_parameters(
     known = {*model.module, *trained, *weights}
     for name, tensor in model.module.items():
         if name in model.buffer_names:
-            slots = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
+            state.buffers[name] = _buffer(name, tensor, path)
         elif name in aliases and aliases[name] in known:
             state.parameters[name] = Parameter(name, (), tensor.dtype, tied_to=aliases[name])
         elif name in trained:
             state.parameters[name] = _trained(name, trained, tensor, path, parameterwise=parameterwise)
-        elif _is_beside_parameters(name, tensor, model, parameterwise=parameterwise, has_groups=bool(trained)):
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+        elif _is_other_tensor(name, tensor, model, parameterwise=parameterwise, has_groups=bool(trained)):
+            state.buffers[name] = _buffer(name, tensor, path)
         elif (slot := _frozen(name, tensor, models, parameterwise=parameterwise)) is not None:
             state.parameters[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot}, frozen=True)
         else:
             lost.append(name)
-    for name, (where, tensor) in weights.items():
-        if name in model.buffer_names:
-            slots = {WEIGHT: slot_of(WEIGHT, tensor, where)}
-            state.buffers[name] = Parameter(name, tensor.shape, tensor.dtype, slots)
-        elif name not in state.parameters:
-            state.parameters[name] = _trained_outside(name, trained, tensor, where)
+    _place_outside(state, trained, model, weights)
     _place_without_weight(state, trained, model)
     complete_aliases(state.parameters, path)
     _note_duplicates(state, models, parameterwise=parameterwise)
     if lost:
-        shown = ", ".join(lost[:4]) + (f" and {len(lost) - 4} more" if len(lost) > 4 else "")
-        state.warnings.append(f"{path}: no file holds the values of {shown}; left out")
+        state.warnings.append(f"{path}: no file holds the values of {listed(lost)}; left out")
+
+
+def _place_outside(
+    state: RankState, trained: Trained, model: ModelShard, weights: Mapping[str, tuple[str, Tensor]]
+) -> None:
+    """Add the parameters and buffers whose weights lie outside the model file."""
+    for name, (where, tensor) in weights.items():
+        if name in model.buffer_names:
+            state.buffers[name] = _buffer(name, tensor, where)
+        elif name in state.parameters:
+            continue
+        elif name in trained:
+            state.parameters[name] = _trained(name, trained, tensor, where, parameterwise=False)
+        else:
+            weight = {WEIGHT: slot_of(WEIGHT, tensor, where)}
+            state.parameters[name] = Parameter(name, tensor.shape, tensor.dtype, weight, frozen=True)
 
 
 def _place_without_weight(state: RankState, trained: Trained, model: ModelShard) -> None:
@@ -271,7 +279,7 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
             raise ShardError(
                 f"no file holds the weights of expert {number} ({name})",
                 path=model.shard.path,
-                expected=f"a file layer_*_expert_{number}_mp_rank_*_model_states.pt beside it",
+                expected=f"a file layer_*_expert_{number}_mp_rank_*_model_states.pt next to it",
                 code=MISSING_FILE,
                 parameters=[name],
             )
@@ -279,7 +287,7 @@ def _place_without_weight(state: RankState, trained: Trained, model: ModelShard)
 
 
 def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, parameterwise: bool) -> None:
-    """Note the copies that the model files hold beside what is read: of tied weights, and each rank's buffers."""
+    """Note the copies that the model files hold besides what is read: of tied weights, and each rank's buffers."""
     path = models[0].shard.path
     for name, parameter in state.parameters.items():
         tensor = models[0].module.get(name)
@@ -302,30 +310,20 @@ def _note_duplicates(state: RankState, models: Sequence[ModelShard], *, paramete
                 state.duplicates.append(Duplicate("buffer", name, name, copy, first, model.shard.dp_rank))
 
 
+def _buffer(name: str, tensor: Tensor, path: str) -> Parameter:
+    return Parameter(name, tensor.shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path)})
+
+
 def _trained(name: str, trained: Trained, tensor: Tensor, path: str, *, parameterwise: bool) -> Parameter:
+    """Return a trained parameter with its weight, which under ZeRO-3 is in no file."""
     shape, slots, group = trained[name]
     if parameterwise:
         return Parameter(name, shape, tensor.dtype, slots, group)
     if tensor.shape != shape:
         raise LayoutError(
-            f"{name} has two shapes",
-            path=path,
-            expected=f"{shape} as in param_shapes",
-            found=f"{tensor.shape} in module",
-        )
-    return Parameter(name, shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path), **slots}, group)
-
-
-def _trained_outside(name: str, trained: Trained, tensor: Tensor, path: str) -> Parameter:
-    weight = {WEIGHT: slot_of(WEIGHT, tensor, path)}
-    if name not in trained:
-        return Parameter(name, tensor.shape, tensor.dtype, weight, frozen=True)
-    shape, slots, group = trained[name]
-    if tensor.shape != shape:
-        raise LayoutError(
             f"{name} has two shapes", path=path, expected=f"{shape} as in param_shapes", found=tensor.shape
         )
-    return Parameter(name, shape, tensor.dtype, {**weight, **slots}, group)
+    return Parameter(name, shape, tensor.dtype, {WEIGHT: slot_of(WEIGHT, tensor, path), **slots}, group)
 
 
 def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, parameterwise: bool) -> Slot | None:
@@ -339,9 +337,7 @@ def _frozen(name: str, tensor: Tensor, models: Sequence[ModelShard], *, paramete
     return frozen_weight(name, shapes[name], models)
 
 
-def _is_beside_parameters(
-    name: str, tensor: Tensor, model: ModelShard, *, parameterwise: bool, has_groups: bool
-) -> bool:
+def _is_other_tensor(name: str, tensor: Tensor, model: ModelShard, *, parameterwise: bool, has_groups: bool) -> bool:
     """Tell whether a module has put a tensor into its state dict that is neither a parameter nor a buffer.
 
     A quantised weight has its scales and maps there (bitsandbytes: `weight.absmax`, `weight.quant_map`, ...), and
@@ -355,5 +351,5 @@ def _is_beside_parameters(
         return tensor.numel > 0  # a parameter's own tensor is empty
     if model.frozen_shapes is not None and has_groups:
         return True
-    parts = name.split(".")
-    return parts[-1] == "_extra_state" or any(".".join(parts[:end]) in model.module for end in range(1, len(parts)))
+    words = name.split(".")
+    return words[-1] == "_extra_state" or any(".".join(words[:end]) in model.module for end in range(1, len(words)))

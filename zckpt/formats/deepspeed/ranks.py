@@ -1,4 +1,7 @@
-"""Which ranks a checkpoint should have files of, and whether those that are there belong together. No layout."""
+"""Which ranks a checkpoint should have files of, and whether those that are there belong together. No layout.
+
+`select` stops at the first problem, as opening does; `survey` reads every file that can be read and returns them all.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from zckpt import errors
 from zckpt.codes import HYPERPARAMETERS_DIFFER, MISSING_FILE, OTHER_RUN, OTHER_WORLD_SIZE, STEPS_DIFFER, VALUES_DIFFER
 from zckpt.errors import DamagedFileError, ShardError, SourceError
 from zckpt.formats.deepspeed.directory import EXPERT, MODEL, OPTIMIZER, PIPELINE_LAYER, TagDirectory
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, read_model, read_optimizer
 from zckpt.formats.deepspeed.values import FOLLOWS_FROM_STEPS
 from zckpt.formats.remainder import jsonables
-from zckpt.formats.survey import Survey
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import Scalar, SourceFile
 from zckpt.torchfile import plain, read_torchfile
+
+if TYPE_CHECKING:
+    from zckpt.formats.survey import Survey
 
 STRUCTURE = ("ZeRO stage", "form of the optimizer state", "number of groups")
 PARAM_GROUPS = "param groups"
@@ -30,8 +37,7 @@ SHOWN_RANKS = 16
 
 def listed(ranks: Sequence[int]) -> str:
     """Return ranks as text a person can read, however many there are."""
-    text = ", ".join(map(str, ranks[:SHOWN_RANKS]))
-    return text + (f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else "")
+    return errors.listed(ranks, most=SHOWN_RANKS)
 
 
 def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerShard]) -> int:
@@ -68,7 +74,7 @@ def select(
     """Return one optimizer file for each data-parallel rank, in order, and which files are left aside and why.
 
     Files of higher ranks that themselves tell of a larger world are leftovers; they are left aside with a warning.
-    Those that tell of the same one are replicas (MiCS cuts over a part of the ranks); one set is enough.
+    Those that tell of the same one are replicas (MiCS cuts over some of the ranks); one set is enough.
 
     Raises
     ------
@@ -98,12 +104,10 @@ def problems(
 
     Parameters
     ----------
-    directory : Path
     models : sequence of ModelShard
         At least one.
     shards : sequence of OptimizerShard
         Those that can be read.
-    mp_rank : int
     present : collection of int
         Ranks of which a file is there that cannot be read.
     """
@@ -214,7 +218,7 @@ def _code(what: str) -> str:
 
 
 def _shown(usual: str, odd: str) -> tuple[str, str]:
-    """Return the first place in which two long texts differ, from the word before it on."""
+    """Return where two long texts first differ, from the word before it on."""
     if max(len(usual), len(odd)) <= SHOWN_CHARACTERS:
         return usual, odd
     at = next((i for i, (a, b) in enumerate(zip(usual, odd, strict=False)) if a != b), min(len(usual), len(odd)))
@@ -259,6 +263,8 @@ Unread = list[tuple[str, int, int]]
 
 def survey(directory: TagDirectory) -> Survey:
     """Return the files that can be read, and an error for each other one and for what ranks disagree on."""
+    from zckpt.formats.survey import Survey
+
     files: list[SourceFile] = []
     errors: list[SourceError] = []
     models: list[ModelShard] = []

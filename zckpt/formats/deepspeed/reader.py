@@ -32,20 +32,17 @@ from zckpt.formats.deepspeed.shards import (
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
 from zckpt.formats.deepspeed.tensor_parallel import merge
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules, read_rules
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
-VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
-"""The rules that also matter where nothing is sliced."""
-
 EXTRA_STATE_KEY = "module_extra_state"
 """Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""
 
 OPTIMIZER_METADATA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-"""What an optimizer file holds beside the optimizer's state and how it is cut."""
+"""What an optimizer file holds besides the optimizer's state and how it is cut."""
 
 
 KEPT_KEYS = (
@@ -60,7 +57,6 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
 
     Parameters
     ----------
-    directory : TagDirectory
     names : sequence of str, optional
         Names of the optimizer's parameters in its order, for files that have only numbers (stage 0).
     tp_rules : Path, optional

@@ -12,14 +12,14 @@ optimizer file  {optimizer_state_dict: Z, ds_config, ds_version}; Z differs by s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.alike_files import AlikeReader
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, read_scalars, with_scalars
-from zckpt.state import Scalar
+from zckpt.state import MASTER, Scalar
 from zckpt.torchfile import Object, Tensor, TorchFile, brief, plain, read_torchfile
 
 Shapes = dict[str, tuple[int, ...]]
@@ -44,7 +44,6 @@ class ModelShard:
     ----------
     param_shapes : list of dict, or None
         Shape by name for each group, in flat order; None in files that do not record it.
-    frozen_shapes, frozen_fragments : dict or None
     shared : dict of str to str
         Alias to owner.
     content : dict
@@ -99,10 +98,8 @@ class OptimizerShard:
         The base optimizer's param groups with `params`; empty in elastic files, which do not hold them.
     partition_count : list of int
         Ranks that share each group.
-    paddings : list of int, or None
-    alignment_paddings : list of list of int, or None
     mappings : list of dict of str to (start, numel), or None
-        Where each parameter's fragment lies in this rank's partition, as DeepSpeed computed it.
+        Where each parameter's elements lie in this rank's partition, as DeepSpeed computed it.
     """
 
     shard: Shard
@@ -131,11 +128,15 @@ class OptimizerShard:
         """Data-parallel rank."""
         return self.shard.dp_rank or 0
 
+    def element_tensors(self, index: int, keys: Set[str]) -> dict[str, Tensor]:
+        """Return the master of a group and those of its tensors that have one of the keys, by slot."""
+        return {MASTER: self.masters[index], **{k: t for k, t in self.tensors[index].items() if k in keys}}
+
 
 def read_models(shards: Sequence[Shard]) -> list[ModelShard]:
-    """Read model files. Of several that say the same all but the first share a tree, and what is made of it.
+    """Read model files. Those that say the same share a tree and what is read from it, all but the first.
 
-    The first one's is its own: what others hold is told apart from what the checkpoint has of it.
+    The first has its own, because what others hold is a copy of it in the inventory.
 
     Raises
     ------
@@ -170,7 +171,8 @@ def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
     module = content.get("module")
     tensors = _tensors_by_name(module, shard.path) if isinstance(module, dict) else {}
     shared = content.get("shared_params")
-    fragments = content.get("frozen_param_fragments")
+    frozen = content.get("frozen_param_fragments")
+    frozen_shapes = content.get("frozen_param_shapes")
     names = content.get("buffer_names")
     return ModelShard(
         shard,
@@ -178,8 +180,8 @@ def _read_model(shard: Shard, file: TorchFile) -> ModelShard:
         tensors,
         {str(name) for name in names} if isinstance(names, (list, set, tuple, frozenset)) else set(),
         _param_shapes(content.get("param_shapes"), shard.path),
-        _optional_shapes(content.get("frozen_param_shapes"), shard.path),
-        _tensors_by_name(fragments, shard.path) if isinstance(fragments, dict) else None,
+        None if frozen_shapes is None else _shapes(frozen_shapes, shard.path),
+        _tensors_by_name(frozen, shard.path) if isinstance(frozen, dict) else None,
         _shared(shared, shard.path),
         by_name(content, shard.path),
         {str(k): v for k, v in module.items() if not isinstance(v, Tensor)} if isinstance(module, dict) else {},
@@ -222,10 +224,6 @@ def _param_shapes(node: object, path: str) -> list[Shapes] | None:
             "unreadable param_shapes", path=path, expected="a list of dicts", found=type(node).__name__
         )
     return [_shapes(group, path) for group in node]
-
-
-def _optional_shapes(node: object, path: str) -> Shapes | None:
-    return None if node is None else _shapes(node, path)
 
 
 def _shapes(node: object, path: str) -> Shapes:
@@ -288,7 +286,9 @@ def _read_flat(shard: Shard, file: TorchFile, z: dict[str, object], stage: int) 
             one.setdefault("step", common)
     counts = z.get("partition_count")
     count_list = [counts] * len(masters) if isinstance(counts, int) else _ints(counts, path, "partition_count")
-    _check_count(len(count_list), len(masters), path, "partition_count")
+    if len(count_list) != len(masters):
+        raise DamagedFileError("partition_count has the wrong length", path=path, expected=f"{len(masters)} groups",
+                               found=len(count_list))  # fmt: skip
     return OptimizerShard(
         shard,
         file,
@@ -332,11 +332,6 @@ def _ints(node: object, path: str, what: str) -> list[int]:
     return list(node)
 
 
-def _check_count(found: int, expected: int, path: str, what: str) -> None:
-    if found != expected:
-        raise DamagedFileError(f"{what} has the wrong length", path=path, expected=f"{expected} groups", found=found)
-
-
 def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, object]], list[dict[str, object]]]:
     """Return state by group index and the param groups, from the rigid or the elastic form."""
     if isinstance(node, (list, tuple)):
@@ -350,7 +345,7 @@ def _base_state(node: object, path: str) -> tuple[dict[object, dict[object, obje
 
 
 def _param_groups(node: object, path: str) -> list[dict[str, object]]:
-    """Return the param groups; of the elastic form, those that `zckpt strip` keeps beside it."""
+    """Return the param groups; of the elastic form, those that `zckpt strip` keeps next to it."""
     if not isinstance(node, list):
         raise DamagedFileError("unreadable param_groups", path=path, expected="a list", found=type(node).__name__)
     return [with_scalars(as_mapping(group, path, "a param group"), path) for group in node]

@@ -1,4 +1,4 @@
-"""Stage 0: the optimizer is a plain one, in the model file; with 16-bit weights its masters are beside it.
+"""Stage 0: the optimizer is a plain one, in the model file; with 16-bit weights its masters are next to it.
 
 optimizer = {state, param_groups}                                           fp32
 optimizer = {optimizer_state_dict: {state, param_groups}, fp32_groups,      FP16_UnfusedOptimizer: a list of
@@ -79,7 +79,7 @@ def rounds_to_weight(checkpoint: Checkpoint, path: str, optimizer: OptimizerStat
 
 
 def keep_other_state(checkpoint: Checkpoint, content: Mapping[object, object], file: TorchFile) -> None:
-    """Keep what an optimizer has beside its state: the loss scale and how it changes, clipping."""
+    """Keep what an optimizer has besides its state: the loss scale and how it changes, clipping."""
     for key, value in content.items():
         if key not in STATE_KEYS:
             checkpoint.optimizer_metadata[str(key)] = carried(file, value)

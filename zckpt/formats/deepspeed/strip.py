@@ -10,7 +10,7 @@ padding           ZeRO-1, 2: the masters' always. The slots' where DeepSpeed tak
 rigid   base_optimizer_state = {state: {group: {slot: p elements, step}}, param_groups}
 lean    base_optimizer_state = [{slot: p - padding elements, step}, ...]      as DeepSpeed's elastic option writes it
         base_optimizer_state_step                   without which no DeepSpeed loads a list
-        base_optimizer_param_groups                 hyperparameters: DeepSpeed has no place for them, and no need
+        base_optimizer_param_groups                 hyperparameters: DeepSpeed does not look for them, and no need
 
 Each rank loads its own file and pads what it finds. What DeepSpeed 0.19.8 makes of a lean file is not always what
 was saved, and then the slots stay as they are and only the masters lose their padding, which it always gives back:
@@ -59,7 +59,6 @@ def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
         As read from `source`.
     source : Path
         The directory as the user named it.
-    request : Request
 
     Raises
     ------
@@ -96,7 +95,8 @@ class _Work:
         members = [member for one in origin.ranks for member in one.members]
         flat = any(member.stage != 3 for member in members)
         named = not origin.directory.of(PIPELINE_LAYER)  # there, `param_shapes` alone has the names of tied layers
-        self.without_files = request.optimizer and flat and named and _has_all_weights(checkpoint)
+        whole = all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
+        self.without_files = request.optimizer and flat and named and whole
         self.layouts: dict[str, LeanLayout] = {}
         self.notes: list[str] = []
         if request.padding and not self.without_files:
@@ -124,16 +124,14 @@ class _Work:
 
         def edit(file: TorchFile) -> Edited:
             edited = optimizer_edit(self.request, self.slots)(file)
-            _drop_from_list(file, self.request, self.slots, edited)
+            states = optimizer_content(file).get("base_optimizer_state")
+            if self.request.slots and isinstance(states, list):  # the elastic form
+                drop_slots(states, self.request, self.slots, edited)
             if shard.path in self.layouts:
                 drop_padding(file, self.layouts[shard.path], self.slots, edited)
             return edited
 
         return edit
-
-
-def _has_all_weights(checkpoint: Checkpoint) -> bool:
-    return all(WEIGHT in p.slots for p in checkpoint.parameters.values() if p.tied_to is None)
 
 
 def _about_slots(checkpoint: Checkpoint, request: Request) -> str:
@@ -162,14 +160,6 @@ def _gone(file: TorchFile) -> Edited:
         state = "base_optimizer_state" in path
         edited.dropped.append((str(path[-1]) if state else MASTER, tensor))
     return edited
-
-
-def _drop_from_list(file: TorchFile, request: Request, slots: list[str], edited: Edited) -> None:
-    """Take slots out of the elastic form, a list of states."""
-    content = optimizer_content(file)
-    states = content.get("base_optimizer_state")
-    if request.slots and isinstance(states, list):
-        drop_slots(states, request, slots, edited)
 
 
 def _latest(path: Path, tag: str) -> Rewritten:
@@ -267,7 +257,7 @@ def _is_loaded(value: object, partition: int) -> bool:
 
 
 def optimizer_content(file: TorchFile) -> dict[object, object]:
-    """Return the optimizer's part of an optimizer file; empty where there is none."""
+    """Return the optimizer's content of its file; empty where there is none."""
     top = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     return top if isinstance(top, dict) else {}
 
@@ -277,11 +267,8 @@ def drop_padding(file: TorchFile, layout: LeanLayout, slots: Sequence[str], edit
 
     Parameters
     ----------
-    file : TorchFile
-    layout : LeanLayout
     slots : sequence of str
         Keys that have one value per element.
-    edited : Edited
     """
     z = optimizer_content(file)
     masters = z["single_partition_of_fp32_groups"]
@@ -309,14 +296,14 @@ def _edit_slots(z: dict[object, object], layout: LeanLayout, slots: Sequence[str
         base[:] = states
         return
     edited.changed = True
-    made: dict[object, object] = {}
+    content: dict[object, object] = {}
     for key, value in z.items():
-        made[key] = states if key == "base_optimizer_state" else value
+        content[key] = states if key == "base_optimizer_state" else value
         if key == "base_optimizer_state" and isinstance(base, dict):
             groups = base["param_groups"]
-            made |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
+            content |= {STEP: groups[0].get("step") if groups else None, PARAM_GROUPS: groups}
     z.clear()
-    z.update(made)
+    z.update(content)
 
 
 def _cut(tensor: object, length: int, edited: Edited) -> object:

@@ -68,7 +68,6 @@ class TargetGroup:
 
     Parameters
     ----------
-    index : int
     values : ParamGroup
         Its hyperparameters and single values.
     experts : list of list of Parameter
@@ -87,7 +86,7 @@ class TargetGroup:
     shared_by: int
 
     def of(self, rank: int) -> list[Parameter]:
-        """Return the parameters of which a data-parallel rank holds a part."""
+        """Return the parameters of which a data-parallel rank holds elements."""
         return self.experts[rank % len(self.experts)]
 
     def position(self, rank: int) -> int:
@@ -116,15 +115,13 @@ class TargetRank:
 
     Parameters
     ----------
-    mp_rank : int
     models : sequence of ModelShard
-        The source's model files from which everything is carried that is not made again, by data-parallel rank; a rank
-        that is not there takes from the first.
+        The source's model files, from which the rest is carried, by data-parallel rank; a rank that is not there
+        takes from the first.
     members : sequence of OptimizerShard
         The same for optimizer files.
     parameters, buffers : dict of str to Parameter
         In this rank's shapes.
-    groups : list of TargetGroup
     """
 
     mp_rank: int
@@ -257,10 +254,9 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
     ):
         raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
     bare = origin.members[0].elastic and not origin.members[0].groups
-    if not elastic and bare and stage != 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which the rigid form needs", path=path)
-    if bare and stage == 3:
-        raise UnsupportedError("the elastic form holds no hyperparameters, which ZeRO-3 needs", path=path)
+    if bare and (stage == 3 or not elastic):
+        needs = "ZeRO-3" if stage == 3 else "the rigid form"
+        raise UnsupportedError(f"the elastic form holds no hyperparameters, which {needs} needs", path=path)
     if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
         raise UnsupportedError(
             "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",

@@ -1,7 +1,7 @@
 """What each rank of the target has: its param groups, and its parameters, whole or sliced.
 
 At an unchanged tensor-parallel degree nothing is put together: every rank's values stay what they are, also those
-that drift apart and the padding rows of a vocabulary. Dense groups stay as they are, those of experts are made again
+that drift apart and the padding rows of a vocabulary. Dense groups stay as they are, those of experts are split again
 for another number of expert ranks.
 
 DeepSpeed splits experts off each param group that the user makes, in the model's order, names the new group after
@@ -25,8 +25,8 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, Rules, info_for
-from zckpt.state import Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
 EXPERT_GROUP_NUMEL = 178_956_971
@@ -76,8 +76,8 @@ def units(
             path=checkpoint.source,
             found=", ".join(map(str, degrees)),
         )
-    for (source, _), run in groupby(enumerate(groups), lambda item: _kind(origin, *item)):
-        alike = [group for _, group in run]
+    for (source, _), neighbours in groupby(enumerate(groups), lambda item: _kind(origin, *item)):
+        alike = [group for _, group in neighbours]
         if source is None:
             found += [Unit(group, [group.parameters], {}) for group in alike]
             continue
@@ -112,14 +112,14 @@ def _expert_units(
     groups: Sequence[ParamGroup], source: int, degree: int, parameters: Mapping[str, Parameter], path: str
 ) -> list[Unit]:
     """Return what becomes of groups of experts that follow each other and differ in their parameters only."""
-    parts = [_by_rank(group.parameters, source) for group in groups]
+    members = [_by_rank(group.parameters, source) for group in groups]
     totals = experts_per_rank(parameters)
     per_rank = {layer: total // degree for layer, total in totals.items()}
     if degree == source:
-        return [Unit(group, part, per_rank) for group, part in zip(groups, parts, strict=True)]
-    joined = [[name for part in parts for name in part[rank]] for rank in range(source)]
+        return [Unit(group, names, per_rank) for group, names in zip(groups, members, strict=True)]
+    joined = [[name for names in members for name in names[rank]] for rank in range(source)]
     split = [len(one) for one in expert_groups([parameters[name].numel for name in joined[0]])]
-    by_size = split == [len(part[0]) for part in parts]
+    by_size = split == [len(names[0]) for names in members]
     if len(groups) > 1 and not by_size:
         return [unit for group in groups for unit in _expert_units([group], source, degree, parameters, path)]
     spread = spread_experts(joined, degree, path)
@@ -176,8 +176,6 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-    origin : Origin
     degree : int
         Tensor-parallel ranks of the target.
     rows : int or None
@@ -193,7 +191,8 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     LayoutError
         A parameter does not divide among the ranks.
     """
-    ranks = origin.ranks or [_whole(checkpoint, origin)]
+    whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
+    ranks = origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)
     path = origin.rules_path or origin.model.shard.path
@@ -217,12 +216,6 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     for state in states:
         complete_aliases(state.parameters)
     return [replace(files, state=state) for files, state in zip(like, states, strict=True)]
-
-
-def _whole(checkpoint: Checkpoint, origin: Origin) -> RankFiles:
-    """Return the checkpoint itself as the state of the only rank."""
-    state = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-    return RankFiles([origin.model], origin.members, state)
 
 
 def _rules(origin: Origin, ranks: Sequence[RankFiles], degree: int, path: str) -> Rules:
@@ -257,22 +250,18 @@ def _cut(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> l
 def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -> Parameter:
     """Return a vocabulary with as many rows as the target has; rows that the source does not have are in no slot."""
     present = parameter.shape[0] if parameter.shape else 0
-    wanted = -(-present // degree) * degree if rows is None else rows
+    padded = -(-present // degree) * degree if rows is None else rows
     least = min(rules.vocabulary_size or 0, present)
-    if wanted < least or wanted % degree:
+    if padded < least or padded % degree:
         raise UsageError(
             f"unusable padded size of vocabulary {parameter.name}",
             expected=f"at least {least} rows and a multiple of {degree}",
-            found=wanted,
+            found=padded,
         )
-    kept = min(wanted, present)
-    slots = {key: _first_rows(slot, kept) for key, slot in parameter.slots.items()}
-    return replace(parameter, shape=(wanted, *parameter.shape[1:]), slots=slots)
-
-
-def _first_rows(slot: Slot, rows: int) -> Slot:
-    """Return a slot without its last rows; spans may reach over the end, and what is not there is not asked for."""
-    return replace(slot, shape=(rows, *slot.shape[1:]))
+    kept = min(padded, present)
+    # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
+    slots = {key: replace(slot, shape=(kept, *slot.shape[1:])) for key, slot in parameter.slots.items()}
+    return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
 
 
 def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, object] | None:
@@ -294,8 +283,9 @@ def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:
 
 def _rows(origin: Origin, states: Sequence[RankFiles]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
-    keys = ("vocabulary_parameter_patterns", "original_vocab_size")
-    rules = Rules({key: origin.rules[key] for key in keys if key in origin.rules}, "") if origin.rules else None
+    rules = (
+        Rules({key: origin.rules[key] for key in VOCABULARY_KEYS if key in origin.rules}, "") if origin.rules else None
+    )
     found = {
         sum(files.state.parameters[name].shape[0] for files in states)
         for name, p in states[0].state.parameters.items()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import boxes_of, row_major
-from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError
+from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.origin import Origin, RankState
 from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, SLICED, Rule, Rules, Share
@@ -24,6 +24,7 @@ from zckpt.storage.files import Sources
 
 if TYPE_CHECKING:
     from zckpt.engine.cast import Array
+
 
 SHOWN_NAMES = 8
 """More names than this are counted, not listed."""
@@ -87,7 +88,6 @@ class VocabularyPadding:
     ----------
     states : sequence of RankState
         By tensor-parallel rank.
-    rules : Rules
     """
 
     states: Sequence[RankState]
@@ -132,13 +132,12 @@ def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[
 
 
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
-    """Return the error for slices that no rule places."""
-    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    """Return the error for slices that no rule names."""
     return UnsupportedError(
-        f"tensor-parallel slices of {len(names)} parameters ({shown}) and no rules {what}",
+        f"tensor-parallel slices of {len(names)} parameters ({listed(names, most=SHOWN_NAMES)}) and no rules {what}",
         path=path,
         expected="universal_checkpoint_info in the model file",
-        advice="`zckpt reshard` takes them from a file: --tp-rules FILE",
+        advice="give them with --tp-rules FILE",
     )
 
 
@@ -201,7 +200,6 @@ def moved(spans: Iterable[Span], dim: int, shares: Sequence[Share]) -> tuple[Spa
 
     Parameters
     ----------
-    spans : iterable of Span
     dim : int
         The dimension that the shares divide; the tensors agree in all others.
     shares : sequence of Share
@@ -252,7 +250,6 @@ def check_slices(origin: Origin, degree: int) -> int:
 
     Parameters
     ----------
-    origin : Origin
     degree : int
         Tensor-parallel ranks of the target; at the source's own nothing is put together.
 

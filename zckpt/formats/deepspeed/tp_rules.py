@@ -3,8 +3,8 @@
     tp_replicated_parameter_patterns            every rank has the whole
     parameter_to_average_patterns               every rank has the whole, and they drift apart: the mean
     parameter_with_row_parallelism_patterns     slices along dimension 1
-    parameter_with_2_sub_params_cat_dim_0       two equal parts along dimension 0, each sliced (SwiGLU)
-    parameter_with_sub_params                   parts of given sizes along a given dimension, each sliced (QKV)
+    parameter_with_2_sub_params_cat_dim_0       two equal sub-parameters along dimension 0, each sliced (SwiGLU)
+    parameter_with_sub_params                   sub-parameters of given sizes along a given dimension, each sliced (QKV)
     vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
     none of these                               slices along dimension 0
 
@@ -33,11 +33,13 @@ REPLICATED = "replicated"
 AVERAGED = "averaged"
 SLICED = "sliced"
 
-MAXIMUM_PARTS = 4096
+OTHER_RULES = "give other rules with --tp-rules FILE"
+
+MAXIMUM_SUBS = 4096
 """A rule that speaks of more sub-parameters than this is no rule for a model."""
 
 MAXIMUM_QUANTIFIERS = 4
-"""Patterns come from the file. With more wildcards than this, matching could be made to take for ever."""
+"""Patterns come from the file. With more wildcards than this, matching could take for ever."""
 
 _KEYS = {
     REPLICATED: "tp_replicated_parameter_patterns",
@@ -101,7 +103,7 @@ class Rules:
         self.path = path
         affine = info.get("affine_map")
         if isinstance(affine, dict) and affine.get("params"):
-            raise UnsupportedError("tensor-parallel slices placed by an affine map", path=path)
+            raise UnsupportedError("tensor-parallel slices placed by an affine map", path=path, advice=OTHER_RULES)
         self.patterns = {kind: self._compile(info.get(key)) for kind, key in _KEYS.items()}
         self.sub_params = self._sub_params(info.get("parameter_with_sub_params"))
         widths = info.get("sub_param_shard_widths")
@@ -114,8 +116,6 @@ class Rules:
 
         Parameters
         ----------
-        name : str
-        shapes : sequence of tuple
         padded : bool
             Whether a vocabulary keeps its padding rows.
 
@@ -135,38 +135,38 @@ class Rules:
                 whole = Rule(kind, shapes[0])
                 return whole if padded else self._without_vocabulary_padding(name, whole)
         if self._matches("two", name):
-            return self._parts(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
+            return self._sliced(name, shapes, 0, [[s[0] // 2 if s else -1 for s in shapes]] * 2)
         for pattern, dim, sizes in self.sub_params:
             if pattern.match(name):
-                return self._parts(name, shapes, dim, self._part_widths(name, pattern.pattern, shapes, dim, sizes))
+                return self._sliced(name, shapes, dim, self._sub_widths(name, pattern.pattern, shapes, dim, sizes))
         dim = 1 if self._matches("row", name) else 0
-        sliced = self._parts(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
+        sliced = self._sliced(name, shapes, dim, [[s[dim] if dim < len(s) else -1 for s in shapes]])
         return sliced if padded else self._without_vocabulary_padding(name, sliced)
 
     def cut(self, name: str, shape: tuple[int, ...], ranks: int) -> Rule:
-        """Return how a whole parameter is cut: every rank gets an equal share of each part.
+        """Return how a whole parameter is cut: every rank gets an equal share of each sub-parameter.
 
         Raises
         ------
         LayoutError
-            A part does not divide among the ranks.
+            A sub-parameter does not divide among the ranks.
         """
         for kind in (REPLICATED, AVERAGED):
             if self._matches(kind, name):
                 return Rule(kind, shape)
-        dim, parts = self._whole_parts(name, shape)
-        if dim >= len(shape) or sum(parts) != shape[dim] or any(width % ranks for width in parts):
+        dim, subs = self._whole_subs(name, shape)
+        if dim >= len(shape) or sum(subs) != shape[dim] or any(width % ranks for width in subs):
             raise LayoutError(
                 f"{name} cannot be cut for {ranks} tensor-parallel ranks",
                 path=self.path,
-                expected=f"parts along dimension {dim} that divide by {ranks}",
-                found=f"parts of {parts} in a shape of {shape}",
+                expected=f"sub-parameters along dimension {dim} that divide by {ranks}",
+                found=f"{subs} in a shape of {shape}",
             )
         local = (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])
-        return self._parts(name, [local] * ranks, dim, [[width // ranks] * ranks for width in parts])
+        return self._sliced(name, [local] * ranks, dim, [[width // ranks] * ranks for width in subs])
 
-    def _whole_parts(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
-        """Return the dimension along which a whole parameter is sliced, and the widths of its parts along it."""
+    def _whole_subs(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[int]]:
+        """Return along which dimension a whole parameter is sliced, and the widths of its sub-parameters there."""
         if self._matches("two", name):
             return 0, [shape[0] // 2] * 2 if shape else []
         for pattern, dim, sizes in self.sub_params:
@@ -190,6 +190,9 @@ class Rules:
         kinds = [kind for kind in _KEYS if self._matches(kind, name)]
         return next(iter(kinds), "sub" if any(pattern.match(name) for pattern, _, _ in self.sub_params) else None)
 
+    def _unusable(self, message: str, found: object = None) -> UnsupportedError:
+        return UnsupportedError(message, path=self.path, found=found, advice=OTHER_RULES)
+
     def _matches(self, kind: str, name: str) -> bool:
         return any(pattern.match(name) for pattern in self.patterns[kind])
 
@@ -197,71 +200,71 @@ class Rules:
         if patterns is None:
             return []
         if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-            raise UnsupportedError("unreadable tensor-parallel rules", path=self.path, found=brief(patterns))
+            raise self._unusable("unreadable tensor-parallel rules", brief(patterns))
         for pattern in patterns:
             quantifiers = len(re.findall(r"(?<!\\)[*+{]", pattern))
             if re.search(r"\)[*+{?]", pattern) or quantifiers > MAXIMUM_QUANTIFIERS:
-                raise UnsupportedError(
-                    "a tensor-parallel rule that is not matched, for it could take for ever",
-                    path=self.path,
-                    found=brief(pattern),
+                raise self._unusable(
+                    "a tensor-parallel rule that is not matched, for it could take for ever", brief(pattern)
                 )
         try:
             return [re.compile(pattern) for pattern in patterns]
         except re.error as error:
-            raise UnsupportedError("unreadable tensor-parallel rule", path=self.path, found=str(error)) from error
+            raise self._unusable("unreadable tensor-parallel rule", str(error)) from error
 
     def _sub_params(self, node: object) -> list[tuple[re.Pattern[str], int, object]]:
         found: list[tuple[re.Pattern[str], int, object]] = []
         for one in node if isinstance(node, (list, tuple)) else []:
             shape, dim = (one.get("shape"), one.get("partition_dim")) if isinstance(one, dict) else (None, None)
             if not isinstance(shape, (list, tuple)) or type(dim) is not int or not 0 <= dim < len(shape):
-                raise UnsupportedError("unreadable rule for sub-parameters", path=self.path, found=brief(one))
-            if type(shape[dim]) is int and shape[dim] > MAXIMUM_PARTS:
-                raise UnsupportedError("too many sub-parameters", path=self.path, found=shape[dim])
+                raise self._unusable("unreadable rule for sub-parameters", brief(one))
+            if type(shape[dim]) is int and shape[dim] > MAXIMUM_SUBS:
+                raise self._unusable("too many sub-parameters", shape[dim])
             found += [(pattern, dim, shape[dim]) for pattern in self._compile(one.get("patterns"))]
         return found
 
-    def _part_widths(
+    def _sub_widths(
         self, name: str, pattern: str, shapes: Sequence[tuple[int, ...]], dim: int, sizes: object
     ) -> list[list[int]]:
-        """Return for each part its width on each rank."""
+        """Return for each sub-parameter its width on each rank."""
         recorded = self._recorded(name, pattern)
         if recorded is not None:
             return recorded
         whole = sum(s[dim] if dim < len(s) else 0 for s in shapes)
         if isinstance(sizes, int):
             if sizes < 1 or whole % sizes:
-                raise LayoutError(f"{name} does not have {sizes} equal parts", path=self.path, found=list(shapes))
+                raise LayoutError(
+                    f"{name} does not have {sizes} equal sub-parameters", path=self.path, found=list(shapes)
+                )
             sizes = [whole // sizes] * sizes
-        parts = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
-        if sum(parts) != whole or any(n % len(shapes) for n in parts):
+        subs = [n for n in sizes if type(n) is int] if isinstance(sizes, (list, tuple)) else []
+        if sum(subs) != whole or any(n % len(shapes) for n in subs):
             raise LayoutError(
-                f"parts of {name} cannot be told apart",
+                f"the sub-parameters of {name} do not have its size",
                 path=self.path,
-                expected=f"{parts} over {len(shapes)} ranks",
+                expected=f"{subs} over {len(shapes)} ranks",
                 found=list(shapes),
             )
-        return [[n // len(shapes)] * len(shapes) for n in parts]
+        return [[n // len(shapes)] * len(shapes) for n in subs]
 
     def _recorded(self, name: str, pattern: str) -> list[list[int]] | None:
-        """Return the width of each part on each rank that the rules list for a pattern; None if they do not."""
+        """Return the width of each sub-parameter on each rank, if the rules list them for a pattern."""
         found = self.widths.get(pattern)
         if found is None:
             return None
         if (
             not isinstance(found, (list, tuple))
             or not found
-            or not all(isinstance(part, (list, tuple)) and len(part) == len(found[0]) for part in found)
-            or not all(type(width) is int and width >= 0 for part in found for width in part)
+            or not all(isinstance(sub, (list, tuple)) and len(sub) == len(found[0]) for sub in found)
+            or not all(type(width) is int and width >= 0 for sub in found for width in sub)
         ):
-            raise UnsupportedError(f"unreadable widths of the parts of {name}", path=self.path, found=brief(found))
-        return [list(part) for part in found]
+            raise self._unusable(f"unreadable widths of the sub-parameters of {name}", brief(found))
+        return [list(sub) for sub in found]
 
-    def _parts(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
-        """Return the rule for slices that hold, along `dim`, one piece of each part."""
-        fits = widths and all(len(part) == len(shapes) for part in widths)
-        local = [sum(part[rank] for part in widths) if fits else -1 for rank in range(len(shapes))]
+    def _sliced(self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]) -> Rule:
+        """Return the rule for slices that hold, along `dim`, one share of each sub-parameter."""
+        fits = widths and all(len(sub) == len(shapes) for sub in widths)
+        local = [sum(sub[rank] for sub in widths) if fits else -1 for rank in range(len(shapes))]
         rest = {s[:dim] + s[dim + 1 :] for s in shapes}
         if len(rest) > 1 or any(dim >= len(s) or s[dim] != n for s, n in zip(shapes, local, strict=True)):
             raise LayoutError(
@@ -272,8 +275,8 @@ class Rules:
             )
         shares: list[list[Share]] = [[] for _ in shapes]
         at, used = 0, [0] * len(shapes)
-        for widths_of_part in widths:
-            for rank, width in enumerate(widths_of_part):
+        for of_sub in widths:
+            for rank, width in enumerate(of_sub):
                 before = shares[rank][-1] if shares[rank] else None
                 if before is not None and before.target + before.size == at:
                     shares[rank][-1] = before._replace(size=before.size + width)
@@ -290,7 +293,7 @@ class Rules:
             return rule
         shape = (size, *rule.shape[1:])
         if rule.kind != SLICED or rule.dim != 0:
-            raise UnsupportedError(f"vocabulary parameter {name} is not sliced along its rows", path=self.path)
+            raise self._unusable(f"vocabulary parameter {name} is not sliced along its rows")
         shares = tuple(tuple(s._replace(size=max(min(s.size, size - s.target), 0)) for s in one) for one in rule.shares)
         return Rule(SLICED, shape, 0, shares)
 
@@ -299,11 +302,14 @@ INFO_KEY = "universal_checkpoint_info"
 
 REPLICATED_KEY = "tp_replicated_parameter_patterns"
 
+VOCABULARY_KEYS = ("vocabulary_parameter_patterns", "original_vocab_size")
+"""The rules that also matter where nothing is sliced."""
+
 MAXIMUM_NBYTES = 1 << 20
 """Rules are a page of patterns; a larger file is something else."""
 
 RULE_KEYS = frozenset({
-    "original_vocab_size", "padded_vocab_size", "vocabulary_parameter_patterns", REPLICATED_KEY,
+    *VOCABULARY_KEYS, "padded_vocab_size", REPLICATED_KEY,
     "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
     "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params", "sub_param_shard_widths",
 })  # fmt: skip
@@ -312,7 +318,7 @@ RULE_KEYS = frozenset({
 OTHER_KEYS = frozenset({
     "universal_checkpoint_version", "pipeline_replicated_parameter_patterns", "autotp_unsupported_parameter_patterns",
 })  # fmt: skip
-"""Keys of `universal_checkpoint_info` that have no part in it and are carried."""
+"""Keys of `universal_checkpoint_info` that do not say that and are carried."""
 
 
 def read_rules(path: Path) -> dict[str, object]:
@@ -355,30 +361,29 @@ def info_for(info: Mapping[str, object], rows: int | None, degree: int) -> dict[
         `universal_checkpoint_info`, as a file's tree or a JSON document has it.
     rows : int or None
         Rows of the vocabularies with their padding, if all have the same number.
-    degree : int
     """
     changed = {**info}
     if rows is not None and "padded_vocab_size" in info:
         changed["padded_vocab_size"] = rows
     widths = info.get("sub_param_shard_widths")
     if isinstance(widths, Mapping):
-        changed["sub_param_shard_widths"] = {pattern: _widths(parts, degree) for pattern, parts in widths.items()}
+        changed["sub_param_shard_widths"] = {pattern: _widths(subs, degree) for pattern, subs in widths.items()}
     rules = info.get("parameter_with_sub_params")
     if isinstance(rules, (list, tuple)):
         changed["parameter_with_sub_params"] = [_with_tuples(rule) for rule in rules]
     return changed
 
 
-def _widths(parts: object, degree: int) -> list[list[int]]:
-    """Return an equal share of each part for each rank; a part that has none is refused where a parameter has it."""
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (list, tuple)) for part in parts):
+def _widths(subs: object, degree: int) -> list[list[int]]:
+    """Return an equal share of each sub-parameter for each rank."""
+    if not isinstance(subs, (list, tuple)) or not all(isinstance(sub, (list, tuple)) for sub in subs):
         return []
-    totals = [sum(width for width in part if type(width) is int) for part in parts]
+    totals = [sum(width for width in sub if type(width) is int) for sub in subs]
     return [[total // degree] * degree for total in totals]
 
 
 def _with_tuples(rule: object) -> object:
-    """Return a rule for sub-parameters as DeepSpeed reads it: sizes of parts are tuples, which JSON does not have."""
+    """Return a rule for sub-parameters as DeepSpeed reads it: sizes are tuples, which JSON does not have."""
     if not isinstance(rule, Mapping) or not isinstance(rule.get("shape"), (list, tuple)):
         return rule
     shape = tuple(tuple(n) if isinstance(n, list) else n for n in rule["shape"])

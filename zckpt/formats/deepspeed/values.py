@@ -1,4 +1,19 @@
-"""What the values in DeepSpeed's files are, for the inventory: some say how state is cut, others are state."""
+"""What the values in DeepSpeed's files are, and which of them each rank has of its own.
+
+For the inventory, some say how state is cut, and others are state.
+
+Of an optimizer's state, a rank's own is what is neither one value for each element nor one for a param group. An
+optimizer sees a rank's partition as one parameter. What it computes over "the parameter" differs by rank:
+
+    Adafactor       RMS                                     LAMB            trust_ratio, weight_norm, adam_norm
+    bitsandbytes    __bnb_optimizer_quant_state__: codes, and a scale for each 256 elements from the partition's start
+                    (older: the same keys without that dict around them)
+
+What follows from the number of steps alone is the same on all ranks: where it differs, files are mixed up.
+
+What the files of all ranks have under one key is kept once. Where another rank has something else (a random state, a
+sampler's position), that is kept under the file's stem and the key: `zero_pp_rank_1_mp_rank_00_model_states.rng`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +41,7 @@ MODEL_RULES = (
     *optimizer_rules("optimizer"),
     *optimizer_rules("optimizer", "optimizer_state_dict"),
 )
-"""Of a model file: `module`, the fragments of frozen parameters and the client's keys need no rule."""
+"""Of a model file: `module`, the shards of frozen parameters and the client's keys need no rule."""
 
 _Z = "optimizer_state_dict"
 _CUT = (
@@ -43,23 +58,16 @@ def shard_rules(*, first: bool) -> tuple[Rule, ...]:
         (_Z, "optimizer_state_dict", "param_groups"),
     )
     return (
-        *(Rule((*place, "*", "params", "**"), IMPLIED, "numbers of flat groups") for place in groups),
+        *(Rule((*where, "*", "params", "**"), IMPLIED, "numbers of flat groups") for where in groups),
         *(
-            Rule((*place, "*", "*", "**"), STATE, "hyperparameters")
+            Rule((*where, "*", "*", "**"), STATE, "hyperparameters")
             if first
-            else Rule((*place, "**"), COPY, "hyperparameters, found to be the first rank's")
-            for place in groups
+            else Rule((*where, "**"), COPY, "hyperparameters, found to be the first rank's")
+            for where in groups
         ),
         Rule((_Z, "base_optimizer_state", "state", "*", "*"), STATE, "single values of a group"),
         Rule((_Z, "base_optimizer_state", "*", "*"), STATE, "single values of a group"),
-        Rule(
-            (
-                _Z,
-                "base_optimizer_state_step",
-            ),
-            STATE,
-            "the step",
-        ),
+        Rule((_Z, "base_optimizer_state_step"), STATE, "the step"),
         Rule((_Z, "optimizer_state_dict", "state", "*", "*"), STATE, "single values of a group"),
         *(Rule((_Z, key, "**"), IMPLIED, "how the state is cut") for key in _CUT),
         Rule(("ds_version",), IMPLIED, "ranks and version of the run"),
@@ -112,7 +120,7 @@ def _plain(value: object) -> object:
 
 def rank_values(
     members: Sequence[OptimizerShard],
-    parts: Mapping[int, int],
+    partitions: Mapping[int, int],
     own: Collection[str],
     cut: Mapping[int, Collection[str]],
 ) -> Iterator[RankValue]:
@@ -120,8 +128,7 @@ def rank_values(
 
     Parameters
     ----------
-    members : sequence of OptimizerShard
-    parts : mapping of int to int
+    partitions : mapping of int to int
         The param group of each partition in the files.
     own : collection of str
         From `own_keys`.
@@ -130,15 +137,15 @@ def rank_values(
     """
     for member in members:
         mp_rank = member.shard.mp_rank or 0
-        for part, group in parts.items():
-            for key, value in member.scalars[part].items():
+        for partition, group in partitions.items():
+            for key, value in member.scalars[partition].items():
                 if key in own:
                     single = value is None or isinstance(value, (bool, int, float, str, Scalar))
                     kept = value if single else FromFile.of(member.file, value)
-                    yield RankValue(key, group, part, member.rank, mp_rank, kept)
-            for key, tensor in member.tensors[part].items():
-                if key not in cut[part]:
-                    yield RankValue(key, group, part, member.rank, mp_rank, FromFile.of(member.file, tensor))
+                    yield RankValue(key, group, partition, member.rank, mp_rank, kept)
+            for key, tensor in member.tensors[partition].items():
+                if key not in cut[partition]:
+                    yield RankValue(key, group, partition, member.rank, mp_rank, FromFile.of(member.file, tensor))
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
@@ -151,17 +158,15 @@ Content = tuple[TorchFile, Mapping[str, object]]
 
 
 def keep_others(
-    first: Content, others: Sequence[Content], keys: Sequence[str], place: Sequence[str] = ()
+    first: Content, others: Sequence[Content], keys: Sequence[str], where: Sequence[str] = ()
 ) -> tuple[dict[str, object], dict[str, tuple[Rule, ...]]]:
     """Return what other ranks' files hold otherwise than the first, and rules for what they hold as it does.
 
     Parameters
     ----------
-    first : (TorchFile, mapping of str to object)
-    others : sequence of the same
     keys : sequence of str
         Those that the metadata have of the first, and others of the same kind.
-    place : sequence of str
+    where : sequence of str
         Where in the file's tree the mapping is.
     """
     metadata: dict[str, object] = {}
@@ -173,7 +178,7 @@ def keep_others(
                 continue
             own = FromFile.of(file, content[key])
             if first[1].get(key) is not None and is_same(FromFile.of(first[0], first[1][key]), own):
-                copies.append(Rule((*place, key, "**"), COPY, f"as in {Path(first[0].path).name}", tensors=True))
+                copies.append(Rule((*where, key, "**"), COPY, f"as in {Path(first[0].path).name}", tensors=True))
             else:
                 metadata[f"{Path(file.path).stem}.{key}"] = carried(file, content[key])
         rules[file.path] = tuple(copies)
@@ -181,7 +186,7 @@ def keep_others(
 
 
 def is_same(one: FromFile, other: FromFile) -> bool:
-    """Tell whether two parts of files would be written alike, as far as `COMPARED_NBYTES`."""
+    """Tell whether what two files hold would be written alike, as far as `COMPARED_NBYTES`."""
     if one.node is other.node and not any(True for _ in walk_tensors(one.node)):
         return True  # files that are alike share a tree
     if type(one.node) in _PLAIN and type(other.node) in _PLAIN and one.node == one.node:  # no NaN

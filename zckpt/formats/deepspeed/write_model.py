@@ -10,7 +10,7 @@ from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
-from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_parts
+from zckpt.formats.deepspeed.write_optimizer import config_tree, slot_contents
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.formats.torch_files.writer import FromFile, SlotContent, SlotTensor, new_storage, view
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
@@ -21,7 +21,7 @@ from zckpt.torchfile import OrderedMapping, Size, Tensor
 def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     """Return the content of a model-parallel rank's model file: the only one, or under ZeRO-3 that of one rank."""
     source = carried_from(mp, rank)
-    made = {
+    written = {
         "module": _module(target, mp, source),
         "param_shapes": _param_shapes(target, mp),
         "shared_params": _shared(source, mp, rank),
@@ -31,14 +31,14 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
     }
     dimensions = source.content.get("checkpoint_parallel_dimensions")
     if isinstance(dimensions, dict) and "tp_degree" in dimensions:
-        made["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": len(target.ranks)}
+        written["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": len(target.ranks)}
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
     if target.stage == 1 or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
-        made["frozen_param_shapes"] = made["frozen_param_fragments"] = None
+        written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
-        made["frozen_param_shapes"] = _shapes(frozen)
-        made["frozen_param_fragments"] = _fragments(target, frozen, rank if target.stage == 3 else None)
-    content = {key: made[key] if key in made else FromFile.of(source.file, value)
+        written["frozen_param_shapes"] = _shapes(frozen)
+        written["frozen_param_fragments"] = _frozen_shards(target, frozen, rank if target.stage == 3 else None)
+    content = {key: written[key] if key in written else FromFile.of(source.file, value)
                for key, value in source.content.items()}  # fmt: skip
     if target.rules is not None:
         content[INFO_KEY] = FromFile.of(mp.model.file, target.rules)
@@ -59,7 +59,7 @@ def alike(target: Target, mp: TargetRank, rank: int) -> object:
 
 
 def carried_from(mp: TargetRank, rank: int) -> ModelShard:
-    """Return the source's model file that a rank carries everything from that is not made again."""
+    """Return the source's model file that a rank carries everything from that does not depend on the cut."""
     return mp.models[rank] if rank < len(mp.models) else mp.models[0]
 
 
@@ -110,20 +110,20 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
     old = source.content.get("module")
     if isinstance(old, OrderedMapping):
         module.state = old.state
-    made: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
     for group in mp.groups if target.stage != 3 and not apart else []:
-        made.update(_views(group))
+        weights.update(_views(group))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:
             slot = _buffer(target, mp, source, name)
             module[name] = SlotTensor(slot, slot.dtype, name)
         elif name in mp.parameters and (name in source.module or not is_expert(name)):
             owner = mp.owner(name)
-            if owner.name not in made and not apart:
-                made[owner.name] = _single(target, owner)
+            if owner.name not in weights and not apart:
+                weights[owner.name] = _single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
-            module[name] = replace(made[owner.name]) if not apart else _single(target, owner)
+            module[name] = replace(weights[owner.name]) if not apart else _single(target, owner)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
@@ -142,8 +142,8 @@ def _single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))
-    parts = slot_parts(_weight(parameter), parameter.name, 0, 0, parameter.numel)
-    return view(new_storage(parameter.dtype, parameter.numel, list(parts)), parameter.shape)
+    contents = slot_contents(_weight(parameter), parameter.name, 0, 0, parameter.numel)
+    return view(new_storage(parameter.dtype, parameter.numel, list(contents)), parameter.shape)
 
 
 def _views(group: TargetGroup) -> dict[str, Tensor]:
@@ -152,24 +152,24 @@ def _views(group: TargetGroup) -> dict[str, Tensor]:
     dtypes = {p.dtype for p in parameters}
     if len(dtypes) != 1:
         return {}
-    parts: list[SlotContent] = []
+    contents: list[SlotContent] = []
     for start, p in zip(starts, parameters, strict=False):
-        parts += slot_parts(_weight(p), p.name, 0, start, p.numel)
-    storage = new_storage(dtypes.pop(), group.partition * group.shared_by, parts)
+        contents += slot_contents(_weight(p), p.name, 0, start, p.numel)
+    storage = new_storage(dtypes.pop(), group.partition * group.shared_by, contents)
     return {p.name: view(storage, p.shape, start=start) for start, p in zip(starts, parameters, strict=False)}
 
 
-def _fragments(target: Target, frozen: Sequence[Parameter], rank: int | None) -> OrderedMapping:
+def _frozen_shards(target: Target, frozen: Sequence[Parameter], rank: int | None) -> OrderedMapping:
     """Return the frozen parameters: whole, or under ZeRO-3 one rank's shards."""
-    fragments = OrderedMapping()
+    shards = OrderedMapping()
     for parameter in frozen:
         slot, numel = _weight(parameter), parameter.numel
         if rank is None:
-            parts = slot_parts(slot, parameter.name, 0, 0, numel)
-            fragments[parameter.name] = view(new_storage(slot.dtype, numel, list(parts)), parameter.shape)
+            contents = slot_contents(slot, parameter.name, 0, 0, numel)
+            shards[parameter.name] = view(new_storage(slot.dtype, numel, list(contents)), parameter.shape)
             continue
         start, count = shard_share(numel, target.world_size, rank)
         held = shard_numel(numel, target.world_size)
-        parts = slot_parts(slot, parameter.name, start, 0, count)
-        fragments[parameter.name] = view(new_storage(slot.dtype, held, list(parts)), (held,))
-    return fragments
+        contents = slot_contents(slot, parameter.name, start, 0, count)
+        shards[parameter.name] = view(new_storage(slot.dtype, held, list(contents)), (held,))
+    return shards

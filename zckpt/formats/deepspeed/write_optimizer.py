@@ -1,4 +1,4 @@
-"""Runs of a parameter's elements as parts of a storage that is to be written."""
+"""The optimizer files of a DeepSpeed checkpoint that is to be written, as trees. See `shards` for their form."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetGroup, TargetRank
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, ValueTensor, new_storage, view
-from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Scalar, Slot
+from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
+from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -25,18 +24,17 @@ if TYPE_CHECKING:
     from zckpt.engine.packs import PackedSlot
 
 
-def slot_parts(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
-    """Yield what of a run of a parameter's elements a slot has: all, or none of a vocabulary's padding rows.
+def slot_contents(slot: Slot, label: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
+    """Yield what a slot has of an extent of a parameter: all, or none of a vocabulary's padding rows.
 
     Parameters
     ----------
     slot : Slot
         Of the parameter's shape, or with fewer rows: what it does not have stays zero.
-    label : str
     start : int, elements
-        Of the run, in the parameter.
+        Of the extent, in the parameter.
     position : int, elements
-        Of the run, in the storage.
+        Of the extent, in the storage.
     numel : int, elements
     """
     count = min(numel, slot.numel - start)
@@ -64,17 +62,17 @@ def optimizer_tree(target: Target, mp: TargetRank, rank: int) -> object:
     """Return the content of one rank's optimizer file."""
     source = mp.members[0]
     old = source.content
-    made = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
+    cut = _parameterwise(target, mp, rank) if target.stage == 3 else _flat(target, mp, rank)
     same = (source.stage == 3) == (target.stage == 3)
     keys = list(old) if same else list(_PARAMETERWISE_KEYS if target.stage == 3 else _FLAT_KEYS)
     if target.elastic != source.elastic and same:
         keys = [key for key in keys if key not in ("base_optimizer_state_step", "base_optimizer_param_groups")]
-    content = {key: made[key] if key in made else FromFile.of(source.file, old[key]) for key in keys
-               if key in made or key in old}  # fmt: skip
+    content = {key: cut[key] if key in cut else FromFile.of(source.file, old[key]) for key in keys
+               if key in cut or key in old}  # fmt: skip
     root = source.file.root
     top = root if isinstance(root, dict) else {}
-    made = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
-    return {key: made[key] if key in made else FromFile.of(source.file, value) for key, value in top.items()}
+    written = {"optimizer_state_dict": content, "ds_config": config_tree(target)}
+    return {key: written[key] if key in written else FromFile.of(source.file, value) for key, value in top.items()}
 
 
 def config_tree(target: Target) -> object:
@@ -103,17 +101,8 @@ def _stage(target: Target) -> Object:
     return Object(_STAGE_ENUM, args=(target.stage,))
 
 
-def _values(group: ParamGroup) -> dict[object, object]:
-    """Return a group's single values as a file has them."""
-    return {key: _value(value) for key, value in group.state.items()}
-
-
-def _value(value: object) -> object:
-    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
-
-
 def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, object]:
-    return {**{key: _value(value) for key, value in group.hyperparameters.items()}, "params": params}
+    return {**{key: value_node(value) for key, value in group.hyperparameters.items()}, "params": params}
 
 
 def _slot_keys(parameters: list[Parameter]) -> list[str]:
@@ -121,12 +110,12 @@ def _slot_keys(parameters: list[Parameter]) -> list[str]:
     return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
 
 
-def _own_values(target: Target, mp: TargetRank, rank: int, part: int) -> dict[object, object]:
+def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
     """Return the state that one rank has of its own, as its file has it."""
     return {
-        one.key: _value(one.value)
+        one.key: value_node(one.value)
         for one in target.checkpoint.per_rank
-        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, part)
+        if (one.mp_rank, one.rank, one.part) == (mp.mp_rank, rank, partition)
     }
 
 
@@ -134,7 +123,8 @@ def _ordered(
     first: OptimizerShard, group: ParamGroup, tensors: dict[object, object], own: dict[object, object]
 ) -> dict[object, object]:
     """Return one state with its keys in the order that the source's have."""
-    state = {**_values(group), **tensors, **own}
+    values: dict[object, object] = {key: value_node(value) for key, value in group.state.items()}
+    state = {**values, **tensors, **own}
     known = [key for one, more in zip(first.scalars, first.tensors, strict=True) for key in (*one, *more)]
     order = list(dict.fromkeys([*known, *(str(key) for key in state)]))
     return {key: state[key] for key in order if key in state}
@@ -155,29 +145,32 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         parameters, position = group.of(rank), group.position(rank)
         starts, partition = group.starts, group.partition
         total = starts[-1]
-        fragments = list(flat_shares(group.numels, starts, partition, position))
+        shares = list(flat_shares(group.numels, starts, partition, position))
         padding = flat_padding(total, partition, position)
         stripped = partition - padding
         like = source.masters[min(group.index, len(source.masters) - 1)] if source.stage != 3 else None
         full = partition if target.bf16_optimizer else stripped
-        masters.append(_partition(parameters, MASTER, fragments, partition, full, like=like))
+        masters.append(_partition(parameters, MASTER, shares, partition, full, like=like))
         length = stripped if target.elastic else partition
         keys = _slot_keys(parameters)
         tensors: dict[object, object] = {}
-        if MOMENTUM in keys and _keeps_whole(target, group):
+        muon = keeps_whole_matrices(
+            group.values.hyperparameters, target.origin.model.config, partition=target.bf16_optimizer
+        )
+        if MOMENTUM in keys and muon:  # it would take a partition for some matrices
             keys.remove(MOMENTUM)
-            if fragments:
-                tensors[MOMENTUM] = _whole([parameters[f.index] for f in fragments], MOMENTUM)
-        tensors |= {key: _partition(parameters, key, fragments, partition, length) for key in keys}
+            if shares:
+                tensors[MOMENTUM] = _whole([parameters[f.index] for f in shares], MOMENTUM)
+        tensors |= {key: _partition(parameters, key, shares, partition, length) for key in keys}
         states.append(_ordered(source, group.values, tensors, _own_values(target, mp, rank, group.index)))
         on_last = group.shared_by * partition - total if position == group.shared_by - 1 else 0
         paddings.append(on_last if target.bf16_optimizer else padding)
-        mappings.append(_mapping(parameters, fragments))
+        mappings.append(_mapping(parameters, shares))
     rigid = {
         "state": {index: state for index, state in enumerate(states) if state},
         "param_groups": [_hyperparameters(group.values, [group.index]) for group in mp.groups],
     }
-    made: dict[str, object] = {
+    cut: dict[str, object] = {
         "base_optimizer_state": states if target.elastic else rigid,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": paddings,
@@ -185,65 +178,50 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         "param_slice_mappings": mappings,
     }
     if not target.bf16_optimizer:
-        made["zero_stage"] = _stage(target)
-        made["clip_grad"] = _clip(target)
-        made["ds_version"] = source.version
-    if not target.bf16_optimizer and (target.alignment or _knows_alignment(target)):
-        made["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
-    return made
-
-
-def _knows_alignment(target: Target) -> bool:
-    """Tell whether the version that wrote the source writes alignment pads down, be they zero."""
-    source = target.origin.members[0]
-    return source.alignment_paddings is not None
-
-
-def _clip(target: Target) -> object:
-    old = target.origin.members[0].content.get("clip_grad")
-    configured = target.origin.model.config.get("gradient_clipping", 0.0)
-    return configured if old is None else old
+        cut["zero_stage"] = _stage(target)
+        clipping = target.origin.members[0].content.get("clip_grad")
+        configured = target.origin.model.config.get("gradient_clipping", 0.0)
+        cut["clip_grad"] = configured if clipping is None else clipping
+        cut["ds_version"] = source.version
+    # The version that wrote the source may write alignment pads down, even if they are zero.
+    if not target.bf16_optimizer and (target.alignment or target.origin.members[0].alignment_paddings is not None):
+        cut["param_alignment_paddings"] = [list(group.pads) for group in mp.groups]
+    return cut
 
 
 def _partition(
     parameters: list[Parameter],
     key: str,
-    fragments: list[FlatShare],
+    shares: list[FlatShare],
     numel: int,
     length: int,
     *,
     like: Tensor | None = None,
 ) -> Tensor:
     """Return one slot of one rank's partition: a storage of `numel` elements, of which the tensor shows `length`."""
-    parts = [part for f in fragments for part in _parts(parameters[f.index], key, f.start, f.position, f.numel)]
-    return view(new_storage(_dtype(parameters, key), numel, parts), (length,), like=like)
-
-
-def _keeps_whole(target: Target, group: TargetGroup) -> bool:
-    """Tell whether DeepSpeed has the momentum of a group as whole matrices; it would take a partition for some."""
-    config = target.origin.model.config
-    return keeps_whole_matrices(group.values.hyperparameters, config, partition=target.bf16_optimizer)
+    contents = [one for f in shares for one in _contents(parameters[f.index], key, f.start, f.position, f.numel)]
+    return view(new_storage(_dtype(parameters, key), numel, contents), (length,), like=like)
 
 
 def _whole(parameters: Sequence[Parameter], key: str) -> Tensor:
     """Return one slot of whole parameters, end to end."""
-    parts: list[SlotContent] = []
+    contents: list[SlotContent] = []
     at = 0
     for p in parameters:
-        parts += _parts(p, key, 0, at, p.numel)
+        contents += _contents(p, key, 0, at, p.numel)
         at += p.numel
-    return view(new_storage(_dtype(list(parameters), key), at, parts), (at,))
+    return view(new_storage(_dtype(list(parameters), key), at, contents), (at,))
 
 
-def _parts(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
+def _contents(parameter: Parameter, key: str, start: int, position: int, numel: int) -> Iterator[SlotContent]:
     slot = parameter.slots.get(key)
     if slot is not None:
-        yield from slot_parts(slot, f"{key}/{parameter.name}", start, position, numel)
+        yield from slot_contents(slot, f"{key}/{parameter.name}", start, position, numel)
 
 
-def _mapping(parameters: list[Parameter], fragments: list[FlatShare]) -> OrderedMapping:
+def _mapping(parameters: list[Parameter], shares: list[FlatShare]) -> OrderedMapping:
     mapping = OrderedMapping()
-    for f in fragments:
+    for f in shares:
         state: dict[object, object] = {"numel": f.numel, "start": f.position}
         mapping[parameters[f.index].name] = Object(_FRAGMENT, how="newobj", state=state, has_state=True)
     return mapping
@@ -292,8 +270,8 @@ class _Shards:
     def tensor(self, key: str, rank: int, like: Tensor | None = None) -> Tensor:
         """Return one rank's shards of one slot."""
         row, numel = self._rows[key], self.starts[-1]
-        parts: list[Content] = list(self._parts(key, rank)) if row is None else [PackContent(0, row.share(rank))]
-        storage = new_storage(_dtype(self.parameters, key), numel, parts)
+        contents: list[Content] = list(self._contents(key, rank)) if row is None else [PackContent(0, row.share(rank))]
+        storage = new_storage(_dtype(self.parameters, key), numel, contents)
         return view(storage, (numel,), like=like)
 
     def _row(self, key: str) -> PackedSlot | None:
@@ -315,10 +293,10 @@ class _Shards:
         label = f"{key} of {len(cuts)} parameters"
         return PackedSlot(label, cuts[0].files, Cuts(cuts), [at for at, _ in shares], [n for _, n in shares])
 
-    def _parts(self, key: str, rank: int) -> Iterator[SlotContent]:
+    def _contents(self, key: str, rank: int) -> Iterator[SlotContent]:
         for p, at in zip(self.parameters, self.starts, strict=False):
             start, count = shard_share(p.numel, self.world_size, rank)
-            yield from _parts(p, key, start, at, count)
+            yield from _contents(p, key, start, at, count)
 
 
 def _shards(target: Target, parameters: list[Parameter]) -> _Shards:

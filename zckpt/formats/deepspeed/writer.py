@@ -6,7 +6,7 @@ under tensor parallelism every model-parallel rank has. A rank that exists in so
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
 
+ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
+
 
 def lay_out(job: Job) -> TargetFiles:
     """Return the files of a checkpoint as a run directory.
@@ -37,7 +39,7 @@ def lay_out(job: Job) -> TargetFiles:
     UsageError
         The source does not say for how many ranks, or at which stage.
     UnsupportedError
-        DeepSpeed's files have no place for something in the checkpoint.
+        DeepSpeed's files cannot hold something in the checkpoint.
     """
     checkpoint, options = job.checkpoint, job.options
     origin = origin_of(checkpoint)
@@ -72,7 +74,7 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             path=checkpoint.source,
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
         )
-    target = decide(converted, _recut(options, options.world_size, stage))
+    target = _decide(converted, _recut(options, options.world_size, stage))
     notes = foreign.notes(checkpoint, stage=stage)
     written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=set(foreign.HANDLED))
     return _without_clipping(written, checkpoint, stage)
@@ -100,7 +102,7 @@ def recut(job: Job) -> TargetFiles:
     """Return the files of a DeepSpeed checkpoint, cut for other ranks; errors are those of `decide`."""
     checkpoint = job.checkpoint
     run_directory = checkpoint.files != [] and job.source.resolve() != Path(checkpoint.source).resolve()
-    target = decide(checkpoint, job.options)
+    target = _decide(checkpoint, job.options)
     copies: list[TargetFile] = []
     notes: list[str] = []
     if run_directory:
@@ -116,12 +118,21 @@ def recut(job: Job) -> TargetFiles:
     )
 
 
+def _decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
+    """Return what `decide` returns; its errors name the verb that does it instead."""
+    try:
+        return decide(checkpoint, options)
+    except UnsupportedError as error:
+        if not checkpoint.per_rank:  # or no other verb could do it, either
+            error.advice = error.advice or ELSEWHERE
+        raise
+
+
 def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_directory: bool) -> Lazily[TargetFile]:
     """Return the files of a target, as `decide` has decided on it: rank by rank, as they are come to.
 
     Parameters
     ----------
-    target : Target
     copies : sequence of TargetFile
         Further files, which come last.
     run_directory : bool
@@ -131,13 +142,13 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
     count += len(target.origin.experts) + _expert_files(target) + run_directory + len(copies)
 
-    def made() -> Iterator[TargetFile]:
+    def one_by_one() -> Iterator[TargetFile]:
         yield from _files(target, f"{tag}/" if run_directory else "")
         if run_directory:
             yield TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())])
         yield from copies
 
-    return Lazily(made, count)
+    return Lazily(one_by_one, count)
 
 
 def _expert_files(target: Target) -> int:
@@ -165,9 +176,10 @@ def _files(target: Target, folder: str) -> Iterator[TargetFile]:
         shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
         name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
         yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
+    prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
     for mp in target.ranks:
         for rank in range(target.world_size):
-            name = f"{folder}{_prefix(target)}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
+            name = f"{folder}{prefix}zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_optim_states.pt"
             yield torch_writer.lay_out(name, optimizer_tree(target, mp, rank))
 
 
@@ -180,17 +192,11 @@ def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
         yield rank, f"zero_pp_rank_{rank}_mp_rank_{mp.mp_rank:02d}_model_states.pt"
 
 
-def _prefix(target: Target) -> str:
-    """Return what the source's optimizer files begin with: `bf16_` for bf16 models."""
-    name = Path(target.origin.members[0].path).name
-    return name[: name.index("zero_pp_rank")]
-
-
-_MADE_ANEW = frozenset({
+_WRITTEN = frozenset({
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", INFO_KEY,
 })  # fmt: skip
-"""Keys of a model file that the writer makes."""
+"""Keys of a model file that are not carried."""
 
 _OF_THE_RANKS = ("data_sampler", "random_ltd")
 """DeepSpeed's own keys that belong to the number of ranks even where all ranks have the same."""
@@ -229,20 +235,13 @@ def _fate(target: Target, old: int) -> str:
 def _differing(models: Sequence[ModelShard]) -> list[str]:
     """Return the keys and buffers of which not all of these files have the same value."""
     first = models[0]
-    keys = dict.fromkeys(key for model in models for key in model.content if key not in _MADE_ANEW)
-    found = [key for key in keys if any(not _same(first, model, key) for model in models[1:])]
-    for name in first.module:
-        if name in first.buffer_names and any(not _same_buffer(first, model, name) for model in models[1:]):
-            found.append(f"buffer {name}")
-    return found
+    keys = dict.fromkeys(key for model in models for key in model.content if key not in _WRITTEN)
+    buffers = [name for name in first.module if name in first.buffer_names]
 
+    def differs(one: Mapping[str, object], model: ModelShard, other: Mapping[str, object], key: str) -> bool:
+        if key not in one or key not in other:
+            return (key in one) != (key in other)
+        return not is_same(FromFile.of(first.file, one[key]), FromFile.of(model.file, other[key]))
 
-def _same(one: ModelShard, other: ModelShard, key: str) -> bool:
-    if (key in one.content) != (key in other.content):
-        return False
-    return is_same(FromFile.of(one.file, one.content[key]), FromFile.of(other.file, other.content[key]))
-
-
-def _same_buffer(one: ModelShard, other: ModelShard, name: str) -> bool:
-    a, b = one.module[name], other.module.get(name)
-    return b is not None and is_same(FromFile.of(one.file, a), FromFile.of(other.file, b))
+    found = [key for key in keys if any(differs(first.content, m, m.content, key) for m in models[1:])]
+    return found + [f"buffer {n}" for n in buffers if any(differs(first.module, m, m.module, n) for m in models[1:])]

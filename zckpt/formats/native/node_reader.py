@@ -32,7 +32,7 @@ from zckpt.torchfile import (
     dense,
 )
 
-UNMADE: Node = object()
+PENDING: Node = object()
 """An immutable object of `objects` whose turn has not come."""
 
 JSON_TYPES = {Form.TEXT: str, Form.FLAG: bool, Form.INTEGER: int, Form.BYTES: str, Form.STORAGE: int}
@@ -70,29 +70,29 @@ class NodeReader:
         self._trees: list[object] = []
         self._checked: list[object] = []  # keeps what was read, so that ids stay their own
         self._heights: dict[int, int] = {}
-        self._made: list[object] = [self._value(one) if _is_mutable(one) else UNMADE for one in objects]
+        self._numbered: list[object] = [self._value(one) if _is_mutable(one) else PENDING for one in objects]
         for number, one in enumerate(objects):
-            if self._made[number] is UNMADE:
-                self._made[number] = self._value(one)
+            if self._numbered[number] is PENDING:
+                self._numbered[number] = self._value(one)
         self._fill_all()
 
     def read(self, found: object) -> object:
         """Return the value of a piece of JSON; errors are those of the class."""
-        made = self._value(found)
+        node = self._value(found)
         self._fill_all()
-        self._check(made)
-        return made
+        self._check(node)
+        return node
 
-    def _check(self, made: object) -> None:
-        self._checked.append(made)
-        check_depth(made, self._heights)
+    def _check(self, node: object) -> None:
+        self._checked.append(node)
+        check_depth(node, self._heights)
 
     def mapping(self, found: object) -> dict[str, Node]:
         """Return a dict whose keys are text; errors are those of the class."""
-        made = self.read(found)
-        if type(made) is not dict or not all(type(key) is str for key in made):
-            raise wrong("value", "a dict with text for keys", made)
-        return made
+        node = self.read(found)
+        if type(node) is not dict or not all(type(key) is str for key in node):
+            raise wrong("value", "a dict with text for keys", node)
+        return node
 
     def _fill_all(self) -> None:
         while self._waiting:
@@ -175,22 +175,22 @@ class NodeReader:
         return kind.cls(**values)
 
     def _tensor(self, values: dict[str, Node]) -> Tensor:
-        place = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
-        made = dense(place, values.pop("dtype"), self._context, values.pop("rebuild"))
-        return replace(made, **values)
+        args = tuple(values.pop(name) for name in ("storage", "storage_offset", "shape", "strides"))
+        node = dense(args, values.pop("dtype"), self._context, values.pop("rebuild"))
+        return replace(node, **values)
 
     def _field(self, kind: Kind, field: Field, found: dict[str, Json]) -> Node:
-        value = found.get(field.name, UNMADE)
+        value = found.get(field.name, PENDING)
         where = f"{field.name} of a {kind.tag}"
-        if value is UNMADE:
+        if value is PENDING:
             if field.default is REQUIRED:
                 raise DamagedFileError(f"{where} is missing")
             return [] if field.form in (Form.LIST, Form.PAIRS) else field.default
         if field.form == Form.VALUE:
-            made = self._value(value)
-            if field.kinds and not isinstance(made, field.kinds):
-                raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(made).__name__)
-            return made
+            node = self._value(value)
+            if field.kinds and not isinstance(node, field.kinds):
+                raise wrong(where, " or ".join(one.__name__ for one in field.kinds), type(node).__name__)
+            return node
         if type(value) is not JSON_TYPES.get(field.form, list):
             raise wrong(where, field.form.value, value)
         if field.texts and value not in field.texts:
@@ -199,8 +199,8 @@ class NodeReader:
 
     def _formed(self, form: Form, value: Json, where: str) -> Node:
         if form in (Form.VALUES, Form.LIST, Form.MEMBERS):
-            made = [self._value(one) for one in value]
-            return tuple(made) if form == Form.VALUES else made
+            nodes = [self._value(one) for one in value]
+            return tuple(nodes) if form == Form.VALUES else nodes
         if form in (Form.PAIRS, Form.ENTRIES):
             if not all(type(pair) is list and len(pair) == 2 for pair in value):
                 raise wrong(where, "[key, value] pairs", value)
@@ -221,12 +221,12 @@ class NodeReader:
         return self._storages[number]
 
     def _ref(self, number: object) -> object:
-        if type(number) is not int or not 0 <= number < len(self._made):
-            raise wrong("id of a ref", f"a number below {len(self._made)}", number)
-        made = self._made[number]
-        if made is UNMADE:
+        if type(number) is not int or not 0 <= number < len(self._numbered):
+            raise wrong("id of a ref", f"a number below {len(self._numbered)}", number)
+        node = self._numbered[number]
+        if node is PENDING:
             raise wrong("ref of an immutable object", "an object before it", number)
-        return made
+        return node
 
 
 def _is_mutable(found: object) -> bool:

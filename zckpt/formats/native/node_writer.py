@@ -63,7 +63,7 @@ class NodeWriter:
         self._roots = list(roots)  # keeps them, so that ids stay their own
         self._shared = _shared(self._roots)
         self._numbers: dict[int, int] = {}
-        self._places: dict[tuple[str, Storage], int] = {}
+        self._storage_numbers: dict[tuple[str, Storage], int] = {}
         self._guard = Guard(WORK)
         self._waiting: deque[tuple[Node, Json, int, FromFile | None]] = deque()
 
@@ -163,7 +163,7 @@ class NodeWriter:
         if source is None or type(storage) is not Storage:
             raise UnsupportedError(f"a tensor of a file that is not named cannot be written: storage {storage.key!r}")
         order = tensor.byteorder if isinstance(tensor, Tensor) else source.byteorder
-        number = self._places.setdefault((source.path, storage), len(self.storages))
+        number = self._storage_numbers.setdefault((source.path, storage), len(self.storages))
         if number == len(self.storages):
             self.storages.append(Mentioned(storage, source.path, order))
         if isinstance(tensor, Tensor):

@@ -84,14 +84,14 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     return checkpoint
 
 
-def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatch]:
+def check_digests(path: Path, *, rank: int = 0, world_size: int = 1) -> list[Mismatch]:
     """Return the tensors of a directory that are damaged; the document's own checksum is checked as it is read.
 
     Parameters
     ----------
     path : Path
-    part : (int, int)
-        Which of how many parts of the files to read: several can share the work, and the looking at headers.
+    rank, world_size : int
+        Of those who check it together: each reads some of the files, and some of the headers.
 
     Raises
     ------
@@ -99,10 +99,9 @@ def check_digests(path: Path, *, part: tuple[int, int] = (0, 1)) -> list[Mismatc
         The document or a file's header is damaged, or a file is missing.
     """
     found: list[Mismatch] = []
-    first, step = part
-    with headers_shared(first, step):
+    with headers_shared(rank, world_size):
         files = [file for file in read(path).files if file.role == "rank"]
-    for file in files[first::step]:
+    for file in files[rank::world_size]:
         found.extend(mismatches(file.path))
     return found
 

@@ -269,10 +269,10 @@ def read_header(path: Path) -> tuple[dict[str, Slot], dict[str, str], int]:
             raise DamagedFileError("unreadable metadata", path=path, expected="texts by name")
         slots: dict[str, Any] = dict.fromkeys(header)  # in the order of the header
         extents: dict[tuple[int, ...], Extent] = {}
-        at, place = 0, str(path)
+        at, file = 0, str(path)
         with collector_paused():
             for name in sorted(header, key=lambda name: header[name]["data_offsets"]):
-                slots[name], at = _slot(place, name, header.pop(name), 8 + length, at, extents)
+                slots[name], at = _slot(file, name, header.pop(name), 8 + length, at, extents)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, DamagedFileError):
             raise

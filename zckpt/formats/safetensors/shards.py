@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, LayoutError, ShardError
-from zckpt.formats.dcp.blob import SHARDING_KEY, offsets_of, sharding
+from zckpt.formats.dcp.heads import SHARDING_KEY, offsets_of, sharding
 from zckpt.formats.safetensors.file import INDEX_NAME, METADATA_KEY, RULES, read_header
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating
@@ -62,7 +62,7 @@ def read(path: Path) -> Checkpoint:
     ShardError
         A shard is missing, as far as the others show it.
     LayoutError
-        Two pieces are the same part of a tensor.
+        Two pieces begin at the same element of a tensor.
     """
     checkpoint = Checkpoint(str(path), "safetensors")
     tensors: dict[str, Pieces] = {}

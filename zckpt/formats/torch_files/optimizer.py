@@ -69,13 +69,13 @@ class OptimizerState:
         return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
 
 
-def optimizer_rules(*place: str) -> tuple[Rule, ...]:
-    """Return the inventory's rules for an optimizer's state dict that lies at some place in a file's tree."""
+def optimizer_rules(*path: str) -> tuple[Rule, ...]:
+    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
     return (
-        Rule((*place, "state", "*", "*"), STATE, "single values of a parameter"),
-        Rule((*place, "param_groups", "*", "params", "**"), IMPLIED, "numbers of the parameters"),
-        Rule((*place, "param_groups", "*", "param_names", "**"), IMPLIED, "names of the parameters"),
-        Rule((*place, "param_groups", "*", "*", "**"), STATE, "hyperparameters"),
+        Rule((*path, "state", "*", "*"), STATE, "single values of a parameter"),
+        Rule((*path, "param_groups", "*", "params", "**"), IMPLIED, "numbers of the parameters"),
+        Rule((*path, "param_groups", "*", "param_names", "**"), IMPLIED, "names of the parameters"),
+        Rule((*path, "param_groups", "*", "*", "**"), STATE, "hyperparameters"),
     )
 
 

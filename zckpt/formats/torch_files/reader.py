@@ -70,13 +70,13 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             expected="a dict of tensors, or one that has one",
             found=f"keys {', '.join(map(str, list(root)[:8]))}",
         )
-    _place(checkpoint, model or {}, str(path))
+    _add_tensors(checkpoint, model or {}, str(path))
     optimizer = root if looks_like_optimizer(root) else root.get(optimizer_key)
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
     if optimizer is not root:
-        rest_of = _beside(root, model_key, model or {}, optimizer_key)
-        checkpoint.metadata = {key: carried(file, value) for key, value in by_name(rest_of, file.path).items()}
+        others = _others(root, model_key, model or {}, optimizer_key)
+        checkpoint.metadata = {key: carried(file, value) for key, value in by_name(others, file.path).items()}
     checkpoint.step = _step(checkpoint, root)
     if isinstance(rest, dict):
         restore(checkpoint, rest, file)
@@ -100,7 +100,7 @@ def _is_state_dict(node: object) -> bool:
     return bool(values) and all(isinstance(value, Tensor) for value in values)
 
 
-def _beside(
+def _others(
     root: Mapping[object, object], model_key: object, model: Mapping[object, object], optimizer_key: object
 ) -> dict[object, object]:
     """Return what a file holds besides the tensors of its model and its optimizer: every value once.
@@ -148,7 +148,7 @@ def _optimizer_key(root: Mapping[object, object]) -> object:
     return usual[0] if usual else (found[0] if found else None)
 
 
-def _place(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
+def _add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
     A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 from zckpt.engine.boxes import row_major
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.formats.torch_files.tensors import slot_of_storage
-from zckpt.state import Extent, Slot
+from zckpt.formats.torch_files.tensors import encode, slot_of_storage
+from zckpt.state import Extent, Scalar, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.torchfile import (
     ALIGNMENT,
@@ -107,6 +107,11 @@ class ValueTensor:
     data: bytes
     dtype: str
     shape: tuple[int, ...]
+
+
+def value_node(value: object) -> object:
+    """Return a single value as a torch file has it: a 0-d tensor stays one."""
+    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
 
 
 def new_storage(dtype: str, numel: int, contents: Sequence[Content] = (), *, location: str = "cpu") -> NewStorage:

@@ -50,10 +50,13 @@ class Universal(Format):
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return a folder for each parameter, the model, and the file next to the directory, which names it."""
+        from zckpt.formats.registry import find_format
         from zckpt.formats.universal.writer import lay_out, notes
 
+        own = find_format(job.checkpoint.format)
+        version = job.checkpoint.format_version if own is not None and own.family == self.family else None
         outside = [latest_universal(job.target.name)]
-        return TargetFiles(lay_out(job.checkpoint), outside=outside, notes=notes(job.checkpoint))
+        return TargetFiles(lay_out(job.checkpoint, version), outside=outside, notes=notes(job.checkpoint))
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""

@@ -42,13 +42,13 @@ _CONTROLS = re.compile(f"[{''.join(map(chr, CONTROLS))}]")
 
 def is_own(name: str) -> bool:
     """Tell whether a file, by its name within the directory, is one that a universal checkpoint has of its own."""
-    parts = name.split("/")
-    if len(parts) == 1:
+    folders = name.split("/")
+    if len(folders) == 1:
         shard = classify(name, name)
         return shard is not None and shard.role == MODEL
-    if parts[0] != FOLDER:
+    if folders[0] != FOLDER:
         return False
-    return parts[1:] == [OPTIMIZER_NAME] or (len(parts) == 3 and parts[2].endswith(SUFFIX))
+    return folders[1:] == [OPTIMIZER_NAME] or (len(folders) == 3 and folders[2].endswith(SUFFIX))
 
 
 def latest_universal(target_name: str) -> TargetFile:
@@ -70,7 +70,9 @@ def parameter_file(parameter: str, stem: str) -> str:
     for what, name in (("parameter", parameter), ("slot", stem + SUFFIX)):
         if name in ("", ".", "..", OPTIMIZER_NAME) or "/" in name or not _fits(name):
             raise UnsupportedError(
-                f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be a file's name"
+                f"a universal checkpoint has a file for each slot, and the {what} {name[:80]!r} cannot be "
+                "a file's name",
+                advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
             )
     return f"{FOLDER}/{parameter}/{stem}{SUFFIX}"
 

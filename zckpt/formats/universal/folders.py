@@ -1,8 +1,20 @@
-"""The files of one parameter's folder, as tensors and single values.
+"""The folder of one parameter: what its files hold, and what they are to hold. Lays out nothing yet.
 
-{param: tensor, cat_dim, vocab_tensor, ...}    DeepSpeed's ZeRO-1 and 2, and zckpt
-tensor                                         DeepSpeed's ZeRO-3: flat
-step.pt: number or tensor                      not of DeepSpeed's ZeRO-3
+fp32.pt, SLOT.pt
+    {param: tensor, cat_dim, vocab_tensor, ...}    DeepSpeed's ZeRO-1 and 2, and zckpt
+    {param: tensor}                                of a parameter that is not trained
+    tensor                                         DeepSpeed's ZeRO-3: flat
+step.pt
+    number or tensor                               by itself; not of DeepSpeed's ZeRO-3
+
+DeepSpeed's ZeRO-1 and 2 read every file of a folder, and need the same ones for all parameters of a group: a parameter
+that no step has reached gets zeros, as DeepSpeed itself has them. The values next to a tensor say how a tensor-parallel
+training slices it again (`merge_tp_slices` of DeepSpeed 0.19; the patterns are those of `tp_rules`):
+
+    cat_dim               slices along this dimension
+    param_n_sub_params    that many equal sub-parameters along it, each sliced
+    sub_param_shape       sub-parameters of these sizes, each sliced
+    vocab_tensor          rows of a vocabulary, padded again for the number of ranks
 """
 
 from __future__ import annotations
@@ -16,9 +28,9 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, Rules
-from zckpt.formats.torch_files.tensors import describe, encode, read_scalars, slot_of, span_of
-from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, Rules
+from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -130,8 +142,6 @@ def _read_file(found: StoredFolder, stem: str, file: TorchFile) -> None:
 
 _SUB_PARAM_SHAPE = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
 
-INFO_KEY = "universal_checkpoint_info"
-
 TAKEN = (MASTER_STEM, WEIGHT, MASTER)
 """Names that a slot of an optimizer cannot have here."""
 
@@ -142,7 +152,6 @@ class Folder:
 
     Parameters
     ----------
-    name : str
     files : dict of str to object
         Content of each file, by its stem.
     values : dict
@@ -196,7 +205,10 @@ def _state(checkpoint: Checkpoint, parameter: Parameter) -> dict[str, object]:
     known = {key: common[key] for key, value in state.items() if key in common and isinstance(value, Slot)}
     clash = [key for key in state if key in TAKEN]
     if clash:
-        raise UnsupportedError(f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here")
+        raise UnsupportedError(
+            f"{parameter.name} has a slot {clash[0]!r}, which is the name of something else here",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps it",
+        )
     return {**state, **known}
 
 
@@ -248,8 +260,11 @@ def _trained(
     for key, value in needed.items():
         if key not in folder.files and key not in folder.values:
             folder.filled.append(key)
-            step = key == STEP_STEM
-            folder.files[key] = _single(value, key) if step else {**keys, "param": _zeros(parameter, str(value))}
+            if key == STEP_STEM:
+                folder.files[key] = _single(value, key)
+                continue
+            zeros = view(new_storage(str(value), parameter.numel), parameter.shape or (1,))
+            folder.files[key] = {**keys, "param": zeros}
     return folder
 
 
@@ -260,14 +275,8 @@ def _tensor(parameter: Parameter, key: str, slot: Slot, dtype: str) -> object:
     return SlotTensor(slot, dtype, label)
 
 
-def _zeros(parameter: Parameter, dtype: str) -> object:
-    return view(new_storage(dtype, parameter.numel), parameter.shape or (1,))
-
-
 def _single(value: object, label: str) -> object:
-    if isinstance(value, Scalar):
-        return ValueTensor(encode(value), value.dtype, ())
-    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value
+    return SlotTensor(value, value.dtype, label) if isinstance(value, Slot) else value_node(value)
 
 
 class Slices:

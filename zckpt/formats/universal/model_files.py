@@ -3,6 +3,8 @@
 zckpt            mp_rank_00 with whole weights (and one for ZeRO-3, which says nothing more)
 DeepSpeed        those of the source as they were: one for each model-parallel rank; of ZeRO-3 one for each rank,
                  in which parameters are empty, and frozen ones cut
+
+Param groups have their hyperparameters from the optimizer's file, and their names from these.
 """
 
 from __future__ import annotations
@@ -81,7 +83,6 @@ class ModelFiles:
 
         Parameters
         ----------
-        name : str
         shape : tuple of int
             Of the parameter.
         padded : bool
@@ -206,7 +207,6 @@ def read_groups(
     ----------
     content : mapping
         Of the optimizer's file.
-    models : ModelFiles
     recorded : object
         Names by group as zckpt keeps them; None in DeepSpeed's files.
     path : str
@@ -295,8 +295,8 @@ def _hyperparameters(content: Mapping[object, object], path: str) -> list[Mappin
 
 def _by_sub_group(groups: Sequence[Mapping[str, object]], shapes: Sequence[Shapes], path: str) -> list[Shapes]:
     """Put ZeRO-3's sub-groups together: a group's `params` are their numbers."""
-    parts = [_members(group) for group in groups]
-    numbers = [number for members in parts for number in members]
+    numbered = [_members(group) for group in groups]
+    numbers = [number for members in numbered for number in members]
     if sorted(numbers) != list(range(len(shapes))):
         raise LayoutError(
             "param_shapes and the optimizer have different numbers of groups",
@@ -305,7 +305,7 @@ def _by_sub_group(groups: Sequence[Mapping[str, object]], shapes: Sequence[Shape
             found=len(shapes),
         )
     found: list[Shapes] = []
-    for members in parts:
+    for members in numbered:
         merged: Shapes = {}
         for number in members:
             merged.update(shapes[number])

@@ -36,8 +36,8 @@ OPTIMIZER_RULES = (
     *(Rule((KEY, key, "**"), IMPLIED, "what is said of parameters and of the source")
       for key in ("groups", "filled_in", "made", "without_master")),
     Rule((KEY, "values", "*", "*"), STATE, "single values of a parameter"),
-    *(Rule((*place, "**"), IMPLIED, "the first rank's part of what the folders hold", tensors=True)
-      for place in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
+    *(Rule((*where, "**"), IMPLIED, "the first rank's share of what the folders hold", tensors=True)
+      for where in (("fp32_flat_groups",), ("optimizer_state_dict", "state"))),
     *(Rule((key, "**"), IMPLIED, "how the state is cut") for key in sorted(CUT_KEYS - OWN_KEYS)),
     *(Rule((key, "**"), IMPLIED, "ranks and version of the run") for key in ("zero_stage", "ds_version")),
 )  # fmt: skip
@@ -76,7 +76,8 @@ def read(directory: Path) -> Checkpoint:
     checkpoint.param_groups, shapes = read_groups(content, models, rest.get("groups"), file.path)
     _place_untrained(checkpoint, models, shapes)
     values = _place_trained(checkpoint, directory / FOLDER, models, shapes, rest, file)
-    checkpoint.parameters = _ordered(checkpoint, models)
+    names = dict.fromkeys([*models.names(), *checkpoint.parameters])
+    checkpoint.parameters = {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
     complete_aliases(checkpoint.parameters, models.first.shard.path)
     _note_duplicates(checkpoint, models)
     _note_folders(checkpoint, directory / FOLDER)
@@ -140,7 +141,7 @@ def _place_trained(
 def _mark_filled(stored: StoredFolder, key: str) -> None:
     """Say of a file that DeepSpeed's loaders need and the source did not have that it means nothing."""
     name = f"{MASTER_STEM if key == MASTER else key}{SUFFIX}"
-    rules = tuple(Rule(place, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for place in ((), ("param",)))
+    rules = tuple(Rule(where, IMPLIED, "filled in for DeepSpeed's loaders", tensors=True) for where in ((), ("param",)))
     for file in stored.files:
         if Path(file.path).name == name:
             file.rules = (*rules, *file.rules)
@@ -158,12 +159,6 @@ def _trained(name: str, stored: StoredFolder, models: ModelFiles, shape: tuple[i
     for key in (MASTER, *(key for key in stored.tensors if key != MASTER)):
         slots[key] = stored.tensors[key].slot(key, shape)
     return Parameter(name, shape, models.dtype(name), slots)
-
-
-def _ordered(checkpoint: Checkpoint, models: ModelFiles) -> dict[str, Parameter]:
-    """Return the parameters in the model's order, and then those that its file does not name."""
-    names = dict.fromkeys([*models.names(), *checkpoint.parameters])
-    return {name: checkpoint.parameters[name] for name in names if name in checkpoint.parameters}
 
 
 def _note_duplicates(checkpoint: Checkpoint, models: ModelFiles) -> None:

@@ -10,7 +10,7 @@ module; the whole weights are there for those who want the model by itself.
  param_groups: [{lr, ..., params: [number]}]                  ZeRO-1, 2 and BF16_Optimizer take them, each its own
  optimizer_state_dict: {state: {0: {step}}, param_groups: [{...}]}
                                                               ZeRO-3 gives this step and these to every group
- zckpt: {...}}                                                what DeepSpeed has no place for, see `remainder`
+ zckpt: {...}}                                                what DeepSpeed's files cannot hold, see `remainder`
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.targets import TargetFile
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.tensors import encode
-from zckpt.formats.torch_files.writer import SlotTensor, ValueTensor, new_storage, view
+from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import (
     FOLDER,
     MASTER_STEM,
@@ -32,8 +32,8 @@ from zckpt.formats.universal.directory import (
     ZERO3_MODEL_NAME,
     parameter_file,
 )
-from zckpt.formats.universal.folders import INFO_KEY, Folder, folders, weight
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar
+from zckpt.formats.universal.folders import Folder, folders, weight
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
 
 DEEPSPEED_VERSION = "0.19.8"
@@ -56,16 +56,16 @@ OWN_KEYS = frozenset({"param_groups", "optimizer_state_dict", "zero_stage", "ds_
 ZERO3_STEMS = (MASTER_STEM, "exp_avg", "exp_avg_sq")
 """What DeepSpeed's ZeRO-3 loads of a parameter, and all it loads."""
 
-SHOWN_NAMES = 8
 
-
-def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
+def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFile]:
     """Return the files of a universal checkpoint.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         Of any format.
+    version : str, optional
+        Of the DeepSpeed that wrote it; by default the one whose form this is.
 
     Raises
     ------
@@ -75,9 +75,9 @@ def lay_out(checkpoint: Checkpoint) -> list[TargetFile]:
     _refuse(checkpoint)
     written = list(folders(checkpoint))
     files = [
-        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, parameterwise=False)),
-        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, parameterwise=True)),
-        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, written)),
+        torch_writer.lay_out(MODEL_NAME, model_tree(checkpoint, version, parameterwise=False)),
+        torch_writer.lay_out(ZERO3_MODEL_NAME, model_tree(checkpoint, version, parameterwise=True)),
+        torch_writer.lay_out(f"{FOLDER}/{OPTIMIZER_NAME}", optimizer_tree(checkpoint, version, written)),
     ]
     files += [
         torch_writer.lay_out(parameter_file(folder.name, stem), tree)
@@ -106,13 +106,13 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
-    listed = [name for group in checkpoint.param_groups for name in group.parameters]
-    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed if n not in checkpoint.parameters)]))
+    in_groups = [name for group in checkpoint.param_groups for name in group.parameters]
+    names = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in in_groups if n not in checkpoint.parameters)]))
     if names:
         raise UnsupportedError(
             "a universal checkpoint has a folder for each parameter by name, and the names of some are not known",
             path=checkpoint.source,
-            found=", ".join(names[:SHOWN_NAMES]) + (" ..." if len(names) > SHOWN_NAMES else ""),
+            found=listed(names, most=8),
             advice="give --names FILE",
         )
     if checkpoint.optimizers():
@@ -120,7 +120,7 @@ def _refuse(checkpoint: Checkpoint) -> None:
             "holds several optimizers, and a universal checkpoint has one",
             path=checkpoint.source,
             found=", ".join(checkpoint.optimizers()),
-            advice="convert to zckpt or dcp",
+            advice="`zckpt convert --to zckpt` or `--to dcp` keeps them",
         )
     if not checkpoint.param_groups:
         raise UnsupportedError(
@@ -149,7 +149,7 @@ def filled_in(checkpoint: Checkpoint) -> dict[str, object]:
     return {key: value for key, value in needed.items() if key not in checkpoint.metadata}
 
 
-def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, object]:
+def model_tree(checkpoint: Checkpoint, version: str | None, *, parameterwise: bool) -> dict[str, object]:
     """Return the content of a model file: with whole weights, or under ZeRO-3 without any.
 
     Raises
@@ -160,9 +160,9 @@ def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, obje
     parameters = checkpoint.parameters.values()
     module = _module(checkpoint, parameterwise=parameterwise)
     frozen = [p for p in parameters if p.frozen and p.tied_to is None]
-    fragments = OrderedMapping()
+    whole = OrderedMapping()
     for parameter in frozen:
-        fragments[parameter.name] = module[parameter.name]
+        whole[parameter.name] = module[parameter.name]
     groups = [[checkpoint.parameters[name] for name in group.parameters] for group in checkpoint.param_groups]
     structure: dict[str, object] = {
         "module": module,
@@ -171,9 +171,8 @@ def model_tree(checkpoint: Checkpoint, *, parameterwise: bool) -> dict[str, obje
         "param_shapes": [_shapes(group) for group in groups],
         "frozen_param_shapes": None if parameterwise else _shapes(frozen),
         "shared_params": {p.name: p.tied_to for p in parameters if p.tied_to is not None},
-        "frozen_param_fragments": None if parameterwise else fragments,
+        "frozen_param_fragments": None if parameterwise else whole,
     }
-    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
     return {
         **structure,
         **filled_in(checkpoint),
@@ -191,16 +190,13 @@ def _module(checkpoint: Checkpoint, *, parameterwise: bool) -> OrderedMapping:
     for parameter in checkpoint.parameters.values():
         owner = checkpoint.owner(parameter.name)
         if owner.name not in tensors:
-            tensors[owner.name] = view(new_storage(owner.dtype, 0), (0,)) if parameterwise else _whole(owner)
+            empty = view(new_storage(owner.dtype, 0), (0,))
+            tensors[owner.name] = empty if parameterwise else SlotTensor(weight(owner), owner.dtype, owner.name)
         module[parameter.name] = tensors[owner.name]
     for buffer in checkpoint.buffers.values():
         slot = buffer.slots[WEIGHT]
         module[buffer.name] = SlotTensor(slot, slot.dtype, buffer.name)
     return module
-
-
-def _whole(parameter: Parameter) -> SlotTensor:
-    return SlotTensor(weight(parameter), parameter.dtype, parameter.name)
 
 
 def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
@@ -210,18 +206,17 @@ def _shapes(parameters: Iterable[Parameter]) -> OrderedMapping:
     return shapes
 
 
-def optimizer_tree(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
+def optimizer_tree(checkpoint: Checkpoint, version: str | None, folders: Sequence[Folder]) -> dict[str, object]:
     """Return the content of the file."""
     groups = checkpoint.param_groups
     carried = {key: value for key, value in checkpoint.optimizer_metadata.items() if key not in OWN_KEYS}
-    version = checkpoint.format_version if checkpoint.format in ("deepspeed", "universal") else None
     tree: dict[str, object] = {**carried}
     if checkpoint.zero_stage is not None:
         tree["zero_stage"] = checkpoint.zero_stage
     tree["ds_version"] = version or DEEPSPEED_VERSION
     tree["param_groups"] = [_group(group.hyperparameters, [number]) for number, group in enumerate(groups)]
     if zero3_hindrance(checkpoint, folders) is None:
-        step = _value(groups[0].state[STEP_STEM])
+        step = value_node(groups[0].state[STEP_STEM])
         tree["optimizer_state_dict"] = {"state": {0: {STEP_STEM: step}}, "param_groups": [_group(_shared(groups), [])]}
     tree[KEY] = _rest(checkpoint, folders)
     return tree
@@ -247,15 +242,11 @@ def _shared(groups: Sequence[ParamGroup]) -> dict[str, object]:
 
 
 def _group(hyperparameters: Mapping[str, object], params: list[int]) -> dict[str, object]:
-    return {**{key: _value(value) for key, value in hyperparameters.items()}, "params": params}
-
-
-def _value(value: object) -> object:
-    return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
+    return {**{key: value_node(value) for key, value in hyperparameters.items()}, "params": params}
 
 
 def _rest(checkpoint: Checkpoint, folders: Sequence[Folder]) -> dict[str, object]:
-    """Return what neither the folders nor the rest of DeepSpeed's files have a place for."""
+    """Return what neither the folders nor the rest of DeepSpeed's files can hold."""
     top = set(carried_keys(checkpoint))
     trained = [p for p in checkpoint.parameters.values() if p.group is not None]
     return {

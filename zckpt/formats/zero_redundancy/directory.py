@@ -39,7 +39,6 @@ class Directory:
 
     Parameters
     ----------
-    path : Path
     ranks : tuple of Path
         The file of each rank; empty where the optimizer's state is consolidated.
     others : tuple of Path
@@ -171,8 +170,8 @@ def _families(names: list[str]) -> list[dict[int, str]]:
     """Return the sets of names that differ in one number only, which can be the rank, by that number."""
     by_words: dict[tuple[str, ...], list[tuple[tuple[int, ...], str]]] = {}
     for name in names:
-        parts = re.split(r"([0-9]+)", name)
-        by_words.setdefault(tuple(parts[::2]), []).append((tuple(map(int, parts[1::2])), name))
+        words_and_numbers = re.split(r"([0-9]+)", name)
+        by_words.setdefault(tuple(words_and_numbers[::2]), []).append((tuple(map(int, words_and_numbers[1::2])), name))
     found = []
     for words, members in by_words.items():
         columns = list(zip(*(numbers for numbers, _ in members), strict=True))

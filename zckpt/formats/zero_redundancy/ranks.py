@@ -80,10 +80,10 @@ def read_ranks(checkpoint: Checkpoint, paths: Sequence[Path]) -> list[RankFile]:
 
 def rank_rules(key: object, *, first: bool) -> tuple[Rule, ...]:
     """Return the inventory's rules for a rank's file: the hyperparameters of all are those of the first."""
-    place = () if key is None else (str(key),)
-    same = Rule((*place, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
-    about = tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if place)
-    return (*optimizer_rules(*place), *about) if first else (*optimizer_rules(*place)[:1], same, *about)
+    where = () if key is None else (str(key),)
+    same = Rule((*where, "param_groups", "**"), COPY, "hyperparameters, found to be the first rank's")
+    about = tuple(Rule((name,), IMPLIED, "which rank the file is of") for name in ("rank", "world_size") if where)
+    return (*optimizer_rules(*where), *about) if first else (*optimizer_rules(*where)[:1], same, *about)
 
 
 def _check_groups(first: RankFile, other: RankFile) -> None:
@@ -108,8 +108,8 @@ def _check_groups(first: RankFile, other: RankFile) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    parts = each(value, lambda node: node if isinstance(node, (list, tuple)) else ())
-    return all(one is None or isinstance(one, (list, tuple, bool, int, float, str, Scalar)) for one in parts)
+    values = each(value, lambda node: node if isinstance(node, (list, tuple)) else ())
+    return all(one is None or isinstance(one, (list, tuple, bool, int, float, str, Scalar)) for one in values)
 
 
 def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order, held: Shares | None = None) -> None:
@@ -117,9 +117,6 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-    ranks : sequence of RankFile
-    order : list of list of str
     held : list of list of list of int, optional
         For each rank and each group, which of the group's parameters it has; by default as torch assigns them.
 
@@ -140,12 +137,16 @@ def attach_ranks(checkpoint: Checkpoint, ranks: Sequence[RankFile], order: Order
                 expected=" + ".join(str(len(indices)) for indices in groups),
                 found=" + ".join(str(len(group)) for group in numbers),
             )
-        part = Checkpoint(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters)
+        own = Checkpoint(checkpoint.source, checkpoint.format, parameters=checkpoint.parameters)
         names = [order[group][index] for group, indices in enumerate(groups) for index in indices]
-        attach_named(part, rank.state, rank.file.path, names)
-        shares.append(part.param_groups)
+        attach_named(own, rank.state, rank.file.path, names)
+        shares.append(own.param_groups)
     for number, group in enumerate(order):
-        states = [share[number].state for rank, share in zip(ranks, shares, strict=True) if _has_state(rank, number)]
+        states = [
+            share[number].state
+            for rank, share in zip(ranks, shares, strict=True)
+            if any(own in rank.state.state for own in rank.state.numbers[number])
+        ]
         if len({repr(state["step"]) for state in states if "step" in state}) > 1:
             checkpoint.warnings.append(f"ranks have taken different steps with param group {number}")
         shared = dict(states[0]) if states else {}
@@ -167,10 +168,6 @@ def attach_named(checkpoint: Checkpoint, state: OptimizerState, path: str, names
         raise LayoutError(error.message, path=path, expected=error.expected, found=error.found) from error
 
 
-def _has_state(rank: RankFile, group: int) -> bool:
-    return any(number in rank.state.state for number in rank.state.numbers[group])
-
-
 def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Checkpoint, path: str) -> Order:
     """Return a list of names, group by group.
 
@@ -182,7 +179,6 @@ def order_by_names(names: Sequence[str], lengths: Sequence[int], checkpoint: Che
         How many parameters each group has.
     checkpoint : Checkpoint
         Has the model's parameters.
-    path : str
 
     Raises
     ------
@@ -221,7 +217,6 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
         Each rank's own.
     checkpoint : Checkpoint
         Has the model's parameters.
-    path : str
 
     Raises
     ------
@@ -252,9 +247,9 @@ def order_by_model(ranks: Sequence[OptimizerState], checkpoint: Checkpoint, path
                     path=path,
                     advice=_ADVICE,
                 )
-    place = {name: at for at, name in enumerate(checkpoint.parameters)}
+    position_of = {name: at for at, name in enumerate(checkpoint.parameters)}
     return [
-        sorted((names[group, at] for at in range(len(order))), key=place.__getitem__)
+        sorted((names[group, at] for at in range(len(order))), key=position_of.__getitem__)
         for group, order in enumerate(assigned)
     ]
 
@@ -283,14 +278,14 @@ def _names(
     for number, (group, _) in enumerate(items):
         by_size.setdefault(math.prod(shapes[number]), [[] for _ in groups])[group].append(number)
     of_size: dict[int, dict[str, str]] = {}
-    for at, name in enumerate(candidates):  # under their places, which sort as the model has them: no other order
+    for at, name in enumerate(candidates):  # under their positions, which sort as the model has them: no other order
         of_size.setdefault(checkpoint.parameters[name].numel, {})[f"{at:012d}"] = name
 
-    def fits(number: int, place: str) -> bool:
-        return checkpoint.parameters[candidates[int(place)]].shape == shapes[number]
+    def fits(number: int, position: str) -> bool:
+        return checkpoint.parameters[candidates[int(position)]].shape == shapes[number]
 
     found: dict[int, str] = {}
     for numel, numbers in by_size.items():
         names = of_size.get(numel, {})
-        found |= {number: names[place] for number, place in deduce_names(numbers, list(names), fits).items()}
+        found |= {number: names[position] for number, position in deduce_names(numbers, list(names), fits).items()}
     return {items[number]: name for number, name in found.items()}

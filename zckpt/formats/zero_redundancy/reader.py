@@ -40,7 +40,6 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 
     Parameters
     ----------
-    path : Path
     names : sequence of str, optional
         Names of the optimizer's parameters, in its order.
 
@@ -181,11 +180,11 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
     """Note the state in the ranks' own files as copies, where one file holds that of all of them."""
     known = {**checkpoint.unnamed, **checkpoint.parameters}
     labels = [group.parameters for group in checkpoint.param_groups]
-    parts = Checkpoint(checkpoint.source, FORMAT)
+    own = Checkpoint(checkpoint.source, FORMAT)
     for p in known.values():
-        parts.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
+        own.parameters[p.name] = Parameter(p.name, p.shape, p.dtype, tied_to=p.tied_to)
     try:
-        ranks = read_ranks(parts, directory.ranks)
+        ranks = read_ranks(own, directory.ranks)
         if _shapes_of(known.values()) != Counter(_shapes_in(ranks)):
             checkpoint.warnings.append("the ranks' own files hold other state than the file of all of them")
             return
@@ -193,7 +192,7 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
         order = labels if named else order_by_model([rank.state for rank in ranks], checkpoint, checkpoint.source)
         if [len(group) for group in order] != [len(group) for group in labels]:
             return
-        attach_ranks(parts, ranks, order)
+        attach_ranks(own, ranks, order)
     except (LayoutError, UnsupportedError):  # nothing says which is which, for some have no state; all are there
         claim = Claim(COPY, "the ranks' own shares of the state, equal in number and shapes")
         checkpoint.claims |= {str(path): claim for path in directory.ranks}
@@ -201,10 +200,10 @@ def _note_ranks(checkpoint: Checkpoint, directory: Directory) -> None:
     except SourceError as error:
         checkpoint.warnings.append(f"the ranks' own files are not read: {error}")
         return
-    checkpoint.files += parts.files
+    checkpoint.files += own.files
     pairs = zip((n for group in order for n in group), (n for group in labels for n in group), strict=True)
     for name, label in pairs:
-        for key, slot in parts.parameters[name].slots.items():
+        for key, slot in own.parameters[name].slots.items():
             original = known[label].slots.get(key) if label in known else None
             if original is not None and original.shape == slot.shape:
                 checkpoint.duplicates.append(Duplicate("parameter", label, label, slot, original))

@@ -21,7 +21,6 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int, per_rank: bool, dtype: s
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     world_size : int
         Ranks that the parameters are assigned to; a consolidated state is the same for any.
     per_rank : bool

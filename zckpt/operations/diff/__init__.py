@@ -142,7 +142,6 @@ def diff(
     memory : int, bytes
         Upper bound of what buffers take together.
     reporter : Reporter, optional
-        Told of progress.
     roots, tag, names, tp_rules
         As for `open`, of `a`.
     roots_b, tag_b, names_b, tp_rules_b

@@ -1,7 +1,7 @@
 """Which parameter and slot of one checkpoint is which of the other: by name, without what wrappers add to names.
 
-A format may leave out what another part of it implies: ZeRO-3 has no weight, which is its rounded master, and a
-model file of the masters' type has no masters. Such a part is held against what implies it.
+A format may leave out what something else in it implies: ZeRO-3 has no weight, which is its rounded master, and a
+model file of the masters' type has no masters. Such a slot is held against what implies it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from zckpt.compare.logical import named, own_weight, parameter_values, single
-from zckpt.compare.slots import Pair
+from zckpt.compare.slots import pair
+from zckpt.engine.scan import SlotSet
 from zckpt.errors import UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
@@ -163,9 +164,9 @@ class Match:
     dtype: str | None = None
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> SlotSet:
         """What is compared, if both have one shape."""
-        return Pair(f"{self.slot}/{self.name}", self.a, self.b, self.dtype)
+        return pair(f"{self.slot}/{self.name}", self.a, self.b, self.dtype)
 
 
 Only = tuple[str, str]
@@ -200,7 +201,7 @@ def _weights(name: str, a: tuple[Slot, Slot | None], b: tuple[Slot, Slot | None]
 
 
 def _one_master(name: str, master: Slot, own: Slot | None, other: Slot | None, side: str) -> list[Match | Only]:
-    """Match a master, and the weight beside it, with the weight that is all the other side has."""
+    """Match a master, and its weight, with the weight that is all the other side has."""
 
     def ordered(slot: str, mine: Slot, its: Slot, dtype: str | None = None) -> Match:
         return Match(name, slot, mine, its, dtype) if side == "a" else Match(name, slot, its, mine, dtype)

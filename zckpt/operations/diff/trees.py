@@ -1,4 +1,4 @@
-"""Any value that a checkpoint holds beside its parameters, as a list of leaves that can be compared one by one.
+"""Any value that a checkpoint holds besides its parameters, as a list of leaves that can be compared one by one.
 
 Of two checkpoints, these are hyperparameters, steps, and all that was carried along.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zckpt.compare.logical import single
-from zckpt.compare.slots import Pair, differences
+from zckpt.compare.slots import differences, pair
 from zckpt.errors import listed
 from zckpt.formats.registry import formats
 from zckpt.formats.torch_files.tensors import slot_of
@@ -195,7 +195,7 @@ class Setting:
 
 
 def compare_settings(a: Checkpoint, b: Checkpoint, matches: Matches, *, memory: int) -> list[Setting]:
-    """Return what differs beside the tensors.
+    """Return what differs besides the tensors.
 
     Not compared is what a world size, a stage or a format decides: ranks, files, which names share one tensor, and
     the keys that `_of_layout` tells.
@@ -306,7 +306,7 @@ def _carried(key: str, a: Mapping[str, object], b: Mapping[str, object], memory:
     )
     found = _leaves(key, ours, theirs)
     pairs = [
-        Pair(f"{key}.{path}", one.slot, other.slot)
+        pair(f"{key}.{path}", one.slot, other.slot)
         for path, one in ours.items()
         for other in [theirs.get(path)]
         if other is not None and one.value == other.value and one.slot is not None and other.slot is not None

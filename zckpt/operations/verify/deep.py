@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from zckpt.compare import weights
+from zckpt.compare.slots import unequal_bits
 from zckpt.engine import Reporter
 from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
@@ -37,7 +38,7 @@ from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources, read_into
 
 NOT_NEGATIVE = frozenset({"square_avg", "acc_delta", "sum", "exp_inf", "row_var", "col_var", "variance"})
-"""Sums and means of squares or of magnitudes, beside `exp_avg_sq` and what begins or ends with it: of RMSprop,
+"""Sums and means of squares or of magnitudes, besides `exp_avg_sq` and what begins or ends with it: of RMSprop,
 Adadelta, Adagrad, Adamax and Adafactor (torch 2.13)."""
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
@@ -105,8 +106,8 @@ def tally(values: Array, dtype: str, subject: Subject, first: int) -> Tally:
     if odd is not None and odd.any():
         nan = np.isnan(_real(values, dtype)[odd].astype(np.float64))
         infinite = 0 if subject.kind == BUFFER else int(len(nan) - np.count_nonzero(nan))  # a mask of -inf is one
-        place = int(np.argmax(odd)) // (2 if dtype in _REAL else 1)
-        found = Tally(nan=int(np.count_nonzero(nan)), inf=infinite, first=first + place)
+        at = int(np.argmax(odd)) // (2 if dtype in _REAL else 1)
+        found = Tally(nan=int(np.count_nonzero(nan)), inf=infinite, first=first + at)
     if subject.kind != BUFFER and is_floating(dtype) and is_second_moment(subject.slot):
         below = values < 0
         if odd is not None and below.any():
@@ -165,8 +166,7 @@ def not_rounded(master: Array, weight: Array, dtype: str, first: int) -> Unequal
 
 def not_equal(one: Array, other: Array, first: int) -> Unequal:
     """Compare elements bit for bit."""
-    size = one.dtype.itemsize
-    wrong = (one.view(np.uint8) != other.view(np.uint8)).reshape(-1, size).any(axis=1)
+    wrong = unequal_bits(one, other)
     count = int(np.count_nonzero(wrong))
     return Unequal(count, first + int(np.argmax(wrong))) if count else Unequal(0)
 

@@ -81,11 +81,7 @@ class Finding:
     def as_dict(self) -> dict[str, object]:
         """Return the finding as JSON-able data."""
         return {
-            "code": self.code,
-            "severity": self.severity,
-            "title": self.title,
-            "message": self.message,
-            "file": self.file,
+            **{key: getattr(self, key) for key in ("code", "severity", "title", "message", "file")},
             "ranks": list(self.ranks),
             "parameters": list(self.parameters),
             "expected": self.expected,

@@ -76,7 +76,7 @@ class Piece:
         """Byte after the last."""
         return self.offset + self.numel * itemsize(self.dtype)
 
-    def part(self, low: int, high: int) -> Piece:
+    def within(self, low: int, high: int) -> Piece:
         """Return what of the piece lies in bytes [low, high), which begin and end with an element."""
         size = itemsize(self.dtype)
         skipped = (max(low, self.offset) - self.offset) // size
@@ -122,7 +122,7 @@ class Inventory:
     pieces : dict of str to list of Piece
         By file.
     claimed : dict of str to list of (int, int)
-        Bytes of each file that are read beside others, sorted.
+        Bytes of each file that are read with others, sorted.
     apart : list of Scattered
     duplicates : list of Duplicate
     """
@@ -138,21 +138,21 @@ class SumIndex:
     """Finds the checksum that covers a byte."""
 
     def __init__(self, sums: Sequence[Sum]) -> None:
-        self._places: dict[str, list[tuple[int, int, int]]] = {}
+        self._intervals: dict[str, list[tuple[int, int, int]]] = {}
         for number, one in enumerate(sums):
-            self._places.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes, number))
-        for places in self._places.values():
-            places.sort()
+            self._intervals.setdefault(one.path, []).append((one.offset, one.offset + one.nbytes, number))
+        for intervals in self._intervals.values():
+            intervals.sort()
 
     def of(self, path: str) -> list[tuple[int, int, int]]:
         """Return begin, end and index of the checksums of a file."""
-        return self._places.get(path, [])
+        return self._intervals.get(path, [])
 
     def at(self, path: str, offset: int) -> int:
         """Return the index of the one that covers a byte; `NO_SUM` if none does."""
-        places = self.of(path)
-        found = bisect_right(places, (offset, float("inf"), 0)) - 1
-        return places[found][2] if found >= 0 and offset < places[found][1] else NO_SUM
+        intervals = self.of(path)
+        found = bisect_right(intervals, (offset, float("inf"), 0)) - 1
+        return intervals[found][2] if found >= 0 and offset < intervals[found][1] else NO_SUM
 
 
 def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
@@ -172,10 +172,10 @@ def take_inventory(checkpoint: Checkpoint, sums: SumIndex) -> Inventory:
                 found.apart.append(Scattered(subject, master, Extent.whole(master.shape), weight))
             (slot,) = stored_once([slot])
             for span in [_dense(span) for spans in (slot.spans, *slot.replicas) for span in spans]:
-                place = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
-                if place in seen or not span.extent.numel:
+                stored = (span.path, span.offset, span.extent.numel, span.dtype, span.unresolved)
+                if stored in seen or not span.extent.numel:
                     continue
-                seen.add(place)
+                seen.add(stored)
                 if not span.is_contiguous:
                     found.apart.append(Scattered(subject, replace(slot, spans=(span,), replicas=()), span.extent))
                 elif key == WEIGHT and partners is not None:
@@ -231,7 +231,7 @@ Free = dict[str, list[tuple[int, int]]]
 
 
 def _free_weights(parameters: Iterable[Parameter]) -> Free:
-    """Return all bytes that spans use: a weight that shares some with another cannot be read beside its master only."""
+    """Return all bytes that spans use: a weight that shares some with another cannot be read with its master only."""
     used: Free = {}
     for parameter in parameters:
         for slot in parameter.slots.values():
@@ -315,7 +315,7 @@ def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int
     for path in paths:
         pieces, overlapping = _apart(sorted(inventory.pieces.get(path, ()), key=lambda piece: piece.offset))
         intervals = list(_without(sums.of(path), inventory.claimed.get(path, [])))
-        intervals += _beside(pieces, intervals)
+        intervals += _uncovered(pieces, intervals)
         yield from _cut(path, sorted(intervals), pieces, most)
         for piece in overlapping:
             yield from _cut(path, [(piece.offset, piece.end, NO_SUM)], [piece], most)
@@ -336,10 +336,10 @@ Interval = tuple[int, int, int]
 """Begin, end and checksum."""
 
 
-def _without(places: Sequence[Interval], claimed: Sequence[tuple[int, int]]) -> Iterator[Interval]:
+def _without(intervals: Sequence[Interval], claimed: Sequence[tuple[int, int]]) -> Iterator[Interval]:
     """Yield what of records is not read elsewhere."""
     at = 0
-    for low, high, number in places:
+    for low, high, number in intervals:
         begin = low
         while at < len(claimed) and claimed[at][1] <= low:
             at += 1
@@ -353,7 +353,7 @@ def _without(places: Sequence[Interval], claimed: Sequence[tuple[int, int]]) -> 
             yield begin, high, number
 
 
-def _beside(pieces: Sequence[Piece], intervals: Sequence[Interval]) -> list[Interval]:
+def _uncovered(pieces: Sequence[Piece], intervals: Sequence[Interval]) -> list[Interval]:
     """Return intervals for the pieces that none has, neighbours as one."""
     found: list[Interval] = []
     begins = [low for low, _, _ in intervals]
@@ -383,7 +383,7 @@ def _cut(path: str, intervals: Sequence[Interval], pieces: Sequence[Piece], most
                     size = itemsize(piece.dtype)
                     end = piece.offset + (end - piece.offset) // size * size
                 if piece.offset < end:
-                    inside.append(piece.part(begin, end))
+                    inside.append(piece.within(begin, end))
                 here += 1
             yield Block(path, begin, end - begin, number, tuple(inside))
             begin = end

@@ -49,7 +49,7 @@ def verify(
     memory : int, bytes
         Upper bound of the buffers.
     reporter : Reporter, optional
-        Is told of progress, in bytes.
+        Counts bytes.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
 
@@ -72,23 +72,23 @@ def verify(
         from zckpt.compare.digests import read_digests
 
         expected = read_digests(against)
-    told = reporter or SilentReporter()
+    progress = reporter or SilentReporter()
     try:
         checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     except SourceError as error:
         if isinstance(source, Checkpoint):
             raise
-        return _unopened(Path(source), error, deep, memory, told, tag, [Path(root) for root in roots])
+        return _unopened(Path(source), error, deep, memory, progress, tag, [Path(root) for root in roots])
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
     counts = _counts(checkpoint)
     if deep:
-        findings += _deep(counts, checkpoint.files, find_format(checkpoint.format), checkpoint, ranks, memory, told)
+        findings += _deep(counts, checkpoint.files, find_format(checkpoint.format), checkpoint, ranks, memory, progress)
     else:
         findings += _sampled(counts, checkpoint, ranks)
     text = None
     if expected is not None:
-        text, changed = _against(checkpoint, expected, memory, told)
+        text, changed = _against(checkpoint, expected, memory, progress)
         findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(name, checkpoint.format, deep, in_order(_once(findings)), Checked(**counts), text, checkpoint)
@@ -199,7 +199,7 @@ def _deep(
 ) -> Iterator[Finding]:
     """Read every byte once."""
     from zckpt.engine.checking import Sum
-    from zckpt.formats.checksums import checksums
+    from zckpt.formats.survey import checksums
     from zckpt.operations.verify.deep import Work, block_nbytes, nbytes_of, run
     from zckpt.operations.verify.inventory import Inventory, SumIndex, blocks, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings

@@ -75,8 +75,8 @@ def _left_out(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
         by_file.setdefault((item.file, item.trained), []).append(item)
     for (file, trained), items in by_file.items():
         path = str(root / file) if root.is_dir() else str(root)
-        places = [item.place for item in items if item.place]
-        what = f"{listed(places)}: " if places else ""
+        names = [item.place for item in items if item.place]
+        what = f"{listed(names)}: " if names else ""
         yield Finding(
             STATE_LEFT_OUT if trained else LEFT_OUT,
             f"{what}{items[0].about}",
@@ -104,7 +104,7 @@ def _coverage(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
     for (code, key, path), found in holes.items():
         names = tuple(dict.fromkeys(name for name, _ in found))
         what = {
-            SLOT_MISSING: f"no {key} for {listed(names)}, of which it holds a part",
+            SLOT_MISSING: f"no {key} for {listed(names)}, of which it holds some elements",
             COVERAGE: f"{key} of {listed(names)} is not there, every element once",
             DTYPES_DIFFER: f"{key} of {listed(names)} has another element type here than elsewhere",
         }[code]
@@ -124,7 +124,7 @@ def _other_dtype(slot: Slot) -> tuple[str, str] | None:
 
 
 def _without(parameter: Parameter, slot: Slot) -> str | None:
-    """Return a file that has a part of a parameter's master and none of a slot."""
+    """Return a file that has elements of a parameter's master and none of a slot."""
     master = parameter.slots.get(MASTER)
     if master is None or slot.name == MASTER:
         return None
@@ -133,9 +133,9 @@ def _without(parameter: Parameter, slot: Slot) -> str | None:
 
 
 def _uneven(checkpoint: Checkpoint, ranks: Ranks) -> Iterator[Finding]:
-    """Yield parameters that have a part of the state that most others of their group have.
+    """Yield parameters that have only some of the slots that most others of their group have.
 
-    One that has none at all was never stepped. One that has other slots beside is of an optimizer that keeps different
+    One that has none at all was never stepped. One that has other slots as well is of an optimizer that keeps different
     ones for different shapes.
     """
     lacking: dict[str, list[tuple[str, str]]] = {}

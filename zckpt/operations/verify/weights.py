@@ -39,7 +39,7 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What part of a master was held against its weight.
+    """Elements of a master that were held against its weight.
 
     Parameters
     ----------
@@ -94,19 +94,19 @@ def weight_findings(compared: Iterable[Comparison], ranks: Mapping[str, tuple[in
     for path, names in wrong.items():
         if not names:
             continue
-        parts = [part for name in names for part in by_file[path][name] if part.num_different]
+        found = [one for name in names for one in by_file[path][name] if one.num_different]
         if path in foreign:
             yield Finding(
                 OTHER_RUN,
-                f"masters of {len(names)} of {len(by_file[path])} parameters do not round to the weights beside them",
+                f"masters of {len(names)} of {len(by_file[path])} parameters do not round to their weights",
                 path,
                 ranks.get(path, ()),
                 tuple(names),
                 "a file of this step and run",
-                parts[0].detail,
+                found[0].detail,
             )
             continue
-        count, total = sum(part.num_different for part in parts), sum(part.numel for part in parts)
+        count, total = sum(one.num_different for one in found), sum(one.numel for one in found)
         yield Finding(
             WEIGHT_MISMATCH,
             f"{listed(names)}: {count} of {total} elements of the weight are not the master, rounded",
@@ -114,13 +114,13 @@ def weight_findings(compared: Iterable[Comparison], ranks: Mapping[str, tuple[in
             ranks.get(path, ()),
             tuple(names),
             None,
-            parts[0].detail,
-            f"one of the two is damaged, here or in {parts[0].weight_path}",
+            found[0].detail,
+            f"one of the two is damaged, here or in {found[0].weight_path}",
         )
 
 
 def _different(parameters: Mapping[str, list[Comparison]]) -> list[str]:
-    return [name for name, parts in parameters.items() if any(part.num_different for part in parts)]
+    return [name for name, found in parameters.items() if any(one.num_different for one in found)]
 
 
 class Damage:
@@ -250,9 +250,9 @@ Group = tuple[str, str, str | None]
 def _elements(outcome: Outcome, inventory: Inventory, damage: Damage, ranks: Ranks) -> Iterator[Finding]:
     """Yield a finding for each file and slot in which elements are not what they can be."""
     groups: dict[Group, list[tuple[Subject, Tally]]] = {}
-    places = {(one.path, one.subject) for runs_of in inventory.pieces.values() for one in runs_of}
+    held = {(one.path, one.subject) for pieces in inventory.pieces.values() for one in pieces}
     files: dict[int, list[str]] = {}
-    for where, number in sorted(places):
+    for where, number in sorted(held):
         files.setdefault(number, []).append(where)
     for (number, checksum), tally in sorted(outcome.tallies.items()):
         if checksum in damage.wrong:

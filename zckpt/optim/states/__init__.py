@@ -39,14 +39,8 @@ NamedShare = tuple[str, str, Share]
 class Values:
     """State that is no tensor of elements.
 
-    Parameters
-    ----------
-    parameters : dict
-        By parameter and key; of this rank's parameters.
-    metadata : dict
-        What the optimizer keeps besides its state: a loss scaler.
-    zero_stage : int or None
-    loss_scale : float or None
+    `parameters` are this rank's, by parameter and key; `metadata` is what the optimizer keeps besides its state, such
+    as a loss scaler.
     """
 
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -72,7 +66,6 @@ class Source:
 
     Parameters
     ----------
-    checkpoint : OpenedCheckpoint
     path : str
         As the user gave it.
     param_groups : sequence of ParamGroup
@@ -103,11 +96,10 @@ class OptimizerState(Protocol):
     To save, every rank calls `groups`, `shares` and `values`, in this order and together with the others, since an
     optimizer may have to ask other ranks. To load, every rank calls `names`, opens the checkpoint, and calls `restore`
     for a Restoring, which says what follows. Where the optimizer's parameters live on RPC workers (`is_remote`), only
-    their caller does all this, and each worker has an OptimizerState of its own part, with the shares and values.
+    their caller does all this, and each worker has an OptimizerState of its own parameters, with shares and values.
 
     Parameters
     ----------
-    optimizer : Optimizer
     process_group : ProcessGroup or None
         The optimizer's ranks; None: those of whoever saves or loads.
     is_remote : bool
@@ -171,24 +163,15 @@ class Restoring(ABC):
     check   what can be known before is checked
     read    elements are read into memory of their own: until here nothing has changed
     take    the optimizer gets them, on this rank
-    share   ranks tell each other what follows from it, when all have taken theirs
+    share   ranks send each other what follows from it, when all have taken theirs
 
-    Parameters
-    ----------
-    source : Source
-    optimizer : Optimizer
-    names : mapping
-        Of all its parameters.
-    wanted : list of TensorRead
-        What will be read.
-    notes : list of str
-        What the checkpoint has not.
+    `names` are those of all parameters, `reads` is what will be read, and `notes` say what the checkpoint has not.
     """
 
     source: Source
     optimizer: Optimizer
     names: Mapping[torch.Tensor, str]
-    wanted: list[TensorRead] = field(default_factory=list)
+    reads: list[TensorRead] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -205,26 +188,23 @@ class Restoring(ABC):
 
     def check(self) -> None:
         """Raise SourceError unless all that is to be read is there, as far as can be known before."""
-        check_tensors(self.wanted)
+        check_tensors(self.reads)
 
     def read(self) -> None:
         """Read state into memory of its own. Raises SourceError if it cannot be read."""
-        read_tensors(self.wanted)
+        read_tensors(self.reads)
 
     @abstractmethod
     def take(self) -> None:
         """Give the optimizer what was read, on this rank."""
 
-    def share(self) -> None:  # noqa: B027  # most optimizers have nothing to tell
+    def share(self) -> None:  # noqa: B027  # most optimizers have nothing to send
         """Bring what follows from it to all ranks."""
 
     def owner(self, parameter: torch.Tensor) -> Parameter | None:
         """Return the checkpoint's parameter for one of the optimizer's; None if there is none and need not be.
 
-        Raises
-        ------
-        UsageError
-            There is none, or it has another shape.
+        Raises UsageError: there is none, or it has another shape.
         """
         name, checkpoint, path = self.names[parameter], self.source.checkpoint, self.source.path
         there = name in checkpoint.parameters or name in checkpoint.buffers
@@ -245,10 +225,7 @@ class Restoring(ABC):
     def hyperparameters(self, names: Names, current: Sequence[Group]) -> list[Group]:
         """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
 
-        Raises
-        ------
-        UsageError
-            The checkpoint has other param groups.
+        Raises UsageError: the checkpoint has other param groups.
         """
         source = self.source
         try:
@@ -287,10 +264,7 @@ def as_torch(value: object) -> object:
 def as_stored(value: object) -> object:
     """Return a value that a file can hold; a tensor of one element as its number and type.
 
-    Raises
-    ------
-    UnsupportedError
-        A tensor of several elements.
+    Raises UnsupportedError: a tensor of several elements.
     """
     if isinstance(value, torch.Tensor):
         if value.dim():
@@ -324,10 +298,7 @@ WRAPPERS = {"accelerate.optimizer.AcceleratedOptimizer": "optimizer"}
 def state_class(optimizer: Optimizer) -> Any:
     """Return the class of an optimizer's state; its class, or else the nearest that it is derived from, decides.
 
-    Raises
-    ------
-    UsageError
-        It is no optimizer.
+    Raises UsageError: it is no optimizer.
     """
     for base in type(optimizer).__mro__:
         name = f"{base.__module__}.{base.__qualname__}"
@@ -347,18 +318,9 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
 
 
 def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> OptimizerState:
-    """Return the state of an optimizer.
+    """Return the state of an optimizer; `known` are the names of the model's parameters.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    known : mapping
-        Names of the model's parameters.
-
-    Raises
-    ------
-    UsageError
-        A parameter has no name, or it is no optimizer.
+    Raises UsageError: a parameter has no name, or it is no optimizer.
     """
     made: OptimizerState = state_class(optimizer)(optimizer, known)
     return made

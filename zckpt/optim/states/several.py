@@ -6,7 +6,7 @@ param groups of all follow each other, optimizer after optimizer, and each says 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +38,6 @@ class Snapshot:
 
     Parameters
     ----------
-    groups : list of ParamGroup
-    shares : list of (str, str, Share)
-        Parameter, slot, and what this rank has of it.
     values : dict
         State that is no tensor of elements, by parameter and key.
     metadata : dict
@@ -88,12 +85,7 @@ class Optimizers:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters by name."""
-        return {
-            name: parameter
-            for state in self.states.values()
-            for names, group in zip(state.names(), state.optimizer.param_groups, strict=True)
-            for name, parameter in zip(names, group["params"], strict=True)
-        }
+        return {name: parameter for state in self.states.values() for name, parameter in _members(state)}
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has of all. All ranks call it together."""
@@ -114,10 +106,8 @@ class Optimizers:
                 found.metadata.setdefault(OPTIMIZERS, {})[name] = values.metadata
             stages.add(values.zero_stage)
             scales.add(values.loss_scale)
-        if len(stages) == 1:
-            found.zero_stage = stages.pop()
-        if len(scales) == 1:
-            found.loss_scale = scales.pop()
+        found.zero_stage = stages.pop() if len(stages) == 1 else None
+        found.loss_scale = scales.pop() if len(scales) == 1 else None
         return found
 
     def restore(
@@ -138,13 +128,12 @@ class Optimizers:
         UnsupportedError
             State that an optimizer has no way to keep.
         """
-        made = []
-        for name, (groups, metadata) in self._parts(checkpoint, path, strict=strict).items():
-            source = Source(checkpoint, path, groups, metadata, tag, listed, strict)
-            made.append(self.states[name].restore(source))
-        return made
+        return [
+            self.states[name].restore(Source(checkpoint, path, groups, metadata, tag, listed, strict))
+            for name, (groups, metadata) in self._each(checkpoint, path, strict=strict).items()
+        ]
 
-    def _parts(
+    def _each(
         self, checkpoint: OpenedCheckpoint, path: str, *, strict: bool
     ) -> dict[str, tuple[list[ParamGroup], Mapping[str, object]]]:
         """Return each optimizer's param groups of a checkpoint, and what it kept besides its state."""
@@ -187,7 +176,8 @@ class Optimizers:
         ours = list(self.states)
         if len(ours) != len(theirs):
             raise UsageError(
-                f"the checkpoint has {_count(theirs)}, and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
+                f"the checkpoint has {len(theirs)} optimizer{'' if len(theirs) == 1 else 's'}, "
+                f"and {len(ours)} {'is' if len(ours) == 1 else 'are'} given",
                 path=path,
                 expected=_listed(theirs),
                 found=_listed(ours),
@@ -204,13 +194,7 @@ class Optimizers:
 
 
 def named(given: Given) -> dict[str, Optimizer]:
-    """Return optimizers by name.
-
-    Raises
-    ------
-    UsageError
-        A name is no text, or empty.
-    """
+    """Return optimizers by name. Raises UsageError: a name is no text, or empty."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -228,10 +212,7 @@ def named(given: Given) -> dict[str, Optimizer]:
 def workers_of(given: Given) -> DistributedOptimizer | None:
     """Return the optimizer whose parameters live on RPC workers, if that is what is given.
 
-    Raises
-    ------
-    UsageError
-        It is given with others.
+    Raises UsageError: it is given with others.
     """
     every = named(given)
     remote: list[Any] = [one for one in every.values() if state_class(one).is_remote]
@@ -243,10 +224,7 @@ def workers_of(given: Given) -> DistributedOptimizer | None:
 def process_group_of(given: Given) -> dist.ProcessGroup | None:
     """Return the process group of all optimizers that have one.
 
-    Raises
-    ------
-    UsageError
-        They have several, of other ranks.
+    Raises UsageError: they have several, of other ranks.
     """
     groups = [one for one in (getattr(each, "process_group", None) for each in named(given).values()) if one]
     if len({tuple(dist.get_process_group_ranks(group)) for group in groups}) > 1:
@@ -259,18 +237,23 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
     owners: dict[int, str] = {}
     called: dict[str, str] = {}
     for name, state in states.items():
-        for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
-            for parameter, its in zip(group["params"], names, strict=True):
-                other = owners.setdefault(id(parameter), name)
-                if other != name:
-                    raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
-                other = called.setdefault(its, name)
-                if other != name:
-                    raise UsageError(
-                        f"parameters of two optimizers have the name {its}",
-                        found=_listed([other, name]),
-                        advice="give the model that has both, or names of their own",
-                    )
+        for its, parameter in _members(state):
+            other = owners.setdefault(id(parameter), name)
+            if other != name:
+                raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
+            other = called.setdefault(its, name)
+            if other != name:
+                raise UsageError(
+                    f"parameters of two optimizers have the name {its}",
+                    found=_listed([other, name]),
+                    advice="give the model that has both, or names of their own",
+                )
+
+
+def _members(state: OptimizerState) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter of an optimizer with its name."""
+    for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
+        yield from zip(names, group["params"], strict=True)
 
 
 def _had_one(checkpoint: OpenedCheckpoint) -> bool:
@@ -286,10 +269,6 @@ def _metadata(checkpoint: OpenedCheckpoint) -> dict[str, Mapping[str, object]]:
     if not isinstance(node, Mapping):
         return {}
     return {str(name): its for name, its in node.items() if isinstance(its, Mapping)}
-
-
-def _count(names: Sequence[str]) -> str:
-    return "1 optimizer" if len(names) == 1 else f"{len(names)} optimizers"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import TensorRead, read_tensors
-from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
+from zckpt.optim.param_groups import Group
 from zckpt.optim.states import (
     NamedShare,
     Restoring,
@@ -24,33 +24,24 @@ from zckpt.optim.states import (
     as_torch,
     stored_groups,
 )
+from zckpt.optim.states.by_parameter import ByParameter
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
-from zckpt.optim.zero.deepspeed_state import scaler_object
-from zckpt.optim.zero.files import experts_of, model_rank
+from zckpt.optim.zero.deepspeed_state import scaler_object, settings
+from zckpt.optim.zero.files import experts_of
 from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import Scaler, scaler_like
+from zckpt.optim.zero.stepping import Scaler, model_rank, scaler_like
 from zckpt.state import MASTER, WEIGHT, Extent, Parameter, ParamGroup, Scalar, Slot
 from zckpt.state.partition import FlatShare
 from zckpt.torchfile import FromFile, Object, plain
 
 
-class ZeroState:
-    """The state of an optimizer over flat groups."""
+class ZeroState(ByParameter):
+    """The state of an optimizer over flat groups. Its names are also those of frozen parameters, which are in none."""
 
-    is_remote = False
-    writes: str | None = "deepspeed"
-
-    def __init__(self, optimizer: ZeroOptimizer, known: Mapping[torch.Tensor, str]) -> None:
-        self.optimizer = optimizer
-        self.process_group: dist.ProcessGroup | None = optimizer.process_group
-        self._names = group_names(optimizer.param_groups, known)
-        self._called = by_tensor(optimizer.param_groups, self._names)
-
-    def names(self) -> Names:
-        """Return the names of all parameters, those too that were frozen and are in no flat group."""
-        return self._names
+    writes = "deepspeed"
+    optimizer: ZeroOptimizer
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of the parameters that were trained when a group was made."""
@@ -66,26 +57,23 @@ class ZeroState:
         return found
 
     def slots(self, name: str) -> dict[str, Share]:
-        """Return this rank's range of each slot of a parameter; of one that is another rank's, nothing."""
-        parameter = next(one for one, its in self._called.items() if its == name)
+        """Return this rank's extent of each slot of a parameter; of one that is another rank's, nothing."""
+        parameter = self._parameters[name]
         if parameter not in self.optimizer._place:
             return {}
         flat, position = self.optimizer._place[parameter]
-        found: dict[str, Share] = {}
-        for fragment in flat.own:
-            if fragment.index == position:
-                found |= _shares(flat, fragment, self._flat_slots(flat))
-        return found
+        own = [one for one in flat.own if one.index == position]
+        return _shares(flat, own[0], self._flat_slots(flat)) if own else {}
 
     def shares(self) -> Iterator[NamedShare]:
-        """Yield this rank's ranges; of masters only where these say more than weights. All ranks call it together."""
+        """Yield this rank's extents; of masters only where these say more than weights. All ranks call it together."""
         self.optimizer.adopt_weights()
         without = {MASTER} if self._masters_are_weights() else set()
         for flat in self.optimizer.groups:
             slots = {key: tensor for key, tensor in self._flat_slots(flat).items() if key not in without}
-            for fragment in flat.own:
-                name = self._called[flat.parameters[fragment.index]]
-                for key, share in _shares(flat, fragment, slots).items():
+            for own in flat.own:
+                name = self._called[flat.parameters[own.index]]
+                for key, share in _shares(flat, own, slots).items():
                     yield name, key, share
 
     def _flat_slots(self, flat: FlatGroup) -> dict[str, torch.Tensor]:
@@ -114,12 +102,7 @@ class ZeroState:
     def values(self) -> Values:
         """Return the loss scaler and what else DeepSpeed keeps besides the state."""
         optimizer = self.optimizer
-        metadata = {
-            "loss_scaler": scaler_object(optimizer.loss_scaler),
-            "dynamic_loss_scale": bool(getattr(optimizer.loss_scaler, "dynamic", False)),
-            "overflow": optimizer.overflow,
-            "clip_grad": optimizer.clip_grad,
-        }
+        metadata = {**settings(optimizer), "loss_scaler": scaler_object(optimizer.loss_scaler)}
         return Values(metadata=metadata, zero_stage=optimizer.stage, loss_scale=float(optimizer.loss_scale))
 
     def restore(self, source: Source) -> Restoring:
@@ -131,13 +114,13 @@ class ZeroState:
         files.save(self.optimizer, self._called, target)
 
 
-def _shares(flat: FlatGroup, fragment: FlatShare, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
-    """Return the slots of one parameter's range in this rank's partition."""
-    shape = tuple(flat.parameters[fragment.index].shape)
-    extent = Extent.flat(shape, fragment.start, fragment.numel)
-    end = fragment.position + fragment.numel
+def _shares(flat: FlatGroup, own: FlatShare, slots: Mapping[str, torch.Tensor]) -> dict[str, Share]:
+    """Return the slots of one parameter's share in this rank's partition."""
+    shape = tuple(flat.parameters[own.index].shape)
+    extent = Extent.flat(shape, own.start, own.numel)
+    end = own.position + own.numel
     mine = (world_rank(),)
-    return {key: Share(shape, extent, tensor[fragment.position : end], mine) for key, tensor in slots.items()}
+    return {key: Share(shape, extent, tensor[own.position : end], mine) for key, tensor in slots.items()}
 
 
 @dataclass(slots=True)
@@ -179,7 +162,7 @@ class ZeroRestoring(Restoring):
         for index, group in enumerate(optimizer.groups):
             owners = [self.owner(parameter) for parameter in group.parameters]
             self.masters.append(group.master.detach().clone())
-            self.wanted += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
+            self.reads += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
             values = self._state(group, owners)
             if values:
                 self.state[index] = values
@@ -196,10 +179,7 @@ class ZeroRestoring(Restoring):
     def _scaler(self) -> Scaler:
         """Return the loss scaler that the checkpoint has, or else the optimizer's.
 
-        Raises
-        ------
-        DamagedFileError
-            It has one that cannot be.
+        Raises DamagedFileError: it has one that cannot be.
         """
         found = self.source.metadata.get("loss_scaler")
         node = found.node if isinstance(found, FromFile) else found
@@ -212,12 +192,9 @@ class ZeroRestoring(Restoring):
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 
     def _state(self, group: FlatGroup, owners: Sequence[Parameter | None]) -> dict[str, Any]:
-        """Return the state of a flat master: room for this rank's part of each slot, and what is one value for all.
+        """Return the state of a flat master: room for this rank's share of each slot, and what is one value for all.
 
-        Raises
-        ------
-        UsageError
-            A value is not the same for all parameters, or a tensor not one value for each element.
+        Raises UsageError: a value is not the same for all parameters, or a tensor not one value for each element.
         """
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         _read_numbers(every, owners)
@@ -229,7 +206,7 @@ class ZeroRestoring(Restoring):
                 slots = [self._elementwise(key, owner, values) for owner, values in zip(owners, every, strict=True)]
                 dtype = getattr(torch, found[0].dtype)
                 made[key] = torch.zeros(group.partition, dtype=dtype, device=group.master.device)
-                self.wanted += _partition(group, slots, made[key])
+                self.reads += _partition(group, slots, made[key])
             else:
                 made[key] = self._common(key, found)
         return made
@@ -295,7 +272,7 @@ def _master(owner: Parameter | None) -> Slot | None:
 
 
 def _partition(group: FlatGroup, slots: Sequence[Slot | None], into: torch.Tensor) -> Iterator[TensorRead]:
-    """Yield this rank's part of a slot of each parameter; padding, and what has no such slot, stays as it is."""
+    """Yield this rank's share of a slot of each parameter; padding, and what has no such slot, stays as it is."""
     for f in group.own:
         slot = slots[f.index]
         if slot is not None:

@@ -53,7 +53,7 @@ class ZeroRedundancyState(PerRank):
     writes = "zero-redundancy"
 
     def write(self, target: Target) -> None:
-        """Write a directory of each rank's part; all ranks call it together."""
+        """Write a directory of each rank's share; all ranks call it together."""
         optimizer, names = self.optimizer, self.names()
         ranks = Ranks(optimizer.process_group)
         sync(optimizer.param_groups, optimizer.optim.param_groups)  # a scheduler may have changed them
@@ -168,7 +168,7 @@ class WorkersState:
         return WorkersRestoring(source, self.optimizer, {})
 
     def write(self, target: Target) -> None:
-        """Let each worker write its part of a directory; the caller calls it."""
+        """Let each worker write its files of a directory; the caller calls it."""
         names = self.names()
         with written_directory(target.path, overwrite=target.overwrite, owned=OWNED) as partial:
             arguments = [(str(partial.resolve()), rank) for rank in range(self.optimizer.num_workers)]
@@ -181,7 +181,7 @@ class WorkersState:
 
 
 def _save_worker(local: LocalOptimizer, directory: str, rank: int) -> list[list[int]]:
-    """Write a worker's part; return the numbers of its parameters by group."""
+    """Write a worker's files; return the numbers of its parameters by group."""
     with local.lock:
         torch.save(_without_names(local.optimizer.state_dict()), Path(directory) / rank_name(rank))
         tensors = {name: p.detach() for name, p in zip(local.names(), local.by_number().values(), strict=True)}

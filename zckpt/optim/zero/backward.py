@@ -27,7 +27,7 @@ class WindowFailedError(RuntimeError):
 
 
 class BackwardOptimizer(GradientOptimizer):
-    """Takes gradients from backward and keeps this rank's part of their average."""
+    """Takes gradients from backward and keeps this rank's partition of their average."""
 
     # --- what users call
 
@@ -118,7 +118,6 @@ class BackwardOptimizer(GradientOptimizer):
             self._syncs = before
 
     def _reduces(self) -> bool:
-        """Tell whether the present pass reduces gradients."""
         return self.stage == 2 or self._is_last()
 
     def _is_last(self) -> bool:
@@ -140,7 +139,6 @@ class BackwardOptimizer(GradientOptimizer):
     # --- passes
 
     def _begin_pass(self, graph: int | None = None) -> None:
-        """Begin a pass: of `backward`, or of a backward that somebody else runs, whose end autograd will tell."""
         self._sharded.take_out()
         if not self._window_is_open:
             self._window_is_open = True
@@ -161,7 +159,7 @@ class BackwardOptimizer(GradientOptimizer):
         self._end_pass()
 
     def _refuse_nested(self) -> NoReturn:
-        """Raise RuntimeError. Only `backward` can tell a backward inside of another from one that comes after it."""
+        """Raise RuntimeError. Only `backward` knows whether a backward is inside of another or after it."""
         self._failed = True
         raise RuntimeError(
             "a backward has run inside of another, as reentrant checkpoints make it; let the optimizer run the outer "

@@ -1,8 +1,8 @@
 """Which gradients are reduced together, and where each lies in the buffer that is sent. Pure arithmetic.
 
 A bucket is filled with whole parameters in the order in which their gradients become ready. Of each process group and
-element type that it has parameters of, it has a message: a contiguous range of elements. Where owners get their parts
-and nobody the rest, a message has the parts of one owner after those of another.
+element type that it has parameters of, it has a message: a contiguous range of elements. Where owners get what they own
+and nobody the rest, a message has the extents of one owner after those of another.
 
     by parameter   | a0 a0 | b0 b1 | c1 c1 |       for all-reduce     (a0: of parameter a, owned by rank 0)
     by owner       | a0 a0 b0 | b1 c1 c1 |         for a reduction to each owner
@@ -10,8 +10,9 @@ and nobody the rest, a message has the parts of one owner after those of another
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,7 @@ from zckpt.optim.zero.flat import FlatGroup
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A parameter whose gradient is reduced.
-
-    Parameters
-    ----------
-    group : FlatGroup
-    position : int
-        Which parameter of the group, in the order of the buffer.
-    """
+    """A parameter whose gradient is reduced: which one of a group, in the order of its buffer."""
 
     group: FlatGroup
     position: int
@@ -50,7 +44,6 @@ class OwnedExtent:
 
     Parameters
     ----------
-    member : Member
     owner : int
         Rank in the group's process group.
     start, numel : int, elements
@@ -75,17 +68,14 @@ class Message:
 
     Parameters
     ----------
-    process_group : ProcessGroup
     rank : int
         This rank's, in the process group.
     dtype : torch.dtype
         What is sent.
-    device : torch.device
-    numel : int, elements
     extents : list of OwnedExtent
         By offset.
-    spans : list of (int, int, int)
-        Owner, offset and number of elements of what is reduced to one rank; where all ranks get all, of the whole.
+    owned : list of (int, int, int)
+        Each owner, with offset and number of elements; where all ranks get all, one of the whole.
     """
 
     process_group: dist.ProcessGroup
@@ -94,7 +84,7 @@ class Message:
     device: torch.device
     numel: int
     extents: list[OwnedExtent]
-    spans: list[tuple[int, int, int]]
+    owned: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,16 +112,7 @@ def fill(members: Sequence[Member], size: int) -> Iterator[list[Member]]:
 
 
 def make_bucket(members: Sequence[Member], *, dtype: torch.dtype | None, by_owner: bool) -> Bucket:
-    """Lay out a bucket.
-
-    Parameters
-    ----------
-    members : sequence of Member
-    dtype : torch.dtype or None
-        What is sent; by default the parameters' own type.
-    by_owner : bool
-        Whether owners get their parts, and nobody the rest.
-    """
+    """Lay out a bucket that is sent as `dtype`, by default the parameters' own; `by_owner`, if only owners get it."""
     kinds: dict[tuple[int, torch.dtype, torch.device], list[Member]] = {}
     for member in members:
         parameter = member.parameter
@@ -143,33 +124,27 @@ def make_bucket(members: Sequence[Member], *, dtype: torch.dtype | None, by_owne
 
 def _message(members: Sequence[Member], dtype: torch.dtype, device: torch.device, *, by_owner: bool) -> Message:
     group = members[0].group
-    parts = [part for member in members for part in _parts(member)]
+    found = [extent for member in members for extent in _owned_extents(member)]
     if by_owner:
-        parts.sort(key=lambda part: part[1])  # stable
-    extents: list[OwnedExtent] = []
-    spans: list[tuple[int, int, int]] = []
-    offset = 0
-    for member, owner, start, numel, position in parts:
-        extents.append(OwnedExtent(member, owner, start, numel, position, offset))
-        if by_owner and spans and spans[-1][0] == owner:
-            spans[-1] = (owner, spans[-1][1], spans[-1][2] + numel)
-        else:
-            spans.append((owner, offset, numel))
-        offset += numel
-    if not by_owner:
-        spans = [(group.rank, 0, offset)]
-    return Message(group.process_group, group.rank, dtype, device, offset, extents, spans)
+        found.sort(key=lambda extent: extent.owner)  # stable
+    offsets = list(itertools.accumulate((extent.numel for extent in found), initial=0))
+    extents = [replace(extent, offset=offset) for extent, offset in zip(found, offsets, strict=False)]
+    owned = [(group.rank, 0, offsets[-1])]
+    if by_owner:
+        each = [list(its) for _, its in itertools.groupby(extents, key=lambda extent: extent.owner)]
+        owned = [(its[0].owner, its[0].offset, sum(extent.numel for extent in its)) for its in each]
+    return Message(group.process_group, group.rank, dtype, device, offsets[-1], extents, owned)
 
 
-def _parts(member: Member) -> Iterator[tuple[Member, int, int, int, int]]:
-    """Yield owner, start, number of elements and position in the owner's partition of each part of a parameter."""
+def _owned_extents(member: Member) -> Iterator[OwnedExtent]:
+    """Yield what each rank owns of a parameter."""
     group = member.group
     begin = group.starts[member.position]
     at = 0
     while at < member.numel:
         owner, position = divmod(begin + at, group.partition)
         numel = min(member.numel - at, group.partition - position)
-        yield member, owner, at, numel, position
+        yield OwnedExtent(member, owner, at, numel, position, offset=0)
         at += numel
 
 

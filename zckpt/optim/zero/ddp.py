@@ -2,7 +2,7 @@
 
 DDP puts this rank's gradients into buckets and hands each to a communication hook, in the same order on all ranks. A
 pass that DDP does not synchronise (`model.no_sync()`) has no buckets: its gradients stay in `grad`, and DDP's next
-buckets have the sum. What DDP has no bucket for (a parameter outside of the model, or that the model was told to
+buckets have the sum. What DDP has no bucket for (a parameter outside of the model, or that the model is set to
 ignore) is reduced when backward has ended, after all of DDP's own communication. Of a bucket's other parameters,
 which are not this optimizer's, the average goes back to DDP, which puts it into their `grad`.
 """
@@ -34,15 +34,15 @@ class DdpOptimizer(BackwardOptimizer):
     def attach(self, model: DistributedDataParallel, hook: Hook | None = None, *, state: Any = None) -> None:
         """Let DistributedDataParallel's buckets be reduced to owners by this optimizer, and not twice.
 
-        Call it once, between steps. `model.no_sync()` then accumulates, and whatever the model was told of its buckets
-        and graph holds. Weights that the model has got from its first rank become this optimizer's.
+        Call it once, between steps. `model.no_sync()` then accumulates, and what the model assumes of its buckets and
+        graph holds. Weights that the model has got from its first rank become this optimizer's.
 
         Parameters
         ----------
         model : DistributedDataParallel
         hook : callable, optional
             A communication hook that averages a bucket over all ranks, such as one that compresses; this optimizer then
-            takes its own part of what that returns.
+            takes what it owns of what that returns.
         state : object
             What the hook is called with.
 
@@ -73,7 +73,7 @@ class DdpOptimizer(BackwardOptimizer):
         self._by_hook: list[tuple[GradBucket, Future[torch.Tensor]]] = []
         self.is_attached = True
         for group in self.groups:
-            group.adopt_weights()
+            group.take_weights()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; see `BackwardOptimizer.add_param_group`."""

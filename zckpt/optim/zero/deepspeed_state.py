@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,6 +20,9 @@ from zckpt.optim.param_groups import copied
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.stepping import LossScaler, Scaler
 from zckpt.torchfile import DType, Global, Object
+
+if TYPE_CHECKING:
+    from zckpt.optim.zero.stateful import StatefulOptimizer
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose form this is."""
@@ -48,37 +51,33 @@ class DeepSpeedState(dict[str, Any]):
 
 @dataclass
 class ShareAddress:
-    """Where a parameter's run of elements lies in a rank's partition."""
+    """Where a parameter's share lies in a rank's partition."""
 
     numel: int
     start: int
 
 
-def make_state_dict(
-    optimizer: FlatOptimizer,
-    names: Mapping[torch.Tensor, str],
-    *,
-    elastic: bool,
-    loss_scaler: object,
-    overflow: bool,
-    clip_grad: float,
-    stage: int,
-) -> dict[str, Any]:
+def settings(optimizer: StatefulOptimizer) -> dict[str, Any]:
+    """Return what DeepSpeed keeps besides the state."""
+    return {
+        "loss_scaler": optimizer.loss_scaler,
+        "dynamic_loss_scale": bool(getattr(optimizer.loss_scaler, "dynamic", False)),
+        "overflow": optimizer.overflow,
+        "clip_grad": optimizer.clip_grad,
+    }
+
+
+def make_state_dict(optimizer: StatefulOptimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
     """Return this rank's state in DeepSpeed's form; tensors are those of the optimizer, not copies."""
     groups = optimizer.groups
-    made: dict[str, Any] = {
-        "loss_scaler": loss_scaler,
-        "dynamic_loss_scale": bool(getattr(loss_scaler, "dynamic", False)),
-        "overflow": overflow,
-        "clip_grad": clip_grad,
-    }
-    if elastic:
+    made = settings(optimizer)
+    if optimizer.elastic_checkpoint:
         made[STATE] = [_lean(optimizer.optim.state.get(group.master, {}), group) for group in groups]
         made[STEP] = _step(optimizer)
     else:
         made[STATE] = optimizer.optim.state_dict()
     made[MASTERS] = [group.master.detach()[: group.partition - group.padding] for group in groups]
-    made["zero_stage"] = stage
+    made["zero_stage"] = optimizer.stage
     made["group_paddings"] = [group.padding for group in groups]
     made["param_alignment_paddings"] = [list(group.pads) for group in groups]
     made["partition_count"] = [group.world_size for group in groups]
@@ -88,7 +87,7 @@ def make_state_dict(
 
 
 def _step(optimizer: FlatOptimizer) -> Any:
-    """Return what DeepSpeed wants to find in elastic state of whatever optimizer, and puts into all param groups."""
+    """Return the step that DeepSpeed expects in elastic state of any optimizer, and puts into all param groups."""
     for group, flat in zip(optimizer.optim.param_groups, optimizer.groups, strict=True):
         step = group.get("step", optimizer.optim.state.get(flat.master, {}).get("step"))
         if step is not None:
@@ -109,13 +108,7 @@ def _mapping(names: Mapping[torch.Tensor, str], group: FlatGroup) -> dict[str, S
 
 
 def read_states(given: object) -> list[Mapping[str, Any]]:
-    """Return the states of all ranks, or of this one, as files hold them or bare.
-
-    Raises
-    ------
-    TypeError
-        No state dict of ZeRO-1/2, or a list of them.
-    """
+    """Return the states of all ranks, or of this one, as files hold them or bare. Raises TypeError for others."""
     states = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     found = []
     for state in states:
@@ -220,16 +213,16 @@ def local_state(
 
 
 def _cut(lean: Sequence[torch.Tensor], group: FlatGroup) -> torch.Tensor:
-    """Return this rank's part of partitions of any number of ranks, without padding."""
+    """Return this rank's elements of the partitions of any number of ranks, without padding."""
     begin, end = group.rank * group.partition, (group.rank + 1) * group.partition
-    parts = []
+    pieces = []
     at = 0
     for tensor in lean:
         low, high = max(begin - at, 0), min(end - at, tensor.numel())
         if low < high:
-            parts.append(tensor[low:high])
+            pieces.append(tensor[low:high])
         at += tensor.numel()
-    return torch.cat(parts) if parts else lean[0][:0]
+    return torch.cat(pieces) if pieces else lean[0][:0]
 
 
 def _fill(into: torch.Tensor, values: torch.Tensor) -> None:
@@ -249,7 +242,8 @@ def with_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     made["loss_scaler"] = scaler_object(made["loss_scaler"])
     made["zero_stage"] = Object(_STAGE, args=(made["zero_stage"],))
     made["param_slice_mappings"] = [
-        {name: _fragment(address) for name, address in mapping.items()} for mapping in made["param_slice_mappings"]
+        {name: _new(_FRAGMENT, {"numel": its.numel, "start": its.start}) for name, its in mapping.items()}
+        for mapping in made["param_slice_mappings"]
     ]
     return made
 
@@ -261,10 +255,6 @@ def scaler_object(scaler: Scaler) -> Object:
     state: dict[object, object] = {"dynamic": True, "dtype": DType("float16")}
     state.update(vars(scaler))
     return _new(Global(_SCALERS, "DynamicLossScaler"), state)
-
-
-def _fragment(address: ShareAddress) -> Object:
-    return _new(_FRAGMENT, {"numel": address.numel, "start": address.start})
 
 
 def _new(cls: Global, state: dict[object, object]) -> Object:

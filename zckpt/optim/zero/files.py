@@ -1,10 +1,15 @@
-"""ZeroOptimizer in files: DeepSpeed's checkpoint directories are written, and any checkpoint is loaded.
-
-Each rank writes its own file, and reads only the bytes of its own partition.
+"""ZeroOptimizer in files: DeepSpeed's checkpoint directories, and which files have which experts.
 
     zero_pp_rank_D_mp_rank_MM_optim_states.pt           each rank: masters and state of its partitions
-    mp_rank_MM_model_states.pt                          the first of the ranks that have part MM of the model
+    mp_rank_MM_model_states.pt                          the first of the ranks that have slice MM of the model
     layer_L_expert_E_mp_rank_MM_model_states.pt         the first of the ranks that have expert E of expert layer L
+
+Experts have local numbers in a rank's model, and global ones in files. Which rank of the expert-parallel ones this is,
+follows from the ranks that hold the same experts; DeepSpeed has two ways of assigning experts to dp ranks, ep by ep:
+
+    0 1 2 3 4 5   ep = 2: expert ranks     0 1 0 1 0 1     or, data before experts,     0 0 0 1 1 1
+
+Source: `deepspeed.utils.groups`, 0.19, and the files that its engine writes.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from zckpt.optim.tensors import bare
 from zckpt.optim.zero.deepspeed_state import VERSION, with_objects
 from zckpt.optim.zero.flat import FlatOptimizer
 from zckpt.optim.zero.optimizer import ZeroOptimizer
-from zckpt.optim.zero.stepping import ModelParallel
+from zckpt.optim.zero.stepping import model_rank
 from zckpt.storage.durable import written_files
 from zckpt.storage.ownership import Owned, check_replaceable
 from zckpt.torchfile import DType, Object, OrderedMapping, Size
@@ -38,55 +43,51 @@ from zckpt.torchfile import DType, Object, OrderedMapping, Size
 OWNED = Owned(lambda name: classify(name, name) is not None)
 """The directories of a tag."""
 
-_PREFIXES = {torch.bfloat16: "bf16_"}
+_SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def save(optimizer: ZeroOptimizer, names: Mapping[torch.Tensor, str], target: Target) -> None:
     """Write a tag's directory that DeepSpeed loads at the same world size, and `latest` beside it.
 
-    `names` are those of all parameters. Experts are written once each, and each part of a model-parallel model by its
+    `names` are those of all parameters. Experts are written once each, and each slice of a model-parallel model by its
     ranks. Errors are those of `zckpt.optim.files.save`; UnsupportedError for experts without DeepSpeed's names.
     """
     path, model, beside = target.path, target.model, target.beside
-    part, parts = model_rank(optimizer.model_parallel)
-    ranks = every_rank(optimizer.process_group, parts)
+    mp_rank, slices = model_rank(optimizer.model_parallel)
+    ranks = every_rank(optimizer.process_group, slices)
     ranks.of_first(lambda: check_replaceable(path.parent / "latest"))
     with written_together(path, ranks, overwrite=target.overwrite, owned=OWNED) as partial:
-        tensors = _tensors(model, names)
+        if model is None:
+            tensors = OrderedDict((name, p.detach()) for p, name in names.items())
+        else:
+            tensors = OrderedDict(bare(model).state)
         experts = experts_of(optimizer, names, list(tensors))
         config = _config(optimizer, experts)
-        prefix = _PREFIXES.get(optimizer.groups[0].flat.dtype, "")
+        prefix = "bf16_" if optimizer.groups[0].flat.dtype == torch.bfloat16 else ""
         state = with_objects(optimizer.make_state_dict(names))
         root = {"optimizer_state_dict": state, "ds_config": config, "ds_version": VERSION}
-        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{part:02d}_optim_states.pt")
+        write_torch_file(root, partial / f"{prefix}zero_pp_rank_{optimizer.rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
         if optimizer.rank == 0:
             dense = OrderedDict((name, value) for name, value in tensors.items() if experts.file_of(name) is None)
             about = {**_model(optimizer, model, names, target.step, beside, dense), "ds_config": config}
             if experts.per_rank:
                 about["num_experts"] = experts.counts
-            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{part:02d}_model_states.pt")
+            write_torch_file({**_client(beside), **about}, partial / f"mp_rank_{mp_rank:02d}_model_states.pt")
         for (layer, expert), its in _expert_files(tensors, experts).items():
-            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{part:02d}_model_states.pt")
+            write_torch_file(its, partial / f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt")
     if ranks.rank == 0:
         with written_files([path.parent / "latest"], overwrite=True) as [latest]:
             latest.write_text(path.name)
 
 
 def refuse_parts(optimizer: ZeroOptimizer) -> None:
-    """Raise UnsupportedError for experts and parts of models, of which only DeepSpeed's files say what they are of."""
+    """Raise UnsupportedError for experts and slices of models, of which only DeepSpeed's files say what they are of."""
     if model_rank(optimizer.model_parallel)[1] > 1 or any(group.is_expert for group in optimizer.groups):
         raise UnsupportedError(
             "experts, or a model whose parts lie on several ranks, are saved in DeepSpeed's files",
             advice='give format="deepspeed" (and for parts universal_checkpoint_info in extra, which says how they are '
             "cut); zckpt convert makes other formats of that",
         )
-
-
-def _tensors(model: torch.nn.Module | None, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-    """Return this rank's tensors of the model, those of its experts too; without the model, the optimizer's."""
-    if model is None:
-        return OrderedDict((name, p.detach()) for p, name in names.items())
-    return OrderedDict(bare(model).state)
 
 
 def _expert_files(
@@ -116,8 +117,7 @@ def _config(optimizer: ZeroOptimizer, experts: Experts) -> dict[str, Any]:
     }
     if experts.data_first:
         found["use_data_before_expert_parallelism"] = True
-    sections = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    section = sections.get(optimizer.groups[0].flat.dtype)
+    section = _SECTIONS.get(optimizer.groups[0].flat.dtype)
     if section is not None:
         found[section] = {"enabled": True}
     return found
@@ -142,7 +142,7 @@ def _model(
         OrderedDict((names[p], p.shape) for p in group["params"] if p in optimizer._place)
         for group in optimizer.param_groups
     ]
-    parts = model_rank(optimizer.model_parallel)[1]
+    slices = model_rank(optimizer.model_parallel)[1]
     tied: dict[str, str] = {}
     frozen = {name: p for p, name in names.items() if p not in optimizer._place and not is_expert(name)}
     buffers: list[str] = []
@@ -172,11 +172,13 @@ def _model(
         "global_steps": step or 0,
         "global_samples": 0,
         "dp_world_size": optimizer.world_size,
-        "mp_world_size": parts,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": parts},
+        "mp_world_size": slices,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": slices},
         "ds_version": VERSION,
     }
 
+
+# --- one file
 
 PLAIN = (str, int, float, bool, complex, bytes, type(None))
 
@@ -243,11 +245,14 @@ class _Tree:
     def _storage(self, tensor: torch.Tensor) -> NewStorage:
         storage = tensor.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
-        parts = [ValueContent(0, memory.numpy().data)] if storage.nbytes() else []
+        values = [ValueContent(0, memory.numpy().data)] if storage.nbytes() else []
         dtype = str(tensor.dtype).removeprefix("torch.")
-        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), parts)
+        made = new_storage(dtype, storage.nbytes() // tensor.element_size(), values)
         self.storages[storage.data_ptr()] = made
         return made
+
+
+# --- experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +276,7 @@ class Place:
 
 
 def place_of(sharing: list[int], every: list[int]) -> Place:
-    """Return a rank's place from the ranks that hold the same experts, and all data-parallel ranks.
-
-    Raises
-    ------
-    UnsupportedError
-        They are assigned in another way than DeepSpeed's two.
-    """
+    """Return a rank's place, from the ranks that hold the same experts and all data-parallel ranks."""
     positions = sorted(every.index(rank) for rank in sharing)
     degree, first = len(every) // len(positions), positions[0]
     own = dist.get_rank() == every[first]
@@ -294,15 +293,7 @@ def place_of(sharing: list[int], every: list[int]) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The experts that a rank has.
-
-    Parameters
-    ----------
-    per_rank : dict of str to int
-        How many of each layer, by what its parameters' names begin with; in the model's order.
-    places : dict of str to Place
-        Of each layer.
-    """
+    """The experts that a rank has: how many of each layer, by its names' prefix, in the model's order; and where."""
 
     per_rank: dict[str, int]
     places: dict[str, Place]
@@ -338,7 +329,6 @@ def experts_of(optimizer: FlatOptimizer, names: Mapping[torch.Tensor, str], orde
 
     Parameters
     ----------
-    optimizer : FlatOptimizer
     names : mapping
         Of its parameters, as this rank's model has them.
     order : list of str, optional
@@ -379,32 +369,16 @@ def _layer(name: str) -> str | None:
     return next(iter(experts_per_rank([name])), None)
 
 
-# --- slices
-
-
-def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
-    """Return which part of the model this rank has, and of how many."""
-    if model_parallel is None:
-        return 0, 1
-    return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
-
-
-def every_rank(process_group: dist.ProcessGroup, parts: int) -> Ranks:
-    """Return the ranks that save together: those of all parts of the model.
-
-    Raises
-    ------
-    UnsupportedError
-        The world has other ranks besides.
-    """
-    if parts == 1:
+def every_rank(process_group: dist.ProcessGroup, slices: int) -> Ranks:
+    """Return the ranks that save together: those of all slices of the model, which must be the whole world."""
+    if slices == 1:
         return Ranks(process_group)
     ranks = Ranks()
-    expected = dist.get_world_size(process_group) * parts
+    expected = dist.get_world_size(process_group) * slices
     if ranks.world_size != expected:
         raise UnsupportedError(
             "a model in parts is saved by all ranks of the world together",
-            expected=f"{expected} ranks, {expected // parts} for each of {parts} parts",
+            expected=f"{expected} ranks, {expected // slices} for each of {slices} parts",
             found=ranks.world_size,
         )
     return ranks

@@ -1,13 +1,21 @@
-"""A param group as ZeRO keeps it: one flat buffer, cut in equal partitions, of which each rank steps one.
+"""Param groups as ZeRO keeps them: one flat buffer for each, cut in equal partitions, of which each rank steps one.
 
 All ranks have the whole buffer. Its weights come from the first rank at the beginning, and after each step from the
 ranks that have stepped them: in pieces, while other groups are stepped.
+
+The local optimizer sees one rank's partition of a whole param group as one tensor. That is the same training where each
+element is stepped by itself, and another one where a norm, a row, a matrix or the whole model decides. Those classes
+are known here by their names, whoever's they are and whatever is derived from them.
+
+Source: their papers and code. LAMB, LARS, NovoGrad, AdamP, SGDP, Nero: norms of a tensor. Adafactor, CAME, SM3,
+Adam-mini: rows, columns or blocks. Muon, Shampoo, SOAP, Kron, GaLore, APOLLO, Dion, Scion: matrices. L-BFGS, Prodigy,
+D-Adaptation: all tensors together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +41,7 @@ PIECE_OF_GPU = 1 << 25  # each of them is waited for
 
 @dataclass(eq=False)
 class FlatGroup:
-    """One param group's flat buffer, of which the parameters are views, and this rank's part of its masters.
+    """One param group's flat buffer, of which the parameters are views, and this rank's partition of its masters.
 
     Parameters
     ----------
@@ -66,13 +74,12 @@ class FlatGroup:
     flat: torch.Tensor
     master: torch.nn.Parameter
     gradient: torch.Tensor | None = None
-    shapes: list[torch.Size] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.numels = [shape.numel() for shape in self.shapes]
         self.starts = flat_starts(self.numels, self.pads)
-        self.own = self.fragments(self.rank)
+        self.own = self.shares_of(self.rank)
 
     @property
     def total(self) -> int:
@@ -93,18 +100,12 @@ class FlatGroup:
         """Return one rank's partition of the buffer."""
         return self.flat[rank * self.partition : (rank + 1) * self.partition]
 
-    def fragments(self, rank: int) -> list[FlatShare]:
-        """Return the runs of parameters in one rank's partition."""
+    def shares_of(self, rank: int) -> list[FlatShare]:
+        """Return the extents of parameters in one rank's partition."""
         return list(flat_shares(self.numels, self.starts, self.partition, rank))
 
     def point(self, position: int | None = None) -> None:
-        """Make parameters views of the buffer, if something has put them elsewhere; their values go along.
-
-        Parameters
-        ----------
-        position : int, optional
-            Which one; by default all.
-        """
+        """Make parameters, or one of them, views of the buffer, if something has moved them; their values go along."""
         for index in range(len(self.parameters)) if position is None else (position,):
             parameter, start, shape = self.parameters[index], self.starts[index], self.shapes[index]
             view = self.flat[start : start + shape.numel()].view(shape)
@@ -113,23 +114,18 @@ class FlatGroup:
                 parameter.data = view
 
     @torch.no_grad()
-    def adopt_weights(self, position: int | None = None) -> None:
-        """Take weights that somebody has set since they were made of masters into the masters.
+    def take_weights(self, position: int | None = None) -> None:
+        """Copy weights that somebody has set since the last step into the masters: all, or those of one parameter.
 
-        A master whose weight is what it rounds to is left alone: it has what rounding has lost.
-
-        Parameters
-        ----------
-        position : int, optional
-            Of which parameter; by default of all.
+        A master whose weight is what it rounds to stays: it has what rounding has lost.
         """
         self.point(position)
-        ranges = [(0, self.partition)]
+        extents = [(0, self.partition)]
         if position is not None:
-            ranges = [(f.position, f.position + f.numel) for f in self.own if f.index == position]
+            extents = [(share.position, share.position + share.numel) for share in self.own if share.index == position]
         master = self.master.detach()
         piece = PIECE_OF_GPU if master.is_cuda else PIECE
-        for begin, end in ranges:
+        for begin, end in extents:
             for start in range(begin, end, piece):
                 where = slice(start, min(start + piece, end))
                 kept, found = master[where], self.weights[where].to(master.device)
@@ -137,65 +133,6 @@ class FlatGroup:
                 if not torch.equal(rounded, found):
                     is_set = (rounded != found) & ~(rounded.isnan() & found.isnan())
                     kept.copy_(torch.where(is_set, found.to(kept.dtype), kept))
-
-
-def make_group(
-    trained: Sequence[torch.Tensor],
-    process_group: dist.ProcessGroup,
-    *,
-    is_expert: bool,
-    round_robin: bool,
-    alignment: bool,
-    master_dtype: torch.dtype | None,
-    master_device: torch.device | None,
-    pin: bool,
-    broadcast: bool,
-) -> FlatGroup:
-    """Move parameters into a flat buffer and make this rank's masters of them.
-
-    Parameters
-    ----------
-    trained : sequence of Tensor
-        Of one element type and device, in the optimizer's order.
-    process_group : ProcessGroup
-    is_expert, round_robin, alignment : bool
-        See `ZeroOptimizer`.
-    master_dtype, master_device : optional
-        By default those of the parameters.
-    pin : bool
-        Whether masters lie in pinned memory.
-    broadcast : bool
-        Whether all ranks get the weights of the first.
-
-    Raises
-    ------
-    ValueError
-        Several element types or devices.
-    """
-    _check(trained)
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    numbers = round_robin_order(len(trained), world_size) if round_robin else list(range(len(trained)))
-    parameters = [trained[number] for number in numbers]
-    dtype = parameters[0].dtype if parameters else torch.float32
-    device = parameters[0].device if parameters else torch.device("cpu")
-    multiple = max(PARAMETER_ALIGNMENT_NBYTES // dtype.itemsize, 1) if alignment else 1
-    numels = [parameter.numel() for parameter in parameters]
-    pads = alignment_padding(numels, multiple)
-    partition = flat_partition_numel(sum(numels) + sum(pads), world_size)
-    flat = torch.zeros(partition * world_size, dtype=dtype, device=device)
-    own = flat[rank * partition : (rank + 1) * partition]
-    master = torch.empty(
-        partition, dtype=master_dtype or dtype, device=master_device or device, pin_memory=pin and partition > 0
-    )
-    made = FlatGroup(
-        parameters, numbers, process_group, rank, world_size, is_expert, pads, partition, flat,
-        torch.nn.Parameter(master),
-    )  # fmt: skip
-    made.point()
-    if broadcast:
-        broadcast_first([flat], process_group)
-    master.copy_(own)
-    return made
 
 
 def _check(trained: Sequence[torch.Tensor]) -> None:
@@ -224,60 +161,6 @@ def broadcast_first(tensors: Iterable[torch.Tensor], process_group: dist.Process
         dist.broadcast(wire, src=first, group=process_group)
         if not here.is_contiguous():
             here.copy_(wire.view(here.dtype).view(here.shape))
-
-
-def begin_gather(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
-    """Begin to complete a group's flat buffer from the ranks' partitions. All its ranks call it together.
-
-    Parameters
-    ----------
-    group : FlatGroup
-    bucket_size : int, elements
-        Of the buffer that go at once, over all ranks.
-
-    Returns
-    -------
-    list of Work
-        To be waited for before the weights are used.
-
-    Notes
-    -----
-    Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
-    """
-    if group.world_size == 1 or not group.partition:
-        return []
-    piece = max(bucket_size // group.world_size, 1)
-    by_broadcast = group.flat.device.type == "cpu"
-    if not by_broadcast and piece >= group.partition:
-        own = group.weights
-        return [_all_gather(group.flat, own, group=group.process_group, async_op=True)]
-    handles = []
-    for start in range(0, group.partition, piece):
-        views = [group.weights_of(rank)[start : start + piece] for rank in range(group.world_size)]
-        if by_broadcast:
-            handles += [
-                dist.broadcast(
-                    view, dist.get_global_rank(group.process_group, rank), group.process_group, async_op=True
-                )
-                for rank, view in enumerate(views)
-            ]
-        else:
-            handles.append(dist.all_gather(views, views[group.rank], group=group.process_group, async_op=True))
-    return handles
-
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Under its name since torch 2.13, or before."""
-
-
-def wait_for(handles: list[dist.Work]) -> None:
-    """Wait for what was begun."""
-    for handle in handles:
-        handle.wait()
-    handles.clear()
-
-
-STAGES = (1, 2)
 
 
 class FlatOptimizer(Optimizer):
@@ -368,27 +251,46 @@ class FlatOptimizer(Optimizer):
                         break
 
     def _flat_group(self, group: Group, trained: list[torch.Tensor]) -> FlatGroup:
+        """Move a group's trained parameters into a flat buffer, and make this rank's masters of them."""
         is_expert = bool(group.get("moe", False))
-        process_group = self.process_group
-        if is_expert:
-            name = group.get("name")
-            if name not in self.expert_data_parallel_groups:
-                raise ValueError(
-                    f"a param group of experts, {name!r}, whose process group is not among expert_data_parallel_groups"
-                )
-            process_group = self.expert_data_parallel_groups[name]
-        on_gpu = any(parameter.is_cuda for parameter in trained)
-        return make_group(
-            trained,
-            process_group,
-            is_expert=is_expert,
-            round_robin=self.round_robin_gradients,
-            alignment=self.parameter_alignment,
-            master_dtype=None if self.fp16_master_weights_and_gradients else torch.float32,
-            master_device=torch.device("cpu") if self.offload else None,
-            pin=self.offload and on_gpu,
-            broadcast=self.broadcast_weights,
+        process_group = self._process_group_of(group) if is_expert else self.process_group
+        _check(trained)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        numbers = list(range(len(trained)))
+        if self.round_robin_gradients:
+            numbers = round_robin_order(len(trained), world_size)
+        parameters = [trained[number] for number in numbers]
+        dtype = parameters[0].dtype if parameters else torch.float32
+        device = parameters[0].device if parameters else torch.device("cpu")
+        multiple = max(PARAMETER_ALIGNMENT_NBYTES // dtype.itemsize, 1) if self.parameter_alignment else 1
+        numels = [parameter.numel() for parameter in parameters]
+        pads = alignment_padding(numels, multiple)
+        partition = flat_partition_numel(sum(numels) + sum(pads), world_size)
+        flat = torch.zeros(partition * world_size, dtype=dtype, device=device)
+        master = torch.empty(
+            partition,
+            dtype=dtype if self.fp16_master_weights_and_gradients else torch.float32,
+            device="cpu" if self.offload else device,
+            pin_memory=self.offload and device.type == "cuda" and partition > 0,
         )
+        made = FlatGroup(
+            parameters, numbers, process_group, rank, world_size, is_expert, pads, partition, flat,
+            torch.nn.Parameter(master),
+        )  # fmt: skip
+        made.point()
+        if self.broadcast_weights:
+            broadcast_first([flat], process_group)
+        master.copy_(made.weights)
+        return made
+
+    def _process_group_of(self, group: Group) -> dist.ProcessGroup:
+        """Return the process group of a param group of experts."""
+        name = group.get("name")
+        if name not in self.expert_data_parallel_groups:
+            raise ValueError(
+                f"a param group of experts, {name!r}, whose process group is not among expert_data_parallel_groups"
+            )
+        return self.expert_data_parallel_groups[name]
 
     @staticmethod
     def _local_group(group: Group, flat: FlatGroup) -> Group:
@@ -428,6 +330,8 @@ _BOUND = (
     "a new one of the copied parameters and give it this one's state_dict()"
 )
 
+
+# --- optimizers that look at whole tensors
 
 NAMES = frozenset(
     [

@@ -1,8 +1,12 @@
-"""What lies in a parameter's `grad` once its gradient has been reduced: a stand-in that knows where the gradient is.
+"""Gradients as they become ready: hooks, what is kept on this rank, and what lies in `grad` afterwards.
 
-The average lies in partitions, with its owners. Without anything in `grad`, whoever clips, scales or logs gradients
-between backward and step would do it to nothing and never learn of it. A stand-in has no memory of its own. What can
-be done to the average by its owners is done there; whatever else is asked of it is an error that says what to do.
+A parameter has two hooks. One runs before autograd puts a gradient into `grad`, and takes a stand-in out of there; one
+runs afterwards, and keeps the gradient or has it reduced.
+
+Once a gradient has been reduced, its average lies in partitions, with its owners. Without anything in `grad`, whoever
+clips, scales or logs gradients between backward and step would do it to nothing and never learn of it. So a stand-in
+lies there, without memory of its own. What can be done to the average by its owners is done there; whatever else is
+asked of it is an error that says what to do.
 
     torch.linalg.vector_norm(p.grad)      the norm of the whole average; all ranks ask together
     p.grad.mul_(x), div_, clamp_, zero_   on the average, by its owners
@@ -27,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from zckpt.optim.param_groups import Group
 from zckpt.optim.zero.flat import FlatGroup, FlatOptimizer
 from zckpt.optim.zero.reduction import Reducer, Rules
-from zckpt.optim.zero.stepping import ModelParallel, Scaler
+from zckpt.optim.zero.stepping import ModelParallel, Scaler, model_rank
 
 if TYPE_CHECKING:
     from zckpt.optim.zero.backward import BackwardOptimizer
@@ -96,8 +100,8 @@ class ShardedGradient(torch.Tensor):
             return mine._norm(*args[1:])
         if func in _SCALED and not given:
             factor = _number(args[1])
-            for part in mine._parts():
-                func(part, factor)
+            for elements in mine._owned():
+                func(elements, factor)
             return mine
         if func is _ATEN.clamp_.default:
             mine._clamp(*args[1:], **given)
@@ -109,10 +113,10 @@ class ShardedGradient(torch.Tensor):
 
     def forget(self) -> None:
         """Make the average zero."""
-        for part in self._parts():
-            part.zero_()
+        for elements in self._owned():
+            elements.zero_()
 
-    def _parts(self) -> list[torch.Tensor]:
+    def _owned(self) -> list[torch.Tensor]:
         """Return what this rank owns of the average; it is multiplied with the loss scale."""
         group = self._group()
         if group is None or group.gradient is None:
@@ -132,7 +136,7 @@ class ShardedGradient(torch.Tensor):
         order = float(order)
         if order not in (2.0, math.inf, 1.0):
             raise RuntimeError(_ELSEWHERE)
-        norms = [torch.linalg.vector_norm(part, ord=order, dtype=torch.float64) for part in self._parts()]
+        norms = [torch.linalg.vector_norm(one, ord=order, dtype=torch.float64) for one in self._owned()]
         mine = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
         found = (mine.max() if math.isinf(order) else mine.pow(order).sum()).to(group.flat.device, torch.float32)
         dist.all_reduce(found, dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM, group.process_group)
@@ -143,8 +147,8 @@ class ShardedGradient(torch.Tensor):
         optimizer = self._optimizer()
         scale = 1.0 if optimizer is None else optimizer.loss_scale
         bounds = {"min": given.get("min", least), "max": given.get("max", most)}
-        for part in self._parts():
-            part.clamp_(**{key: None if value is None else value * scale for key, value in bounds.items()})
+        for elements in self._owned():
+            elements.clamp_(**{key: None if value is None else value * scale for key, value in bounds.items()})
 
 
 def _number(value: Any) -> Any:
@@ -178,7 +182,7 @@ class ShardedGradients:
     def take_out(self) -> None:
         """Take them out of `grad`. An average whose stand-in somebody has taken out is forgotten.
 
-        What somebody has put in the place of one is left there: it is a gradient that comes on top.
+        What somebody has put into `grad` instead is left there: it is a gradient that comes on top.
         """
         if not self._are_in:
             return
@@ -267,8 +271,8 @@ class GradientOptimizer(FlatOptimizer, Joinable):
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether other ranks have other parts of the model."""
-        return self.model_parallel is not None and self.model_parallel.get_model_parallel_world_size() > 1
+        """Whether other ranks have other slices of the model."""
+        return model_rank(self.model_parallel)[1] > 1
 
     def _hook_all(self) -> None:
         this = weakref.ref(self)  # what hooks hold on to is never collected
@@ -319,7 +323,7 @@ class GradientOptimizer(FlatOptimizer, Joinable):
             self._reducer.ready(parameter)
 
     def _keep(self, parameter: torch.Tensor) -> None:
-        """Accumulate a gradient on this rank, in the type wanted for that; autograd does so in the parameter's own."""
+        """Accumulate a gradient on this rank, in the type asked for; autograd does so in the parameter's own."""
         dtype = self.gradient_accumulation_dtype
         if dtype is None or dtype == parameter.dtype or parameter.grad is None:
             return

@@ -1,4 +1,4 @@
-"""The optimizer: the step, state, and what ranks without inputs do."""
+"""The optimizer: its options, the step, and what ranks without inputs do."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from zckpt.optim import param_groups
 from zckpt.optim.zero import stepping
 from zckpt.optim.zero.backward import WindowFailedError
-from zckpt.optim.zero.flat import STAGES, begin_gather, wait_for
-from zckpt.optim.zero.stateful import StatefulOptimizer
+from zckpt.optim.zero.stateful import StatefulOptimizer, publish, wait_for
 from zckpt.optim.zero.stepping import ModelParallel, Scaler, read_scaler
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,10 @@ class ZeroOptimizer(StatefulOptimizer):
         experts.
     model_parallel : object, optional
         With Megatron's `get_model_parallel_group`, `..._world_size` and `..._rank`: norms and overflows are those of
-        the whole model. Parameters of which each rank has a part have a true attribute `model_parallel`; the others
+        the whole model. Parameters of which each rank has a slice have a true attribute `model_parallel`; the others
         are counted once.
     round_robin_gradients : bool
-        Deal parameters to ranks in turns, so that each bucket has parts of every rank.
+        Assign parameters to ranks in turns, so that each bucket has elements of every rank.
     parameter_alignment : bool
         Let each parameter start on 16 bytes.
     fp16_master_weights_and_gradients : bool
@@ -253,9 +252,8 @@ class ZeroOptimizer(StatefulOptimizer):
         """Raise RuntimeError on all ranks if the norm is infinite because one has failed."""
         flag = torch.tensor([self._failed], dtype=torch.int32, device=self.groups[0].flat.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
-        model_parallel = self.model_parallel
-        if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=model_parallel.get_model_parallel_group())
+        if self.model_parallel is not None and self.is_model_parallel:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.model_parallel.get_model_parallel_group())
         if flag.item():
             raise WindowFailedError("backward failed on another rank: no rank has stepped")
 
@@ -266,10 +264,9 @@ class ZeroOptimizer(StatefulOptimizer):
         try:
             for local, group in zip(every, self.groups, strict=True):
                 self.optim.param_groups = [local]
-                group.adopt_weights()
+                group.take_weights()
                 stepping.step(self.optim, group, divisor)
-                self._round(group)
-                handles += begin_gather(group, self.allgather_bucket_size)
+                handles += publish(group, self.allgather_bucket_size)
         finally:
             self.optim.param_groups = every
         wait_for(handles)
@@ -294,7 +291,7 @@ class ZeroOptimizer(StatefulOptimizer):
 
 def _check_choices(*, stage: int, norm_type: float, gradient_predivide_factor: float | None) -> None:
     """Raise ValueError for an option that has few values, or half of them."""
-    if stage not in STAGES:
+    if stage not in (1, 2):
         raise ValueError(f"stage must be 1 or 2, not {stage!r}")
     if norm_type not in (2.0, math.inf):
         raise ValueError(f"norm_type must be 2.0 or infinity, not {norm_type!r}")

@@ -48,8 +48,6 @@ class Reducer:
 
     Parameters
     ----------
-    groups : list of FlatGroup
-    rules : Rules
     take : callable
         Gives this rank's gradient of a parameter, or None, and frees it.
     while_backward : bool
@@ -72,7 +70,7 @@ class Reducer:
         self.rules = rules
         self._take = take
         self._while_backward = while_backward
-        self._parts: deque[tuple[OwnedExtent, torch.Tensor]] | None = deque() if whole_till_then else None
+        self._held: deque[tuple[OwnedExtent, torch.Tensor]] | None = deque() if whole_till_then else None
         self._world_size = dist.get_world_size(rules.process_group)
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], torch.Tensor] = {}
         self._deliveries = Deliveries()
@@ -97,10 +95,7 @@ class Reducer:
     def ready(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is ready; reduce what is complete.
 
-        Raises
-        ------
-        RuntimeError
-            The gradient has been reduced already in this backward.
+        Raises RuntimeError: the gradient has been reduced already in this backward.
         """
         if self._buckets is None:
             self._times[parameter] = self._times.get(parameter, 0) + 1
@@ -139,8 +134,8 @@ class Reducer:
     def end_window(self) -> None:
         """Begin again: the next gradients take the place of those accumulated."""
         self._accumulated.clear()
-        if self._parts is not None:
-            self._parts.clear()
+        if self._held is not None:
+            self._held.clear()
             for group in self.groups:
                 group.gradient = None
 
@@ -221,8 +216,8 @@ class Reducer:
             self._land()
         for group in self.groups:
             self._gradient(group)  # padding is stepped too, and ranks that have nothing else
-        while self._parts:
-            extent, received = self._parts.popleft()
+        while self._held:
+            extent, received = self._held.popleft()
             self._deliver(extent, received, add=False)
         self._deliveries.finish()
 
@@ -274,10 +269,10 @@ class Reducer:
         """Keep an average that this rank owns; in memory of its own, where that of the whole comes later."""
         if extent.owner != message.rank:
             return
-        if self._parts is None or extent.member.group.gradient is not None:
+        if self._held is None or extent.member.group.gradient is not None:
             self._deliver(extent, received, add=extent.member.parameter in self._accumulated)
         else:
-            self._parts.append((extent, received.clone()))
+            self._held.append((extent, received.clone()))
 
     def _deliver(self, extent: OwnedExtent, received: torch.Tensor, *, add: bool) -> None:
         """Accumulate what this rank owns."""
@@ -306,12 +301,12 @@ def _send(message: Message, wire: torch.Tensor, *, reduce: bool) -> list[dist.Wo
         return [dist.all_reduce(wire, group=group, async_op=True)]
     return [
         dist.reduce(wire[offset : offset + numel], dst=dist.get_global_rank(group, owner), group=group, async_op=True)
-        for owner, offset, numel in message.spans
+        for owner, offset, numel in message.owned
     ]
 
 
 def _divide(value: torch.Tensor, into: torch.Tensor, world_size: int, factor: float | None) -> None:
-    """Divide by the world size, or by the part of it that comes before the reduction."""
+    """Divide by the world size, or by the factor of it that comes before the reduction."""
     if factor is None and world_size > 1:
         torch.div(value, world_size, out=into)
     elif factor is not None and factor != 1.0:
@@ -331,12 +326,7 @@ class Deliveries:
     def deliver(self, received: torch.Tensor, into: torch.Tensor, *, add: bool) -> None:
         """Copy reduced gradients into a partition, or add them there.
 
-        Parameters
-        ----------
-        received : Tensor, (n,)
-            May be overwritten only after `stream_of` its device has been waited for, or `finish`.
-        into : Tensor, (n,)
-        add : bool
+        They may be overwritten only after `before_reuse` of their device, or `finish`.
         """
         if received.device == into.device:
             if add:

@@ -1,44 +1,35 @@
-"""State of an optimizer over flat buffers: whole tensors by name, state dicts, and masters against weights."""
+"""State of an optimizer over flat buffers: whole tensors by name, state dicts, and weights made of masters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zckpt.optim import param_groups
+from zckpt.optim.ranks import all_gather_flat
 from zckpt.optim.zero import deepspeed_state
 from zckpt.optim.zero.ddp import DdpOptimizer
-from zckpt.optim.zero.flat import FlatGroup, begin_gather, wait_for
+from zckpt.optim.zero.flat import FlatGroup
 from zckpt.optim.zero.stepping import scaler_like
 
-if TYPE_CHECKING:
-    from zckpt.optim.zero.flat import FlatOptimizer
+MASTER = "master"
+GRADIENT = "gradient"
 
 
 class StatefulOptimizer(DdpOptimizer):
-    """What gives state away and takes it in.
+    """Gives and loads state.
 
-    Weights lead: what somebody has written into them since the last step is taken into the masters before these are
-    stepped, given away or compared.
+    Weights lead: what somebody has written into them since the last step is copied into the masters before these are
+    stepped, saved or compared.
     """
 
     allgather_bucket_size: int
     elastic_checkpoint: bool
     clip_grad: float
     overflow: bool
-
-    @staticmethod
-    def _round(group: FlatGroup) -> None:
-        """Make this rank's weights of its masters; off the host by way of pinned memory."""
-        master = group.master.detach()
-        if master.device == group.flat.device or not group.flat.is_cuda:
-            group.weights.copy_(master)
-            return
-        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
-        group.weights.copy_(rounded.copy_(master), non_blocking=True)
 
     def full_state(self, name: str, slot: str) -> Any:
         """Return one slot of one parameter, whole. All ranks that share its param group call it together.
@@ -60,7 +51,26 @@ class StatefulOptimizer(DdpOptimizer):
         ValueError
             No such parameter or slot.
         """
-        return full_slot(self, name, slot)
+        group, position = self.find(name)
+        if slot == MASTER:
+            group.take_weights(position)
+        held = self._slot(group, name, slot)
+        if not _is_flat(held, group):
+            return held.clone() if isinstance(held, torch.Tensor) else held
+        whole = torch.empty(group.numels[position], dtype=held.dtype, device=group.flat.device)
+        handles = []
+        for rank in range(group.world_size):
+            for share in group.shares_of(rank):
+                if share.index != position:
+                    continue
+                into = whole[share.start : share.start + share.numel]
+                if rank == group.rank:
+                    into.copy_(held[share.position : share.position + share.numel])
+                if group.world_size > 1:
+                    source = dist.get_global_rank(group.process_group, rank)
+                    handles.append(dist.broadcast(into, src=source, group=group.process_group, async_op=True))
+        wait_for(handles)
+        return whole.view(group.shapes[position])
 
     @torch.no_grad()
     def set_full_state(self, name: str, slot: str, value: torch.Tensor) -> None:
@@ -71,12 +81,37 @@ class StatefulOptimizer(DdpOptimizer):
         ValueError
             No such parameter or slot, another shape, or a slot that is one value for a whole param group.
         """
-        set_full_slot(self, name, slot, value)
+        group, position = self.find(name)
+        held = self._slot(group, name, slot)
+        if not _is_flat(held, group):
+            raise ValueError(
+                f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter"
+            )
+        if value.shape != group.shapes[position]:
+            raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
+        flat = value.detach().reshape(-1)
+        for share in group.own:
+            if share.index == position:
+                elements = flat[share.start : share.start + share.numel]
+                held[share.position : share.position + share.numel].copy_(elements)
+        if slot == MASTER:
+            start = group.starts[position]
+            group.point(position)
+            group.flat[start : start + flat.numel()].copy_(flat.to(group.master.dtype))
+
+    def _slot(self, group: FlatGroup, name: str, slot: str) -> Any:
+        """Return what this rank holds of a group's masters, gradients or state of the local optimizer."""
+        held: dict[str, Any] = {MASTER: group.master.detach(), **self.optim.state.get(group.master, {})}
+        if group.gradient is not None:
+            held[GRADIENT] = group.gradient
+        if slot not in held:
+            raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
+        return held[slot]
 
     def adopt_weights(self) -> None:
-        """Take weights that were set since the last step into the masters, as the next step does; others stay."""
+        """Copy weights that were set since the last step into the masters, as the next step does; others stay."""
         for group in self.groups:
-            group.adopt_weights()
+            group.take_weights()
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
@@ -106,15 +141,7 @@ class StatefulOptimizer(DdpOptimizer):
         """Return `state_dict()` with other names of the parameters."""
         param_groups.sync(self.param_groups, self.optim.param_groups)  # a scheduler's rates, set since the last step
         self.adopt_weights()
-        return deepspeed_state.make_state_dict(
-            self,
-            names,
-            elastic=self.elastic_checkpoint,
-            loss_scaler=self.loss_scaler,
-            overflow=self.overflow,
-            clip_grad=self.clip_grad,
-            stage=self.stage,
-        )
+        return deepspeed_state.make_state_dict(self, names)
 
     @torch.no_grad()
     def load_state_dict(
@@ -175,72 +202,57 @@ class StatefulOptimizer(DdpOptimizer):
             group.point()
         handles: list[dist.Work] = []
         for group in self.groups:
-            self._round(group)
-            handles += begin_gather(group, self.allgather_bucket_size)
+            handles += publish(group, self.allgather_bucket_size)
         wait_for(handles)
-
-
-MASTER = "master"
-GRADIENT = "gradient"
-
-
-def _slots(optimizer: FlatOptimizer, group: FlatGroup) -> dict[str, Any]:
-    """Return what this rank holds of a group: its masters, gradients and the local optimizer's state."""
-    found: dict[str, Any] = {MASTER: group.master.detach(), **optimizer.optim.state.get(group.master, {})}
-    if group.gradient is not None:
-        found[GRADIENT] = group.gradient
-    return found
-
-
-def full_slot(optimizer: FlatOptimizer, name: str, slot: str) -> Any:
-    """Return one slot of one parameter, whole, on every rank; see `ZeroOptimizer.full_state`."""
-    group, position = optimizer.find(name)
-    if slot == MASTER:
-        group.adopt_weights(position)
-    held = _slot(optimizer, group, name, slot)
-    if not _is_flat(held, group):
-        return held.clone() if isinstance(held, torch.Tensor) else held
-    device = group.flat.device
-    whole = torch.empty(group.numels[position], dtype=held.dtype, device=device)
-    handles = []
-    for rank in range(group.world_size):
-        for f in group.fragments(rank):
-            if f.index != position:
-                continue
-            part = whole[f.start : f.start + f.numel]
-            if rank == group.rank:
-                part.copy_(held[f.position : f.position + f.numel])
-            if group.world_size > 1:
-                source = dist.get_global_rank(group.process_group, rank)
-                handles.append(dist.broadcast(part, src=source, group=group.process_group, async_op=True))
-    wait_for(handles)
-    return whole.view(group.shapes[position])
-
-
-def set_full_slot(optimizer: FlatOptimizer, name: str, slot: str, value: torch.Tensor) -> None:
-    """Set one slot of one parameter on every rank; see `ZeroOptimizer.set_full_state`."""
-    group, position = optimizer.find(name)
-    held = _slot(optimizer, group, name, slot)
-    if not _is_flat(held, group):
-        raise ValueError(f"{slot} of {name} is one value for all of its param group, and cannot be set for a parameter")
-    if value.shape != group.shapes[position]:
-        raise ValueError(f"{name} has the shape {tuple(group.shapes[position])}, not {tuple(value.shape)}")
-    flat = value.detach().reshape(-1)
-    for f in group.own:
-        if f.index == position:
-            held[f.position : f.position + f.numel].copy_(flat[f.start : f.start + f.numel])
-    if slot == MASTER:
-        start = group.starts[position]
-        group.point(position)
-        group.flat[start : start + flat.numel()].copy_(flat.to(group.master.dtype))
-
-
-def _slot(optimizer: FlatOptimizer, group: FlatGroup, name: str, slot: str) -> Any:
-    held = _slots(optimizer, group)
-    if slot not in held:
-        raise ValueError(f"{name} has no {slot}: there are {', '.join(held)}")
-    return held[slot]
 
 
 def _is_flat(held: object, group: FlatGroup) -> bool:
     return isinstance(held, torch.Tensor) and held.shape == group.master.shape and held.dim() > 0
+
+
+# --- weights to all ranks
+
+
+def publish(group: FlatGroup, bucket_size: int) -> list[dist.Work]:
+    """Make this rank's weights of its masters, and begin to send them to all ranks. They all call it together.
+
+    So many elements of the buffer go at once, over all ranks. What is returned is to be waited for before the weights
+    are used.
+    """
+    master = group.master.detach()
+    if master.device == group.flat.device or not group.flat.is_cuda:
+        group.weights.copy_(master)
+    else:
+        rounded = torch.empty(master.shape, dtype=group.flat.dtype, pin_memory=True)
+        group.weights.copy_(rounded.copy_(master), non_blocking=True)
+    return _gather(group, max(bucket_size // group.world_size, 1))
+
+
+def _gather(group: FlatGroup, piece: int) -> list[dist.Work]:
+    """Begin to complete a group's flat buffer from the ranks' partitions, so many elements of each at once.
+
+    Gloo's all-gather copies all that it receives twice; a broadcast by each rank takes a fraction of its time.
+    """
+    if group.world_size == 1 or not group.partition:
+        return []
+    by_broadcast = group.flat.device.type == "cpu"
+    if not by_broadcast and piece >= group.partition:
+        return [all_gather_flat(group.flat, group.weights, group=group.process_group, async_op=True)]
+    handles = []
+    for start in range(0, group.partition, piece):
+        views = [group.weights_of(rank)[start : start + piece] for rank in range(group.world_size)]
+        if by_broadcast:
+            sources = [dist.get_global_rank(group.process_group, rank) for rank in range(group.world_size)]
+            handles += [
+                dist.broadcast(view, source, group.process_group, async_op=True)
+                for view, source in zip(views, sources, strict=True)
+            ]
+        else:
+            handles.append(dist.all_gather(views, views[group.rank], group=group.process_group, async_op=True))
+    return handles
+
+
+def wait_for(handles: list[dist.Work]) -> None:
+    """Wait for what was begun."""
+    for handle in handles:
+        handle.wait()

@@ -1,8 +1,11 @@
-"""The step of flat groups: the norm of all gradients, what clips them to it, and the step of one group's master.
+"""The step of flat groups: the norm of all gradients, what clips them to it, one group's master, and the loss scale.
 
 Each element is counted once, whatever ranks hold it. Where gradients must be converted for the step, never are all
 converted at once: the local optimizer sees one parameter, whose memory, gradient and state are those of one piece after
 the other. What it counts (steps, in its state or in its param group) counts once.
+
+The loss is multiplied with a loss scale, so that the gradients of 16-bit floats do not vanish. Source: the rule of
+DeepSpeed's loss scalers (0.4 to 0.19), whose names the attributes have: they go into checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ NORM_PIECE = 1 << 20  # elements, 8 MiB of float64
 
 
 class ModelParallel(Protocol):
-    """The ranks that hold the other parts of the model, as Megatron's `mpu` names them."""
+    """The ranks that hold the other slices of the model, as Megatron's `mpu` names them."""
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         """Return the ranks that hold the model together."""
@@ -39,8 +42,15 @@ class ModelParallel(Protocol):
         ...
 
 
+def model_rank(model_parallel: ModelParallel | None) -> tuple[int, int]:
+    """Return which slice of the model this rank has, and of how many."""
+    if model_parallel is None:
+        return 0, 1
+    return model_parallel.get_model_parallel_rank(), model_parallel.get_model_parallel_world_size()
+
+
 def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) -> bool:
-    """Tell whether this rank counts a parameter: its own part of one, or, on the first rank, one that all have.
+    """Tell whether this rank counts a parameter: its own slice of one, or, on the first rank, one that all have.
 
     Notes
     -----
@@ -50,7 +60,7 @@ def is_counted(parameter: torch.Tensor, model_parallel: ModelParallel | None) ->
         return False
     if getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False):
         return True
-    return model_parallel is None or model_parallel.get_model_parallel_rank() == 0
+    return model_rank(model_parallel)[0] == 0
 
 
 def global_norm(
@@ -71,7 +81,6 @@ def global_norm(
         All data-parallel ranks.
     norm_type : float
         2.0 or infinity.
-    model_parallel : ModelParallel, optional
     failed : bool
         This rank has no gradients to speak of: the norm is infinite.
 
@@ -93,7 +102,7 @@ def global_norm(
     handles = [dist.all_reduce(one, op=op, group=process_group, async_op=True) for one in partial]
     for handle in handles:
         handle.wait()
-    if model_parallel is not None and model_parallel.get_model_parallel_world_size() > 1:
+    if model_parallel is not None and model_rank(model_parallel)[1] > 1:
         for one in partial:
             dist.all_reduce(one, op=op, group=model_parallel.get_model_parallel_group())
     norms = partial if infinite else [one.pow(1.0 / norm_type) for one in partial]
@@ -107,7 +116,7 @@ def global_norm(
 
 
 def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel | None) -> torch.Tensor:
-    """Return this rank's part of a group: the largest magnitude, or the sum of the powers of magnitudes."""
+    """Return this rank's contribution of a group: the largest magnitude, or the sum of the powers of magnitudes."""
     device = group.flat.device
     gradient = group.gradient
     counted = [f for f in group.own if is_counted(group.parameters[f.index], model_parallel)]
@@ -121,50 +130,29 @@ def _partial(group: FlatGroup, norm_type: float, model_parallel: ModelParallel |
 
 
 def _norm(values: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm in float64; in pieces, because torch converts all that it is given at once."""
-    parts = torch.split(values, NORM_PIECE)
-    pieces = [torch.linalg.vector_norm(one, ord=norm_type, dtype=torch.float64) for one in parts]
-    found: torch.Tensor = pieces[0] if len(pieces) == 1 else torch.linalg.vector_norm(torch.stack(pieces), norm_type)
+    """Return the norm in float64; in pieces, because torch converts all that it gets at once."""
+    pieces = torch.split(values, NORM_PIECE)
+    norms = [torch.linalg.vector_norm(one, ord=norm_type, dtype=torch.float64) for one in pieces]
+    found: torch.Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return found
 
 
 def divisor(norm: torch.Tensor, loss_scale: float, clip_grad: float) -> float:
-    """Return what gradients are divided by: the loss scale, and what makes their norm at most `clip_grad`.
-
-    Parameters
-    ----------
-    norm : Tensor, ()
-        Of gradients that are scaled.
-    loss_scale : float
-    clip_grad : float
-        0 for no clipping.
-    """
+    """Return what gradients of a norm are divided by: the loss scale, and what makes their norm at most `clip_grad`."""
     if clip_grad <= 0.0:
         return loss_scale
     clip = ((norm / loss_scale) + 1e-6) / clip_grad
     return float(torch.clamp(clip, min=1.0) * loss_scale)
 
 
+# --- the step of a master
+
 PIECE = 1 << 20  # elements; a power of two, so that pieces begin where vector instructions do; fits caches
 PIECE_OF_GPU = 1 << 25  # takes longer than its kernels' launches
 
 
 def step(optimizer: Optimizer, group: FlatGroup, divisor: float) -> None:
-    """Step a group's master with its gradients, without the loss scale and clipped.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The local one, whose only param group at present is that of the master.
-    group : FlatGroup
-    divisor : float
-        Of the gradients.
-
-    Raises
-    ------
-    RuntimeError
-        No gradients.
-    """
+    """Step a group's master with its gradients, divided by `divisor`; it is the optimizer's only one at present."""
     if group.gradient is None:
         raise RuntimeError("no gradients to step with")
     master = group.master
@@ -210,7 +198,7 @@ def _step_pieces(
             optimizer.step()
             master.grad = None
             _keep(optimizer.state.get(master, {}), flat, whole.shape, where)
-    except BaseException:  # never is there state of a piece beside the whole master
+    except BaseException:  # never leave state of a piece for the whole master
         optimizer.state.pop(master, None)
         if known:
             optimizer.state[master] = {key: flat.get(key, before.get(key)) for key in known}
@@ -230,6 +218,9 @@ def _keep(state: Mapping[str, Any], flat: dict[str, torch.Tensor], shape: torch.
             flat[key] = torch.zeros(shape, dtype=value.dtype, device=value.device)
         if key in flat and value.data_ptr() != flat[key][where].data_ptr():
             flat[key][where].copy_(value)
+
+
+# --- the loss scale
 
 
 @dataclass
@@ -334,10 +325,7 @@ def read_scaler(given: float | Scaler) -> Scaler:
 def scaler_like(scaler: Scaler, found: object) -> Scaler:
     """Return the scaler that a checkpoint's object of any class describes by its attributes, or else the one given.
 
-    Raises
-    ------
-    ValueError
-        It describes none that works: a scale that is not above 0, or an attribute of another type.
+    Raises ValueError: it describes none that works: a scale that is not above 0, or an attribute of another type.
     """
     values = found if isinstance(found, dict) else getattr(found, "__dict__", None)
     if not isinstance(values, dict) or not _is_number(values.get("cur_scale")):

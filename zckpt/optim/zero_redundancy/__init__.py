@@ -1,22 +1,52 @@
-"""PyTorch's ZeroRedundancyOptimizer: whole parameters handed to ranks, each of which steps its own.
+"""PyTorch's ZeroRedundancyOptimizer: each rank has whole parameters, steps them, and sends them to all others.
 
-partitioned    which rank has which parameter, its part of the param groups, and its local optimizer
-state_dicts    state dicts: a rank's own part, the whole, and what one that is loaded must be
-sharded        state for torch.distributed.checkpoint
-optimizer      the class: the step, alone or along with DDP
-exchange       how updated parameters get from the rank that steps them to the others
-consolidation  the whole state on one rank, tensor by tensor
-overlap        which rank steps which part of which gradient bucket of DDP
-hooks          communication hooks of DDP that step as gradients come in
-files          a directory that each rank, or RPC worker, writes its part of
+partitioned    which rank has which parameter, its groups, and its local optimizer
+optimizer      the class: the step, alone or along with DDP, and state
+state_dicts    what a state dict must be: a rank's own, the whole, or torch.distributed.checkpoint's
+exchange       what ranks send each other: updated parameters, state, gradients
+overlap        communication hooks of DDP that step as gradients come in, and which rank steps what
+
+`_broadcast_object`, `_recursive_copy_to_device` and `_is_trainable` are private names of torch's module
+`zero_redundancy_optimizer` that torch's own tests, and programs like them, import (torch 2.13).
 """
 
 from __future__ import annotations
 
-from zckpt.optim.zero_redundancy.exchange import _broadcast_object as _broadcast_object
-from zckpt.optim.zero_redundancy.exchange import _is_trainable as _is_trainable
-from zckpt.optim.zero_redundancy.exchange import _recursive_copy_to_device as _recursive_copy_to_device
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
 from zckpt.optim.zero_redundancy.optimizer import ZeroRedundancyOptimizer
 from zckpt.optim.zero_redundancy.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
 
 __all__ = ["ZeroRedundancyOptimizer", "hook_with_zero_step", "hook_with_zero_step_interleaved"]
+
+
+def _broadcast_object(
+    obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Any:
+    """Return the object that one rank of the world has, on all ranks of a group; what is received is on `device`."""
+    gathered = [obj]
+    dist.broadcast_object_list(gathered, src=src_rank, group=group, device=torch.device(device))
+    if dist.get_rank() == src_rank:
+        return obj
+    return _recursive_copy_to_device(gathered[0], non_blocking=False, device=torch.device(device))
+
+
+def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
+    """Return a tree of lists, tuples and mappings with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, (list, tuple)):
+        made = [_recursive_copy_to_device(one, non_blocking, device) for one in value]
+        return made if isinstance(value, list) else tuple(made)
+    if isinstance(value, Mapping):
+        return {key: _recursive_copy_to_device(one, non_blocking, device) for key, one in value.items()}
+    return value
+
+
+def _is_trainable(param: torch.Tensor) -> bool:
+    """Tell whether a parameter is trained."""
+    return param.requires_grad

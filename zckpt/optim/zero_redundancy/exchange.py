@@ -1,9 +1,13 @@
-"""How updated parameters get from the rank that steps them to all others.
+"""What ranks send each other: updated parameters after a step; and state and gradients, where parameters change ranks.
 
 Parameters that are large go as they are. Small ones of a rank, of one device and element type, go together in a
 bucket. Where parameters are views of buckets (`parameters_as_bucket_view`), a bucket goes as it is, and on GPUs, if the
 ranks' shares are nearly equal, the buckets of all ranks are one buffer that a single all-gather completes. (Gloo's
 all-gather copies the whole buffer twice; it takes twice as long as gloo's broadcasts.)
+
+Of state, what each rank holds (keys, shapes, element types, numbers) is sent first. Then every tensor is sent to its
+target and to nobody else, one after the other: a rank that is not the target needs memory for one tensor at most, and
+that only where its bytes are not in one piece on a device that the backend can send from.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch.distributed as dist
 
 from zckpt.optim import tensors
 from zckpt.optim.param_groups import copied
+from zckpt.optim.ranks import all_gather_flat
 from zckpt.optim.tensors import flat, is_dense
 
 DIRECT_NBYTES = 1 << 20
@@ -28,23 +33,14 @@ BUCKET_NBYTES = 8 << 20
 EVEN = 1.1
 """One all-gather serves where padding all shares to the largest one costs at most this factor."""
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Under its name since torch 2.13, or before."""
-
 Kind = tuple[torch.device, torch.dtype]
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Parameters that one rank sends together.
+    """Parameters that one rank of the process group sends together.
 
-    Parameters
-    ----------
-    rank : int
-        In the process group.
-    tensor : Tensor or None
-        Flat, of which the parameters are views; None: packed when it is sent.
-    parameters : list of Tensor
+    `tensor` is flat, and the parameters are views of it; None: they are packed when they are sent.
     """
 
     rank: int
@@ -54,15 +50,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Gathered:
-    """A buffer of equal shares, [world size x width], that an all-gather completes.
-
-    Parameters
-    ----------
-    tensor : Tensor
-    width : int, elements
-    shares : list of Bucket
-        The parameters in it, by rank.
-    """
+    """A buffer of equal shares, [world size x width elements], that an all-gather completes; by rank what is in it."""
 
     tensor: torch.Tensor
     width: int
@@ -123,14 +111,9 @@ def _packed(parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bool) -> Exchange:
-    """Return the exchange of parameters that become views of buckets; their `data` is moved there.
+    """Return the exchange of parameters, given by rank, that become views of buckets; their `data` is moved there.
 
-    Parameters
-    ----------
-    shares : sequence of sequence of Tensor
-        By rank.
-    gather : bool
-        Whether to gather shares at once that are nearly equal.
+    With `gather`, shares that are nearly equal are gathered at once.
     """
     exchange = Exchange()
     for (device, dtype), ranks in by_kind(shares).items():
@@ -140,10 +123,8 @@ def bucket_view_exchange(shares: Sequence[Sequence[torch.Tensor]], *, gather: bo
             continue
         if gather and width * len(ranks) <= EVEN * sum(numels):
             whole = torch.zeros(width * len(ranks), dtype=dtype, device=device)
-            views = [
-                Bucket(rank, parameters, whole[rank * width : (rank + 1) * width])
-                for rank, parameters in enumerate(ranks)
-            ]
+            each = enumerate(zip(ranks, torch.split(whole, width), strict=True))
+            views = [Bucket(rank, parameters, elements) for rank, (parameters, elements) in each]
             exchange.gathered.append(Gathered(whole, width, views))
         else:
             views = [
@@ -187,7 +168,7 @@ def run(exchange: Exchange, group: dist.ProcessGroup, rank: int, world_size: int
     handles = []
     for gathered in exchange.gathered:
         own = gathered.tensor[rank * gathered.width : (rank + 1) * gathered.width]
-        handles.append(_all_gather(gathered.tensor, own, group=group, async_op=True))
+        handles.append(all_gather_flat(gathered.tensor, own, group=group, async_op=True))
     for bucket in exchange.buckets:
         tensor = _tensor(bucket, mine=bucket.rank == rank)
         sent.append((bucket, tensor))
@@ -229,6 +210,9 @@ State = dict[int, dict[str, Any]]
 """State by global parameter number: position over all groups, in order."""
 
 
+# --- state and gradients
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """A tensor that will be sent: its shape, how it lies in memory, its element type, and whether it is on the CPU."""
@@ -251,17 +235,16 @@ class Number:
 def collect(
     state: Mapping[int, Mapping[str, Any]], about: object, group: dist.ProcessGroup, to: int
 ) -> tuple[State, list[Any]] | None:
-    """Return the state of all ranks, on the CPU, on rank `to` of the group; None on the others.
+    """Return the state of all ranks on the CPU, and what each said, on rank `to` of the group; None on the others.
 
     Parameters
     ----------
     state : mapping
         This rank's state by global parameter number. Nothing of it is kept: tensors are copied.
     about : object
-        What else this rank has to say: small, and without tensors. The target gets a list of what all ranks said.
+        What else this rank has to say: small, and without tensors.
     group : ProcessGroup
     to : int
-        Rank in the group.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     gathered: list[Any] = [(_described(state), about)]
@@ -293,10 +276,8 @@ def move(
 
     Parameters
     ----------
-    state : mapping
-        This rank's state by parameter number.
-    about : object
-        What else this rank has to say: small, and without tensors.
+    state, about : mapping, object
+        As for `collect`.
     parameters : sequence of Tensor
         All of them: state goes to the device of its parameter.
     before, after : sequence of int
@@ -372,18 +353,18 @@ def _receive(
     source: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    place: torch.device | str,
+    to: torch.device | str,
 ) -> dict[str, Any]:
     """Return a parameter's state from another rank, on a device; what was on the CPU stays there."""
     found: dict[str, Any] = {}
     for key, about in described.items():
         if isinstance(about, Number):
-            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else place)
+            found[key] = torch.tensor(about.value, dtype=about.dtype, device="cpu" if about.on_cpu else to)
         elif isinstance(about, Described):
             tensor = torch.empty_strided(about.shape, about.stride, dtype=about.dtype, device=device)
             if tensor.numel():
                 dist.recv(flat(tensor).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)
-            found[key] = tensor.to("cpu" if about.on_cpu else place)
+            found[key] = tensor.to("cpu" if about.on_cpu else to)
         else:
             found[key] = about
     return found
@@ -403,31 +384,3 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], getattr(torch, kinds[0]).current_device())
-
-
-def _broadcast_object(
-    obj: Any, src_rank: int, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> Any:
-    """Return the object that one rank of the world has, on all ranks of a group; what is received is on `device`."""
-    gathered = [obj]
-    dist.broadcast_object_list(gathered, src=src_rank, group=group, device=torch.device(device))
-    if dist.get_rank() == src_rank:
-        return obj
-    return _recursive_copy_to_device(gathered[0], non_blocking=False, device=torch.device(device))
-
-
-def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.device) -> Any:
-    """Return a tree of lists, tuples and mappings with its tensors on a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=non_blocking)
-    if isinstance(value, (list, tuple)):
-        made = [_recursive_copy_to_device(one, non_blocking, device) for one in value]
-        return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, Mapping):
-        return {key: _recursive_copy_to_device(one, non_blocking, device) for key, one in value.items()}
-    return value
-
-
-def _is_trainable(param: torch.Tensor) -> bool:
-    """Tell whether a parameter is trained."""
-    return param.requires_grad

@@ -1,4 +1,4 @@
-"""The optimizer: the step, in one piece or along with DDP's backward."""
+"""The optimizer: the step, after backward or along with it, and state."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step this rank's share and tell nobody.
+        """Step this rank's share and send nothing.
 
         With `gradients`, one for each of its parameters in order, those are used and parameters without one left alone.
         """
@@ -140,8 +140,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
     def _step_gradients(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step those of this rank's parameters that have one of these gradients; `grad` of none is changed.
 
-        Every such part of a step begins with the hyperparameters that the step began with: an optimizer that counts
-        its steps in its param groups counts one. `_end_step` makes what has become of them known.
+        Each call for one step begins with the hyperparameters that the step began with: an optimizer that counts its
+        steps in its param groups counts one. `_end_step` makes what has become of them known.
         """
         with self._step_lock:
             param_groups.sync(self.param_groups, self.optim.param_groups)
@@ -168,7 +168,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
                     group["params"] = parameters
 
     def _end_step(self) -> None:
-        """Take over what the local optimizer has made of hyperparameters in the parts of a step."""
+        """Take the hyperparameters that the local optimizer has left after all calls of a step."""
         for index, values in self._stepped.items():
             self.param_groups[index].update(values)
         self._stepped.clear()
@@ -182,11 +182,11 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
 
     @property
     def _bucket_assignments_per_rank(self) -> list[dict[int, BucketAssignment]]:
-        """Which rank steps which part of which bucket of DDP; empty until that is known."""
+        """Which rank steps which share of which bucket of DDP; empty until that is known."""
         return self._bucket_assignments
 
     def _init_zero_for_overlap(self) -> None:
-        """Deal the buckets of DDP to the ranks, and move state to where it is needed from now on."""
+        """Assign the buckets of DDP to ranks, and move state to where it is needed from now on."""
         info = self._overlap_info
         self._bucket_assignments = assign(info, self.rank)
         for assignments in self._bucket_assignments:
@@ -235,8 +235,8 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         mine = torch.tensor([int(has_inputs)], dtype=torch.int32, device=device)
         dist.all_gather(gathered, mine, group=self.process_group)
         active = [rank for rank, one in enumerate(gathered) if one.item()]
-        for rank, part in enumerate(self._partition_parameters()):
-            share = [p for group in part for p in group["params"]]
+        for rank, groups in enumerate(self._partition_parameters()):
+            share = [p for group in groups for p in group["params"]]
             if rank in active or not share:
                 continue
             if self.rank == active[0]:
@@ -273,7 +273,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
             self._consolidated = {"state": whole, "param_groups": made}
 
     def release_state_dict(self) -> None:
-        """Let go of the consolidated copy; `state_dict()` is then this rank's own part again."""
+        """Release the consolidated copy; `state_dict()` is then this rank's own part again."""
         self._consolidated = None
 
     def _local_part(self) -> dict[int, dict[str, Any]]:
@@ -312,7 +312,7 @@ class ZeroRedundancyOptimizer(PartitionedOptimizer):
         ----------
         state_dict : mapping
             Of this class, of torch's, or of the unsharded optimizer, whole; or this rank's own part, with which all
-            ranks take over which of them has which parameter. It is not written to, and nothing of it is kept. State
+            ranks also restore which of them has which parameter. It is not written to, and nothing of it is kept. State
             that it does not have is cleared.
 
         Raises

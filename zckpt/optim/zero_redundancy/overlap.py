@@ -1,8 +1,13 @@
-"""Stepping while DistributedDataParallel still reduces: which rank steps which part of which gradient bucket.
+"""Stepping while DistributedDataParallel still reduces: communication hooks that step as gradients come in.
+
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, optimizer))
 
 DDP settles on its buckets after the first iterations. Until then parameters belong to ranks as they do without
-overlap; then every bucket, or every part of one (`shard_buckets`), is given to a rank, its parameters become views of
+overlap; then every bucket, or every share of one (`shard_buckets`), is given to a rank, its parameters become views of
 one flat tensor that is sent whole, and state that exists by then moves to its new rank.
+
+All collectives are started by the thread that runs backward, bucket by bucket: in the same order on every rank,
+whichever reduction ends first, so that neither backend waits for what another rank has not begun.
 """
 
 from __future__ import annotations
@@ -34,16 +39,9 @@ class OverlapStatus(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class BucketAssignment:
-    """A run of a bucket's parameters that one rank steps.
+    """Neighbours among a bucket's parameters that one rank steps.
 
-    Parameters
-    ----------
-    bucket_index : int
-    parameters : list of Tensor
-    offset : int
-        Position of the first one among the bucket's parameters.
-    tensor : Tensor or None
-        Flat, of which the parameters are views.
+    `offset` is the position of the first among the bucket's parameters, `tensor` flat, and they are views of it.
     """
 
     bucket_index: int
@@ -59,27 +57,10 @@ class BucketAssignment:
 
 @dataclass(slots=True, eq=False)
 class OverlapInfo:
-    """What the hooks and the optimizer know together.
+    """What the hooks and the optimizer know together; under the names of torch's class, which torch's hooks use.
 
-    Parameters
-    ----------
-    world_size : int
-    status : OverlapStatus
-    shard_buckets : bool
-        Whether a bucket is cut in parts for several ranks.
-    params_per_bucket : list of list of Tensor
-    params_per_rank : list of list of Tensor
-    offsets : dict of int to int
-        For each bucket that this rank has a part of, where it begins in `params_per_rank[rank]`.
-    assigned_ranks_per_bucket : list of set of int
-    num_bucket_assignments : int
-    total_size : int or None, elements
-    broadcast_handles : list of Work
-        Those of this iteration.
-    bucket_indices_seen : list of int
-        In this iteration.
-    bucket_index_to_future, bucket_index_to_bucket : dict
-        Reductions under way in this iteration.
+    `shard_buckets` says whether a bucket is cut for several ranks; `offsets`, of each bucket that this rank has a share
+    of, where that begins in `params_per_rank[rank]`. All from `broadcast_handles` on is of one iteration.
     """
 
     world_size: int
@@ -97,7 +78,7 @@ class OverlapInfo:
     bucket_index_to_bucket: dict[int, Any] = field(default_factory=dict)
 
     def wait_for_broadcasts(self) -> None:
-        """Wait until all parts of this iteration have arrived."""
+        """Wait until all parameters of this iteration have arrived."""
         for handle in self.broadcast_handles:
             handle.wait()
         self.broadcast_handles.clear()
@@ -109,37 +90,31 @@ class OverlapInfo:
         self.bucket_index_to_bucket.clear()
 
 
-def cut(numels: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Return at most `parts` runs [begin, end) of about equal size, none of them empty.
+def cut(numels: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return at most so many extents [begin, end) of a bucket's parameters, of about equal size, none of them empty.
 
     Parameters
     ----------
     numels : sequence of int, elements
-        Sizes of a bucket's parameters.
-    parts : int
+        Of the parameters.
+    count : int
     """
-    runs: list[tuple[int, int]] = []
+    extents: list[tuple[int, int]] = []
     begin, rest = 0, sum(numels)
-    for left in range(min(parts, len(numels)), 0, -1):
+    for left in range(min(count, len(numels)), 0, -1):
         end, size = begin + 1, numels[begin]
         while end <= len(numels) - left and left > 1 and size + numels[end] / 2 <= rest / left:
             size += numels[end]
             end += 1
         if left == 1:
             end, size = len(numels), rest
-        runs.append((begin, end))
+        extents.append((begin, end))
         begin, rest = end, rest - size
-    return runs
+    return extents
 
 
 def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
-    """Give every part of every bucket to a rank, and note it in `info`.
-
-    Returns
-    -------
-    list of dict of int to BucketAssignment
-        For each rank, by bucket.
-    """
+    """Give every share of every bucket to a rank, and note it in `info`; return those of each rank by bucket."""
     found: list[dict[int, BucketAssignment]] = [{} for _ in range(info.world_size)]
     held = [0] * info.world_size
     info.params_per_rank = [[] for _ in range(info.world_size)]
@@ -147,8 +122,8 @@ def assign(info: OverlapInfo, rank: int) -> list[dict[int, BucketAssignment]]:
     info.offsets.clear()
     for index, parameters in enumerate(info.params_per_bucket):
         numels = [p.numel() for p in parameters]
-        runs = cut(numels, info.world_size if info.shard_buckets else 1)
-        largest = sorted(runs, key=lambda run: -sum(numels[run[0] : run[1]]))
+        extents = cut(numels, info.world_size if info.shard_buckets else 1)
+        largest = sorted(extents, key=lambda extent: -sum(numels[slice(*extent)]))
         free = sorted(range(info.world_size), key=lambda r: (held[r], r)) if info.shard_buckets else []
         for number, (begin, end) in enumerate(largest):
             owner = free[number] if info.shard_buckets else index % info.world_size
@@ -192,7 +167,7 @@ def hook_with_zero_step(
     zero : ZeroRedundancyOptimizer
         Made with `overlap_with_ddp=True`.
     shard_buckets : bool
-        Cut each bucket in parts for several ranks, instead of giving it to one.
+        Cut each bucket for several ranks, instead of giving it to one.
     from_first_iteration : bool
         Also step in the iterations before DDP has settled on its buckets (two, or three with `static_graph`), after
         backward instead of during it. False, as in torch: they change nothing.
@@ -322,7 +297,7 @@ class _Steps:
         self.zero._overlap_info.clear_per_iter_info()
 
     def _step(self, index: int) -> None:
-        """Step this rank's part of a bucket and begin to exchange all parts."""
+        """Step this rank's share of a bucket and begin to exchange all shares."""
         bucket, future = self.waiting.pop(index)
         zero = self.zero
         assignments = zero._bucket_assignments_per_rank

@@ -1,8 +1,9 @@
-"""An optimizer in parts: which rank has which parameters of each param group, and its local optimizer of them."""
+"""Which rank has which parameters of each param group, and its local optimizer of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from zckpt.optim import param_groups
-from zckpt.optim.param_groups import Group, copied, hyperparameters
+from zckpt.optim.param_groups import Group, copied, selected
 from zckpt.optim.zero_redundancy import exchange
 from zckpt.optim.zero_redundancy.overlap import OverlapInfo, OverlapStatus
 from zckpt.state.partition import greedy_partition
@@ -33,7 +34,7 @@ def groups_of_ranks(groups: Sequence[Group], world_size: int) -> list[list[Group
     """Return the groups of each rank, as `zckpt.state.partition.greedy_partition` assigns parameters."""
     numels = [[p.numel() for p in group["params"]] for group in groups]
     return [
-        [_part(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
+        [selected(group, chosen) for group, chosen in zip(groups, indices, strict=True)]
         for indices in greedy_partition(numels, world_size)
     ]
 
@@ -47,15 +48,8 @@ def groups_of_shares(groups: Sequence[Group], shares: Sequence[Sequence[torch.Te
         members = group["params"]
         indices = sorted(range(len(members)), key=lambda i, members=members: order.get(members[i], len(order)))  # type: ignore[misc]
         for rank, made in enumerate(found):
-            made.append(_part(group, [i for i in indices if owner.get(members[i], 0) == rank]))
+            made.append(selected(group, [i for i in indices if owner.get(members[i], 0) == rank]))
     return found
-
-
-def _part(group: Group, chosen: Sequence[int]) -> Group:
-    made = {**hyperparameters(group), "params": [group["params"][index] for index in chosen]}
-    if "param_names" in group:
-        made["param_names"] = [group["param_names"][index] for index in chosen]
-    return made
 
 
 class PartitionedOptimizer(Optimizer, Joinable):
@@ -99,9 +93,9 @@ class PartitionedOptimizer(Optimizer, Joinable):
     def _forget(self) -> None:
         """Forget what follows from the param groups."""
         self._partition: list[list[Group]] | None = None
-        self._ranks: dict[torch.Tensor, int] | None = None
-        self._indices: dict[torch.Tensor, int] | None = None
         self._exchange: exchange.Exchange | None = None
+        for cached in ("_param_to_rank", "_param_to_index"):
+            self.__dict__.pop(cached, None)
 
     def _partition_parameters(self) -> list[list[Group]]:
         """Return the param groups of each rank."""
@@ -109,35 +103,31 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._partition = groups_of_ranks(self.param_groups, self.world_size)
         return self._partition
 
-    @property
+    @cached_property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
         """The rank that steps each parameter."""
-        if self._ranks is None:
-            self._ranks = {
-                parameter: rank
-                for rank, part in enumerate(self._partition_parameters())
-                for group in part
-                for parameter in group["params"]
-            }
-        return self._ranks
+        return {
+            parameter: rank
+            for rank, groups in enumerate(self._partition_parameters())
+            for group in groups
+            for parameter in group["params"]
+        }
 
     @property
     def _index_to_param(self) -> list[torch.Tensor]:
         """Parameters by number: position over all groups, in order."""
         return list(self._param_to_index)
 
-    @property
+    @cached_property
     def _param_to_index(self) -> dict[torch.Tensor, int]:
         """The number of each parameter."""
-        if self._indices is None:
-            every = chain.from_iterable(group["params"] for group in self.param_groups)
-            self._indices = {parameter: index for index, parameter in enumerate(every)}
-        return self._indices
+        every = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {parameter: index for index, parameter in enumerate(every)}
 
     @property
     def shares(self) -> list[int]:
         """Elements that each rank steps; a step takes as long as the largest share."""
-        return [sum(p.numel() for group in part for p in group["params"]) for part in self._partition_parameters()]
+        return [sum(p.numel() for group in groups for p in group["params"]) for groups in self._partition_parameters()]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a param group; its parameters are assigned to ranks, and those of earlier groups stay where they are.
@@ -164,8 +154,8 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._build_buckets()
 
     def _init_local_optimizer(self) -> None:
-        part = [dict(group) for group in self._partition_parameters()[self.rank]]
-        self.optim = self._optim_constructor(part, **self._optim_defaults)
+        own = [dict(group) for group in self._partition_parameters()[self.rank]]
+        self.optim = self._optim_constructor(own, **self._optim_defaults)
         if not isinstance(self.optim, Optimizer):
             raise ValueError(  # noqa: TRY004  # as torch
                 f"optimizer_class must make a torch.optim.Optimizer, not {torch.typename(self.optim)}; functional "
@@ -198,14 +188,14 @@ class PartitionedOptimizer(Optimizer, Joinable):
         self._build_buckets()
 
     def _about_groups(self, preferred: int = 0) -> tuple[dict[int, Group], list[int]]:
-        """Return the hyperparameters that this rank has to tell others, by group, and who tells them of each group.
+        """Return the hyperparameters that this rank sends to others, by group, and the rank that sends each group's.
 
         Some optimizers count steps in a group and pass over empty ones: a rank that has parameters of it knows.
         """
-        part = self._partition_parameters()
+        partition = self._partition_parameters()
         ranks = (preferred, *range(self.world_size))
         holders = [
-            next((rank for rank in ranks if part[rank][index]["params"]), preferred)
+            next((rank for rank in ranks if partition[rank][index]["params"]), preferred)
             for index in range(len(self.param_groups))
         ]
         every = enumerate(zip(self.param_groups, holders, strict=True))
@@ -221,14 +211,14 @@ class PartitionedOptimizer(Optimizer, Joinable):
             self._exchange = None
 
     def _build_buckets(self) -> None:
-        """Move parameters into buckets, if that is wanted."""
+        """Move parameters into buckets, if they are to be views of these."""
         if self.parameters_as_bucket_view:
             self._exchange = self._make_exchange()
 
     def _make_exchange(self) -> exchange.Exchange:
         shares = [
-            [p for group in part for p in group["params"] if p in self._trained]
-            for part in self._partition_parameters()
+            [p for group in groups for p in group["params"] if p in self._trained]
+            for groups in self._partition_parameters()
         ]
         if not self.parameters_as_bucket_view:
             return exchange.plain_exchange(shares)

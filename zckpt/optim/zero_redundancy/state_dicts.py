@@ -17,11 +17,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from zckpt.errors import UnsupportedError
-from zckpt.optim.param_groups import Group, copied, hyperparameters
+from zckpt.optim.param_groups import SHOWN, Group, check_shapes, copied, hyperparameters
 from zckpt.optim.tensors import copied_like
 from zckpt.optim.zero_redundancy.partitioned import packed
-
-SHOWN = 4
 
 PARTITION = "partition"
 """Key that only a rank's own part has."""
@@ -95,21 +93,6 @@ def _numbers(index: int, saved: object, group: Group) -> list[int]:
     return [by_name[name] for name in ours]
 
 
-def check_shapes(number: object, values: object, parameter: torch.Tensor) -> None:
-    """Refuse state that is per element and of another shape than the parameter."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"the state of parameter {number} is {type(values).__name__}, not a dict")  # noqa: TRY004
-    for key, value in values.items():
-        if not isinstance(value, torch.Tensor) or value.dim() != parameter.dim() or value.shape == parameter.shape:
-            continue
-        if value.numel() == 1 or set(value.shape) <= {1, *parameter.shape}:
-            continue  # a factor of a matrix: [rows, 1], [1, columns] or [rows, rows]
-        raise ValueError(
-            f"{key} of parameter {number} has shape {tuple(value.shape)} in the state dict; "
-            f"the parameter has {tuple(parameter.shape)}"
-        )
-
-
 def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, object]:
     """Return what a rank's own part says of itself."""
     return {"rank": rank, "world_size": world_size, "ranks": list(ranks)}
@@ -118,7 +101,7 @@ def part_of(rank: int, world_size: int, ranks: Sequence[int]) -> dict[str, objec
 def saved_ranks(
     state_dict: Mapping[str, Any], numbers: Mapping[torch.Tensor, int], rank: int, world_size: int
 ) -> dict[torch.Tensor, int] | None:
-    """Return which rank had each parameter when a part was made; None for a whole dict.
+    """Return which rank had each parameter when a part was saved; None for a whole dict.
 
     Raises
     ------
@@ -284,9 +267,9 @@ def numbered(state_dict: Mapping[str, Any], groups: Sequence[Group], own: Iterab
     if strange:
         raise ValueError(f"the state dict has parameters that the optimizer has not: {', '.join(strange[:SHOWN])}")
     for label in (str(called[number]) for number in own):
-        wanted, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
-        if wanted is not None and set(wanted) != set(there):
-            differing = sorted(set(wanted) ^ set(there))
+        saved_keys, there = state_dict.get(SLOTS, {}).get(label), state_dict[STATE].get(label, {})
+        if saved_keys is not None and set(saved_keys) != set(there):
+            differing = sorted(set(saved_keys) ^ set(there))
             raise ValueError(
                 f"the checkpoint has other state of {label} than was read: {', '.join(differing[:SHOWN])}; "
                 f"read into sharded_state_dict(metadata), which has room for what the checkpoint has"
