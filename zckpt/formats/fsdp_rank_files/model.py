@@ -16,6 +16,9 @@ from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, TorchFile, brief, has_checksums, read_torchfile
 
+FLAT = "_flat_param"
+"""What FSDP1 calls the flat parameter of a unit, where a program saves that (LOCAL_STATE_DICT)."""
+
 
 @dataclass(slots=True)
 class Model:
@@ -78,6 +81,12 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             _check_rank(one, rank, file.path)
             model.held[name].append(one)
     _place(checkpoint, model)
+    flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
+    if flat:
+        checkpoint.warnings.append(
+            f"{listed(flat)}: flat parameters of FSDP1, saved as they are; which parameters are in them, no file says "
+            f"(save SHARDED_STATE_DICT or FULL_STATE_DICT)"
+        )
     return model
 
 

@@ -111,11 +111,12 @@ def _parsed(file: TorchFile) -> tuple[list[dict[str, Any]], dict[Key, dict[str, 
             )
         groups.append({**with_scalars(group, file.path), "params": list(params)})
     known = [key for group in groups for key in group["params"]]
-    if len(set(known)) != len(known) or len({type(key) for key in known}) > 1:
+    members = set(known)
+    if len(members) != len(known) or len({type(key) for key in known}) > 1:
         raise DamagedFileError("param groups have a parameter twice", path=file.path)
     state: dict[Key, dict[str, object]] = {}
     for key, slots in root["state"].items():
-        if type(key) not in (int, str) or key not in set(known) or not isinstance(slots, dict):
+        if type(key) not in (int, str) or key not in members or not isinstance(slots, dict):
             raise DamagedFileError("state of a parameter that is in no group", path=file.path, found=brief(key))
         state[key] = {str(slot): value for slot, value in slots.items()}
     return groups, state
