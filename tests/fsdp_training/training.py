@@ -89,7 +89,7 @@ def made(wrap: str, world_size: int, seed: int = 0) -> tuple[nn.Module, torch.op
     net = Net()
     if "fine" in wrap:
         net.head = nn.Linear(6, 13, bias=False)  # FSDP1 has tied parameters in one unit only
-    if "fsdp2" not in wrap and "orig" not in wrap:
+    if ("fsdp2" not in wrap and "orig" not in wrap) or "trained" in wrap:
         del net.frozen  # a unit of FSDP1 is trained as a whole, or not
         net.frozen = nn.Linear(6, 7, bias=False)
     model = placed(net, wrap, world_size)

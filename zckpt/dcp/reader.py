@@ -131,14 +131,14 @@ class Reader(StorageReader):
         """
         keys = {item.storage_index.fqn for item in plan.items if item.type == LoadItemType.TENSOR}
         _check_apart({key: name for key, name in self._opened().names.items() if key in keys}, str(self.path))
-        wanted = [
+        reads = [
             Read(slot, _extent(item), slot.dtype, memoryview(b""))
             for item in plan.items
             if item.type == LoadItemType.TENSOR
             and isinstance(meaning := self._opened().find(item.storage_index.fqn), Elements)
             for slot in meaning.slots
         ]
-        check_reads(wanted)
+        check_reads(reads)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -171,17 +171,17 @@ class Reader(StorageReader):
         return self._keys
 
     def _read_tensors(self, planned: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        wanted: list[TensorRead] = []
+        reads: list[TensorRead] = []
         ready: list[tuple[ReadItem, torch.Tensor]] = []
         for item in planned:
             tensor = planner.resolve_tensor(item)
             meaning = self._opened().find(item.storage_index.fqn)
             if isinstance(meaning, Elements):
-                wanted.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor))
+                reads.append(TensorRead(meaning.like(tensor.dtype), _extent(item), tensor))
             elif isinstance(meaning, Zeros):
                 tensor.detach().zero_()
             ready.append((item, tensor))
-        read_tensors(wanted)
+        read_tensors(reads)
         for item, tensor in ready:
             planner.commit_tensor(item, tensor)
 

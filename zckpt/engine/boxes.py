@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from zckpt.state import Extent, Slot, Span, Spans
 
@@ -58,15 +58,57 @@ def _range_boxes(sizes: tuple[int, ...], low: int, high: int) -> list[Box]:
 
 def intersections(a: Extent, b: Extent) -> Iterator[Box]:
     """Yield the boxes of elements that two extents of a tensor share."""
-    for offsets_a, sizes_a in boxes_of(a):
-        for offsets_b, sizes_b in boxes_of(b):
-            low = tuple(map(max, offsets_a, offsets_b))
-            sizes = tuple(
-                min(oa + sa, ob + sb) - o
-                for oa, sa, ob, sb, o in zip(offsets_a, sizes_a, offsets_b, sizes_b, low, strict=True)
-            )
-            if all(size > 0 for size in sizes):
-                yield low, sizes
+    for one in boxes_of(a):
+        for other in boxes_of(b):
+            both = intersection(one, other)
+            if both is not None:
+                yield both
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Return the box that two boxes share, or None."""
+    low = tuple(map(max, a[0], b[0]))
+    sizes = tuple(min(oa + sa, ob + sb) - o for oa, sa, ob, sb, o in zip(*a, *b, low, strict=True))
+    return (low, sizes) if all(size > 0 for size in sizes) else None
+
+
+def factors_by_axis(shape: Sequence[int], factors: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return which factors each size of a shape is the product of, in their order."""
+    found, at = [], 0
+    for size in shape:
+        first, product = at, 1
+        while product != size or at == first:
+            product *= factors[at]
+            at += 1
+        found.append(tuple(factors[first:at]))
+    return found
+
+
+Located = tuple[Box, int, tuple[int, ...]]
+"""A box of factors, where its first element lies in something that is strided, and the stride of each factor."""
+
+
+def factored(box: Box, first: int, strides: Sequence[int], by_axis: Sequence[tuple[int, ...]]) -> Iterator[Located]:
+    """Cut a box of a tensor into boxes of its factors: a range of one axis is at most 2 x its factors - 1 of them.
+
+    Parameters
+    ----------
+    box : Box
+        Of a tensor.
+    first : int, elements
+        Where its first element lies.
+    strides : sequence of int, elements
+        By axis of the tensor.
+    by_axis : sequence of tuple of int
+        Of `factors_by_axis`.
+    """
+    ranges = [_range_boxes(sizes, o, o + n) for sizes, o, n in zip(by_axis, *box, strict=True)]
+    inner = [row_major(sizes) for sizes in by_axis]
+    steps = tuple(stride * one for stride, ones in zip(strides, inner, strict=True) for one in ones)
+    for some in product(*ranges):
+        offsets = [sum(o * s for o, s in zip(one[0], ones, strict=True)) for one, ones in zip(some, inner, strict=True)]
+        at = first + sum((a - o) * s for a, o, s in zip(offsets, box[0], strides, strict=True))
+        yield (tuple(o for one in some for o in one[0]), tuple(n for one in some for n in one[1])), at, steps
 
 
 def overlap(boxes: list[Box]) -> bool:
@@ -104,7 +146,8 @@ class SpanIndex:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
         self._sets = [
-            spans if isinstance(spans, Spans) else _SpanSet(slot.shape, spans) for spans in (slot.spans, *slot.replicas)
+            spans if isinstance(spans, Spans) else _SpanSet(slot.factors or slot.shape, spans)
+            for spans in (slot.spans, *slot.replicas)
         ]
 
     def reaching(self, extent: Extent) -> Slot:

@@ -14,10 +14,21 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from zckpt.engine.boxes import Box, SpanIndexes, boxes_of, intersections, overlap, row_major
+from zckpt.engine.boxes import (
+    Box,
+    SpanIndexes,
+    boxes_of,
+    factored,
+    factors_by_axis,
+    intersection,
+    intersections,
+    overlap,
+    row_major,
+)
+from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
-from zckpt.state import CutSpans, Extent, Span
+from zckpt.state import ZEROS, CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
 
 
@@ -83,7 +94,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A hole and the copies that fill it, every element exactly once."""
+    """A hole and the copies that fill it, every element exactly once; or those that what computes it needs."""
 
     hole: Hole
     copies: tuple[Copy, ...]
@@ -159,10 +170,11 @@ def _summed(files: Collection[FilePlan]) -> Plan:
         names.append(one.file.name)
         written += one.file.nbytes
         for each in one.fills:
+            copied += each.hole.nbytes
             for copy in each.copies:
-                read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
-                copied += copy.nbytes
-                sources.update(source.path for source in copy.sources)
+                if copy.sources[0].path != ZEROS:
+                    read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
+                    sources.update(source.path for source in copy.sources)
         for pack in one.file.packs:
             read, copied = read + pack.moved_nbytes, copied + pack.moved_nbytes
             sources |= pack.paths()
@@ -183,6 +195,9 @@ def fill(hole: Hole) -> list[Copy]:
     LayoutError
         Some element is covered by no span, or by more than one.
     """
+    if isinstance(hole.slot, Computed):
+        inputs = hole.slot.function.inputs(*range_of(hole.slot, hole.extent))
+        return [copy for one in inputs for copy in fill(Hole(0, hole.label, one.slot, one.extent, one.dtype))]
     copies = _fill_from(hole, hole.slot.spans)
     if not hole.slot.replicas:
         return copies
@@ -194,6 +209,8 @@ def fill(hole: Hole) -> list[Copy]:
 
 
 def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
+    if hole.slot.factors is not None:
+        return _fill_factored(hole, spans, hole.slot.factors)
     copies: list[Copy] = []
     boxes: list[Box] = []
     ranges: list[tuple[int, int]] = []
@@ -215,6 +232,23 @@ def _fill_from(hole: Hole, spans: Sequence[Span]) -> list[Copy]:
     return copies
 
 
+def _fill_factored(hole: Hole, spans: Sequence[Span], factors: tuple[int, ...]) -> list[Copy]:
+    """Fill a hole in boxes of a finer shape, in which the spans are boxes with strides."""
+    by_axis = factors_by_axis(hole.slot.shape, factors)
+    copies: list[Copy] = []
+    boxes: list[Box] = []
+    for plain in boxes_of(hole.extent):
+        for box, first, steps in factored(plain, *_locate(hole.extent, plain, None), by_axis):
+            for span in spans:
+                both = intersection((span.extent.offsets, span.extent.sizes), box)
+                if both is not None:
+                    boxes.append(both)
+                    target = first + sum((a - b) * s for a, b, s in zip(both[0], box[0], steps, strict=True))
+                    copies.append(_strided_copy(hole, span, both, (target, steps)))
+    _check_coverage(hole, copies, [], boxes)
+    return copies
+
+
 def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
     source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
     source = Strided(span.path, span.offset + (low - span.extent.start) * source_size, (source_size,))
@@ -225,10 +259,15 @@ def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
 
 
 def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
+    return _strided_copy(hole, span, box, _locate(hole.extent, box, None))
+
+
+def _strided_copy(hole: Hole, span: Span, box: Box, target: tuple[int, tuple[int, ...]]) -> Copy:
+    """Return the copy of a box to where it lies in the hole: its first element, and strides, in elements."""
     shape = box[1]
     source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
     first, strides = _locate(span.extent, box, span.strides)
-    target_first, target_strides = _locate(hole.extent, box, None)
+    target_first, target_strides = target
     if shape:
         source_steps = tuple(s * source_size for s in strides)
         target_steps = tuple(s * target_size for s in target_strides)

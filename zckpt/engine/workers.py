@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -103,13 +103,18 @@ class Workers:
         return self._pool.map(work, items)
 
     def run(self, work: Callable[[Item], Result], batches: Iterable[Item]) -> Generator[tuple[Item, Result]]:
-        """Yield every batch with its result, in order.
+        """Yield every batch with its result, in order; the only one is worked on in the calling thread.
 
         When one fails or the caller stops, those that wait are cancelled and those that run are waited for: none of
         them writes to a file that a later run may have begun.
         """
         queue: deque[tuple[Item, Future[Result]]] = deque()
         remaining = iter(batches)
+        first = list(islice(remaining, 2))
+        if len(first) == 1 and self.are_here:
+            yield first[0], work(first[0])
+            return
+        remaining = chain(first, remaining)
         try:
             while True:
                 for batch in islice(remaining, QUEUED_BATCHES - len(queue)):

@@ -44,21 +44,19 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def check_tensors(wanted: Iterable[TensorRead]) -> None:
+def check_tensors(reads: Iterable[TensorRead]) -> None:
     """Check all that can be known before elements are read; errors are those of `zckpt.engine.read.check_reads`."""
     check_reads(
-        Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b""))
-        for one in wanted
-        if one.tensor.numel()
+        Read(one.slot, one.extent, dtype_name(one.tensor.dtype), memoryview(b"")) for one in reads if one.tensor.numel()
     )
 
 
-def read_tensors(wanted: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
+def read_tensors(reads: Iterable[TensorRead], *, checks: Checks | None = None) -> None:
     """Read the elements of many extents into tensors; as `zckpt.engine.read.read_all`."""
-    reads: list[Read] = []
+    batch: list[Read] = []
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     nbytes = 0
-    for one in wanted:
+    for one in reads:
         tensor = one.tensor.detach()
         if not tensor.numel():
             continue
@@ -67,11 +65,11 @@ def read_tensors(wanted: Iterable[TensorRead], *, checks: Checks | None = None) 
             memory = torch.empty(tensor.shape, dtype=tensor.dtype)
             staged.append((tensor, memory))
             nbytes += memory.nbytes
-        reads.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory)))
+        batch.append(Read(one.slot, one.extent, dtype_name(tensor.dtype), memory_of(memory)))
         if nbytes >= STAGED_NBYTES:
-            _read(reads, staged, checks)
-            reads, staged, nbytes = [], [], 0
-    _read(reads, staged, checks)
+            _read(batch, staged, checks)
+            batch, staged, nbytes = [], [], 0
+    _read(batch, staged, checks)
 
 
 def _read(reads: list[Read], staged: list[tuple[torch.Tensor, torch.Tensor]], checks: Checks | None) -> None:

@@ -17,11 +17,12 @@ from zckpt.state.checkpoint import (
     SourceFile,
     Topology,
 )
-from zckpt.state.spans import CutFiles, CutSpans, Extent, Padding, PaddingRule, PaddingSpan, Slot, Span, Spans
+from zckpt.state.spans import ZEROS, CutFiles, CutSpans, Extent, Padding, PaddingRule, PaddingSpan, Slot, Span, Spans
 
 __all__ = [
     "MASTER",
     "WEIGHT",
+    "ZEROS",
     "Checkpoint",
     "CutFiles",
     "CutSpans",

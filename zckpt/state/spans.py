@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from zckpt.state.cuts import Ranges
 
 
+ZEROS = ""
+"""The path of a span whose elements are zero and lie in no file; its strides are zero, too."""
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A box of a tensor, and a flattened range within that box.
@@ -268,6 +272,9 @@ class Slot:
     replicas : tuple of sequence of Span
         Further full sets of spans that are averaged with `spans` (tensor-parallel ranks whose values
         drift apart and are averaged by rule); empty almost always.
+    factors : tuple of int, or None
+        A finer shape of the same flattened elements, each size of `shape` a product of some of these in their order.
+        The spans are then boxes of that shape, each with strides: a tensor whose elements a map has rearranged.
     """
 
     name: str
@@ -275,6 +282,7 @@ class Slot:
     shape: tuple[int, ...]
     spans: Sequence[Span]
     replicas: tuple[Sequence[Span], ...] = ()
+    factors: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:

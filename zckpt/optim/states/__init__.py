@@ -171,13 +171,13 @@ class Restoring(ABC):
     take    the optimizer gets them, on this rank
     share   ranks send each other what follows from it, when all have taken theirs
 
-    `names` are those of all parameters, `wanted` is what will be read, and `notes` say what the checkpoint has not.
+    `names` are those of all parameters, `reads` is what will be read, and `notes` say what the checkpoint has not.
     """
 
     source: Source
     optimizer: Optimizer
     names: Mapping[torch.Tensor, str]
-    wanted: list[TensorRead] = field(default_factory=list)
+    reads: list[TensorRead] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -194,11 +194,11 @@ class Restoring(ABC):
 
     def check(self) -> None:
         """Raise SourceError unless all that is to be read is there, as far as can be known before."""
-        check_tensors(self.wanted)
+        check_tensors(self.reads)
 
     def read(self) -> None:
         """Read state into memory of its own. Raises SourceError if it cannot be read."""
-        read_tensors(self.wanted)
+        read_tensors(self.reads)
 
     @abstractmethod
     def take(self) -> None:

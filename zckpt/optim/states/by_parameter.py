@@ -156,12 +156,12 @@ class ByParameterRestoring(Restoring):
                 )
             device = parameter.device if value.shape else "cpu"  # where torch keeps single numbers
             whole = torch.empty(value.shape, dtype=dtype, device=device)
-            self.wanted.append(TensorRead(value, Extent.whole(value.shape), whole))
+            self.reads.append(TensorRead(value, Extent.whole(value.shape), whole))
             return whole
         local = torch.empty(parameter.to_local().shape, dtype=dtype, device=parameter.device)
         share = share_of(parameter, owner.name)
         if share is not None:
-            self.wanted.append(TensorRead(value, share.extent, local))
+            self.reads.append(TensorRead(value, share.extent, local))
         return DTensor.from_local(
             local,
             parameter.device_mesh,

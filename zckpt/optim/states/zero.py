@@ -163,7 +163,7 @@ class ZeroRestoring(Restoring):
         for index, group in enumerate(optimizer.groups):
             owners = [self.owner(parameter) for parameter in group.parameters]
             self.masters.append(group.master.detach().clone())
-            self.wanted += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
+            self.reads += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
             values = self._state(group, owners)
             if values:
                 self.state[index] = values
@@ -207,7 +207,7 @@ class ZeroRestoring(Restoring):
                 slots = [self._elementwise(key, owner, values) for owner, values in zip(owners, every, strict=True)]
                 dtype = getattr(torch, found[0].dtype)
                 made[key] = torch.zeros(group.partition, dtype=dtype, device=group.master.device)
-                self.wanted += _partition(group, slots, made[key])
+                self.reads += _partition(group, slots, made[key])
             else:
                 made[key] = self._common(key, found)
         return made
