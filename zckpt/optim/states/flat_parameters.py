@@ -147,7 +147,7 @@ class FlatRestoring(ByParameterRestoring):
                 raise UnsupportedError(f"{key} of {name} is not one value for each element", path=self.source.path)
             if member.extent is not None and member.extent.numel:
                 here = into[member.offset : member.offset + member.extent.numel]
-                self.wanted.append(TensorRead(slot, member.extent, here))
+                self.reads.append(TensorRead(slot, member.extent, here))
         return into.view(parameter.shape)
 
     def _single(self, key: str, found: Sequence[object]) -> object:
