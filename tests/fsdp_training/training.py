@@ -72,6 +72,7 @@ def placed(model: nn.Module, wrap: str, world_size: int) -> nn.Module:
     strategy = ShardingStrategy.FULL_SHARD
     strategy = ShardingStrategy.HYBRID_SHARD if "hsdp" in words else strategy
     strategy = ShardingStrategy.NO_SHARD if "whole" in words else strategy
+    strategy = ShardingStrategy.SHARD_GRAD_OP if "grad" in words else strategy
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=units,
@@ -88,7 +89,7 @@ def made(wrap: str, world_size: int, seed: int = 0) -> tuple[nn.Module, torch.op
     net = Net()
     if "fine" in wrap:
         net.head = nn.Linear(6, 13, bias=False)  # FSDP1 has tied parameters in one unit only
-    if "fsdp2" not in wrap and "orig" not in wrap:
+    if ("fsdp2" not in wrap and "orig" not in wrap) or "trained" in wrap:
         del net.frozen  # a unit of FSDP1 is trained as a whole, or not
         net.frozen = nn.Linear(6, 7, bias=False)
     model = placed(net, wrap, world_size)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import zckpt
 from tests import gloo
-from tests.fsdp_training.training import train_and_save
+from tests.fsdp_training.training import resume, train_and_save
 from zckpt.formats.account import take_inventory
 from zckpt.operations.open import OpenedCheckpoint
 
@@ -53,3 +54,25 @@ def test_every_element_is_read_as_it_was_live(wrap: str, world_size: int, tmp_pa
     assert not checkpoint.unnamed
     assert not take_inventory(checkpoint).left_out
     assert zckpt.verify(tmp_path / "run", deep=True).sound
+
+
+@pytest.mark.parametrize(
+    ("wrap", "ranks", "other", "others", "options"),
+    [
+        ("fsdp2", 2, "fsdp2", 3, {}),
+        ("fsdp2 trained", 2, "fsdp1 mesh", 3, {"fsdp_version": 1, "units": "layers.*"}),
+        ("fsdp1 mesh", 3, "fsdp2 trained hsdp", 4, {"fsdp_version": 2, "fsdp_size": 2}),
+        pytest.param("fsdp1 mesh", 4, "fsdp1 mesh", 2, {}, marks=pytest.mark.nightly),
+        pytest.param("fsdp2 hsdp", 4, "fsdp2", 1, {}, marks=pytest.mark.nightly),
+        pytest.param("fsdp1", 2, "fsdp1", 1, {"device": "cpu"}, marks=pytest.mark.nightly),
+    ],
+)
+def test_other_ranks_go_on_where_these_left_off(
+    wrap: str, ranks: int, other: str, others: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    source, target = tmp_path / "run" / "global_step_2", tmp_path / "target"
+    _, losses = gloo.run(train_and_save, ranks, wrap, source)[0]
+    zckpt.convert(source, target, to="fsdp-rank-files", world_size=others, **options)
+    if wrap != "fsdp2 trained":  # of which FSDP1 has state for the parameters that no step has reached, too
+        assert zckpt.diff(source, target).equal
+    assert gloo.run(resume, others, other, target) == [pytest.approx(losses, rel=1e-6)] * others

@@ -132,7 +132,7 @@ class Norm(nn.Module):
 class LayerNormLinear(nn.Linear):
     """A norm, then a linear layer: one module, as Transformer Engine has it."""
 
-    def __init__(self, size: int, out: int, bias: bool, kind: str, eps: float) -> None:  # noqa: FBT001
+    def __init__(self, size: int, out: int, bias: bool, kind: str, eps: float) -> None:
         super().__init__(size, out, bias=bias)
         self.kind, self.eps = kind, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(size))

@@ -64,12 +64,12 @@ def made(kind: str):
 
 
 def megatron(kind: str, config, rows: int) -> Megatron:
-    if kind == "gpt2":
-        return Megatron(Shape(hidden=24, heads=3, groups=3, d=8, ffn=20, layers=2, rows=rows, norm="layer", eps=1e-5,
-                              bias=True, qkv_bias=True, gated=False, gelu="tanh", rotary=0, positions=16, tied=True))  # fmt: skip
-    if kind == "gpt_neox":
-        return Megatron(Shape(hidden=24, heads=3, groups=3, d=8, ffn=20, layers=2, rows=rows, norm="layer", eps=1e-5,
-                              bias=True, qkv_bias=True, gated=False, rotary=0.5))  # fmt: skip
+    if kind in ("gpt2", "gpt_neox"):
+        own = {"gelu": "tanh", "rotary": 0, "positions": 16, "tied": True} if kind == "gpt2" else {"rotary": 0.5}
+        return Megatron(Shape(
+            hidden=24, heads=3, groups=3, d=8, ffn=20, layers=2, rows=rows, norm="layer", eps=1e-5, bias=True,
+            qkv_bias=True, gated=False, **own,
+        ))  # fmt: skip
     return Megatron(Shape(
         hidden=24, heads=6, groups=config.num_key_value_heads, d=config.head_dim, ffn=20, layers=2, rows=rows,
         qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", experts=3 if kind == "mixtral" else 0,

@@ -25,6 +25,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "zckpt": {"world_size": 3},
     "dcp": {"world_size": 2},
     "zero-redundancy": {"world_size": 3},
+    "fsdp-rank-files": {"world_size": 3},
 }
 RING = [*TARGETS, "deepspeed"]
 

@@ -25,6 +25,7 @@ from zckpt.engine.boxes import (
     overlap,
     row_major,
 )
+from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, CutSpans, Extent, Span
@@ -93,7 +94,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A hole and the copies that fill it, every element exactly once."""
+    """A hole and the copies that fill it, every element exactly once; or those that what computes it needs."""
 
     hole: Hole
     copies: tuple[Copy, ...]
@@ -169,8 +170,8 @@ def _summed(files: Collection[FilePlan]) -> Plan:
         names.append(one.file.name)
         written += one.file.nbytes
         for each in one.fills:
+            copied += each.hole.nbytes
             for copy in each.copies:
-                copied += copy.nbytes
                 if copy.sources[0].path != ZEROS:
                     read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
                     sources.update(source.path for source in copy.sources)
@@ -194,6 +195,9 @@ def fill(hole: Hole) -> list[Copy]:
     LayoutError
         Some element is covered by no span, or by more than one.
     """
+    if isinstance(hole.slot, Computed):
+        inputs = hole.slot.function.inputs(*range_of(hole.slot, hole.extent))
+        return [copy for one in inputs for copy in fill(Hole(0, hole.label, one.slot, one.extent, one.dtype))]
     copies = _fill_from(hole, hole.slot.spans)
     if not hole.slot.replicas:
         return copies

@@ -58,8 +58,8 @@ def convert(
         A directory that does not exist. `to="consolidated"`: or a name that ends in .pt, .pth or .bin, for one file.
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
-        A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy", or one of
-        another package.
+        A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
+        "fsdp-rank-files", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
@@ -72,6 +72,7 @@ def convert(
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
         default one; any number of ranks loads it. `zero-redundancy`: world_size, to write each rank's own file as well.
+        `fsdp-rank-files`: world_size, fsdp_version, fsdp_size, device, groups, units, which `zckpt formats` explains.
         `consolidated`, `dcp`, `zero-redundancy`: dtype of trained parameters in the model, by default "keep". None is
         as if it were not given.
 

@@ -177,7 +177,7 @@ class _Loading:
         self.path = os.fspath(path)
         self.model = model
         self.tensors: ModelState = model_state(model)
-        optimizers = Optimizers(optimizer, self.tensors.names())
+        optimizers = Optimizers(optimizer, self.tensors.names(), self.tensors.members)
         live = [*self.tensors.tensors, *self.tensors.tied]
         self.checkpoint: OpenedCheckpoint = open_for(
             path, live, optimizers.order, tag=tag, names=names, strict=strict, naming=naming

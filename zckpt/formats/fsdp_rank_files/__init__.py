@@ -14,13 +14,41 @@ readings    whose state each number is       attach        that state, given to 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.fsdp_rank_files.directory import OWNED
+from zckpt.formats.options import option
 
 if TYPE_CHECKING:
     from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to fsdp-rank-files` can be given."""
+
+    world_size: int | None = option(int, None, "Ranks that load it. Default: as SOURCE.", metavar="N")
+    fsdp_version: int | None = option(
+        int, None, "1: an optimizer of flat parameters; 2: of DTensors. Default: as SOURCE, or 2.", choices=(1, 2)
+    )
+    fsdp_size: int | None = option(
+        int, None, "Ranks that have everything once; more of them have copies (HSDP). Default: all.", metavar="N"
+    )
+    device: str | None = option(
+        str, None, "Type of the devices that load it: cuda, cpu, npu, ... Default: as SOURCE, or cuda.", metavar="TYPE"
+    )
+    groups: str = option(
+        str,
+        "keep",
+        "Param groups: as SOURCE, or one of all parameters in the model's order, as verl has it.",
+        choices=("keep", "one"),
+    )
+    units: str | None = option(
+        str, None, "Modules that FSDP1 wraps, such as model.layers.*. Default: as SOURCE.", metavar="PATTERN,..."
+    )
 
 
 class FsdpRankFiles(Format):
@@ -35,6 +63,9 @@ class FsdpRankFiles(Format):
         ),
     )
     takes = frozenset({TAG})
+    writes = "verl and SkyRL: a torch file for each rank of FSDP2, or of FSDP1 with flat parameters"
+    options = Options
+    owns = OWNED
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find the files by their names: in the directory, in a step's or a role's below it."""
@@ -54,6 +85,12 @@ class FsdpRankFiles(Format):
         from zckpt.formats.fsdp_rank_files.reader import read
 
         return read(found.place, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of all ranks, and what they have no place for."""
+        from zckpt.formats.fsdp_rank_files.writer import lay_out
+
+        return lay_out(job)
 
 
 FORMATS = (FsdpRankFiles(),)

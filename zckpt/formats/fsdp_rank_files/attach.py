@@ -34,6 +34,7 @@ def attach(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Se
     checkpoint.is_numbered = names is None and all(isinstance(key, int) for group in optimizer.keys for key in group)
     checkpoint.details["optimizer_state"] = reading.kind
     unnamed: list[Key] = []
+    order = {name: at for at, name in enumerate(model.held)}
     for index, group in enumerate(optimizer.groups):
         members: list[str] = []
         for key in group["params"]:
@@ -42,6 +43,8 @@ def attach(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Se
             if not owned and optimizer.has_state(key):
                 unnamed.append(key)
             _give(checkpoint, optimizer, key, _taken(checkpoint, optimizer, owned, key, index), reading, copies)
+        if reading.kind == FLAT:  # which has no order of parameters but the model's
+            members.sort(key=lambda name: order.get(name, len(order)))
         hyperparameters = {key: value for key, value in group.items() if key not in MEMBERS}
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, _common(optimizer, group["params"])))
     if unnamed:

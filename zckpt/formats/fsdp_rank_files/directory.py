@@ -24,6 +24,7 @@ from zckpt.formats.format import NearMiss, Search
 from zckpt.storage.files import is_file
 from zckpt.storage.ownership import Owned
 
+FORMAT = "fsdp-rank-files"
 CONFIG_NAME = "fsdp_config.json"
 OWN_NAME = "zckpt.pt"
 HUGGINGFACE = "huggingface"
@@ -66,6 +67,8 @@ class Directory:
         As a folder's name says.
     config : dict
         `fsdp_config.json`.
+    own : Path or None
+        `zckpt.pt`, where zckpt wrote the files.
     """
 
     path: Path
@@ -78,6 +81,7 @@ class Directory:
     others: tuple[Path, ...] = ()
     step: int | None = None
     config: dict[str, object] = field(default_factory=dict)
+    own: Path | None = None
 
 
 def rank_name(kind: str, world_size: int, rank: int) -> str:
@@ -192,8 +196,9 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     ranks = {kind: _complete(path, kind, files.get(kind, {}), world_size) for kind in (MODEL, OPTIMIZER, EXTRA)}
     others = tuple(one for kinds in by_size.values() for found in kinds.values() for one in found.values())
     return Directory(
-        path, world_size, ranks[MODEL], ranks[OPTIMIZER], ranks[EXTRA], beside, trackers, others, step, config
-    )
+        path, world_size, ranks[MODEL], ranks[OPTIMIZER], ranks[EXTRA], beside, trackers, others, step, config,
+        path / OWN_NAME if is_file(path / OWN_NAME) else None,
+    )  # fmt: skip
 
 
 def _world_size(path: Path, by_size: dict[int, dict[str, dict[int, Path]]], config: dict[str, object]) -> int:

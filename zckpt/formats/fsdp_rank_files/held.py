@@ -186,7 +186,7 @@ def _groups(state: object) -> Mesh | None:
     known = _integers(tuple(group.get(key) for key in keys)) if isinstance(group, Object) else None
     if known is None or not 0 <= known[0] < known[1] or not 0 <= known[2] < known[3] or known[3] % known[1]:
         return None
-    return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]))
+    return Mesh((known[3] // known[1], known[1]), (known[2] // known[1], known[0]), rank=known[2])
 
 
 def _attribute(node: MetaTensor, name: str) -> object:

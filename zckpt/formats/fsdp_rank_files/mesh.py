@@ -33,11 +33,17 @@ class Mesh:
         Of the rank that wrote the file.
     names : tuple of str
         Of the dimensions; empty where they have none.
+    device : str
+        Type of the devices.
+    rank : int or None
+        The rank that wrote the file, of all; None where it does not say.
     """
 
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
     names: tuple[str, ...] = ()
+    device: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,19 @@ def read_mesh(node: object, path: str) -> Mesh:
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise DamagedFileError("a rank outside its mesh", path=path, expected=f"below {sizes}", found=coordinate)
     known = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
-    return Mesh(sizes, coordinate, tuple(map(str, names)) if known and isinstance(names, (tuple, list)) else ())
+    device = node.get("_device_type", node.get("device_type"))
+    found = tuple(map(str, names)) if known and isinstance(names, (tuple, list)) else ()
+    return Mesh(sizes, coordinate, found, device if isinstance(device, str) else "", _rank(node, sizes, coordinate))
+
+
+def _rank(node: Object, sizes: Sequence[int], coordinate: Sequence[int]) -> int | None:
+    rank, ranks = node.get("_rank"), _integers(node.get("_flatten_mesh_list"))
+    if type(rank) is int:
+        return rank
+    at = 0
+    for size, one in zip(sizes, coordinate, strict=True):
+        at = at * size + one
+    return ranks[at] if ranks is not None and len(ranks) == math.prod(sizes) else None
 
 
 def _sizes(node: Object) -> tuple[int, ...] | None:

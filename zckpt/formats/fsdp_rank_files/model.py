@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.codes import WRONG_RANK
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, rules_of
 from zckpt.formats.torch_files.reader import EXTRA_STATE
@@ -74,9 +75,22 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
                 ranks=[rank],
             )
         for name, one in tensors.items():
+            _check_rank(one, rank, file.path)
             model.held[name].append(one)
     _place(checkpoint, model)
     return model
+
+
+def _check_rank(held: Held, rank: int, path: str) -> None:
+    if held.mesh is not None and held.mesh.rank not in (None, rank):
+        raise ShardError(
+            "is another rank's file",
+            path=path,
+            expected=f"rank {rank}",
+            found=f"rank {held.mesh.rank}",
+            code=WRONG_RANK,
+            ranks=[rank],
+        )
 
 
 def _root(file: TorchFile) -> dict[object, object]:

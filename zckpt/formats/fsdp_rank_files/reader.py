@@ -8,21 +8,19 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.attach import attach
-from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, LORA_NAME, Directory
+from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, LORA_NAME, OWN_NAME, Directory
+from zckpt.formats.fsdp_rank_files.extra import KEYS, OF_ITS_RANK
 from zckpt.formats.fsdp_rank_files.model import Model, read_models
 from zckpt.formats.fsdp_rank_files.optimizer import read_optimizers
+from zckpt.formats.fsdp_rank_files.own import RULES, give_masters, recorded_names
 from zckpt.formats.fsdp_rank_files.ties import tie_as_configured
 from zckpt.formats.fsdp_rank_files.units import units_in
+from zckpt.formats.remainder import restore
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, Scalar, Topology
-from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.state.inventory import COPY, IMPLIED, Claim, Rule
 from zckpt.storage.files import is_file
-from zckpt.torchfile import brief, read_torchfile
-
-FORMAT = "fsdp-rank-files"
-
-OF_ITS_RANK = ("rank", "world_size")
-"""What a rank's file says of itself."""
+from zckpt.torchfile import TorchFile, brief, read_torchfile
 
 
 def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpoint:
@@ -44,18 +42,34 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     checkpoint.world_size = directory.world_size
     model = read_models(checkpoint, directory.models)
+    own = read_torchfile(directory.own) if directory.own is not None else None
     _describe_mesh(checkpoint, model)
     if directory.optimizers:
-        attach(checkpoint, model, read_optimizers(checkpoint, directory.optimizers), names)
+        known = names if own is None else _recorded(checkpoint, own, names)
+        attach(checkpoint, model, read_optimizers(checkpoint, directory.optimizers), known)
     tie_as_configured(checkpoint, model, directory.path)
     _read_extras(checkpoint, directory)
     _read_beside(checkpoint, directory)
     _claim(checkpoint, directory)
     checkpoint.step = directory.step if directory.step is not None else _step(checkpoint)
+    if own is not None:
+        checkpoint.files.append(describe(own, "metadata", rules=RULES))
+        restore(checkpoint, own.root, own)
+        give_masters(checkpoint, own)
+        checkpoint.is_numbered = False
     return checkpoint
 
 
+def _recorded(checkpoint: Checkpoint, own: TorchFile, names: Sequence[str] | None) -> list[str] | None:
+    if names is not None:
+        checkpoint.warnings.append("--names is not used: the directory has the names of the parameters")
+    return recorded_names(own, list(checkpoint.parameters))
+
+
 def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
+    device = next((held[0].mesh.device for held in model.held.values() if held[0].mesh is not None), "")
+    if device:
+        checkpoint.details["device"] = device
     meshes = {(one.sizes, one.names) for held in model.held.values() if (one := held[0].mesh) is not None}
     kinds = dict.fromkeys(held[0].kind for held in model.held.values())
     checkpoint.details["tensors"] = list(kinds)
@@ -71,7 +85,7 @@ def _describe_mesh(checkpoint: Checkpoint, model: Model) -> None:
 
 def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
     """Keep what ranks' further files hold: what all have once, what is each rank's own under its file's name."""
-    contents = []
+    contents: list[tuple[TorchFile, dict[str, object]]] = []
     for path in directory.extras:
         file = read_torchfile(path)
         if not isinstance(file.root, dict):
@@ -79,14 +93,17 @@ def _read_extras(checkpoint: Checkpoint, directory: Directory) -> None:
         contents.append((file, by_name(file.root, file.path)))
     if not contents:
         return
-    keys = list(dict.fromkeys(key for _, content in contents for key in content if key not in OF_ITS_RANK))
+    every = list(dict.fromkeys(key for _, content in contents for key in content))
+    checkpoint.details[KEYS] = every
+    keys = [key for key in every if key not in OF_ITS_RANK]
     file, content = contents[0]
     metadata = {key: carried(file, content[key]) for key in keys if key in content}
     others, rules = keep_others(contents[0], contents[1:], keys)
     checkpoint.metadata |= {key: value for key, value in metadata.items() if key not in checkpoint.metadata} | others
     about = tuple(Rule((key,), IMPLIED, "which rank the file is of") for key in OF_ITS_RANK)
     for rank, (one, _) in enumerate(contents):
-        checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *rules.get(one.path, ()))))
+        own = (Rule(("**",), COPY, f"as in {OWN_NAME}", tensors=True),) if directory.own is not None else ()
+        checkpoint.files.append(describe(one, "metadata", rank, rules=(*about, *own, *rules.get(one.path, ()))))
 
 
 def _read_beside(checkpoint: Checkpoint, directory: Directory) -> None:

@@ -190,11 +190,12 @@ def _by_number(
     fit = sizes.fits_pieces if kind == PIECES else sizes.fits_whole
     owners = _owners(checkpoint)
     if names is not None:
-        known = aligned(checkpoint.parameters, names)
+        shapes = {**owners, **_plain_floats(checkpoint)}
+        known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
         given = [known.get(name, name) for name in names]
         given = [checkpoint.parameters[n].tied_to or n if n in checkpoint.parameters else n for n in given]
         fits = len(given) == len(sizes.keys) == len(set(given)) and all(
-            name in owners and fit(key, owners[name]) for key, name in zip(sizes.keys, given, strict=True)
+            name in shapes and fit(key, shapes[name]) for key, name in zip(sizes.keys, given, strict=True)
         )
         return [Reading(kind, _one_each(zip(sizes.keys, given, strict=True)))] if fits else []
     if len(sizes.optimizer.groups) == 1:

@@ -14,7 +14,9 @@ two ways to wrap are tried: the model as one unit, and each member of a list of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
+from zckpt.errors import UsageError
 from zckpt.state.names import plain_name
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -84,3 +86,36 @@ def usual_wrappings(names: Sequence[str]) -> list[list[str]]:
             layers[".".join(parts[: at + 1])] = None
     whole = [""]
     return [whole, in_order(["", *layers], names)] if layers else [whole]
+
+
+def matching(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the modules that patterns name, such as `layers.*`, and the root, in the order of their flat parameters.
+
+    Parameters
+    ----------
+    patterns : sequence of str
+        A `*` stands for one part of a module's name.
+    names : sequence of str
+        Of all parameters, in the model's order.
+
+    Raises
+    ------
+    UsageError
+        One names no module.
+    """
+    modules: dict[str, None] = {}
+    for name in names:
+        parts = plain_name(name).split(".")[:-1]
+        modules.update(dict.fromkeys(".".join(parts[:count]) for count in range(1, len(parts) + 1)))
+    found: dict[str, None] = {"": None}
+    for pattern in patterns:
+        steps = pattern.strip().split(".")
+        fits = [one for one in modules if _fits(one.split("."), steps)]
+        if not fits:
+            raise UsageError("units names no module", expected="names such as layers.*", found=repr(pattern))
+        found.update(dict.fromkeys(fits))
+    return in_order(found, [plain_name(name) for name in names])
+
+
+def _fits(parts: Sequence[str], steps: Sequence[str]) -> bool:
+    return len(parts) == len(steps) and all(fnmatchcase(a, b) for a, b in zip(parts, steps, strict=True))

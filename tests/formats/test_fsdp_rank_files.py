@@ -1,0 +1,327 @@
+"""Files of FSDP's ranks: where they are found, boxes of every mesh, names of flat parameters, and every damage.
+
+What real trainings save is in `tests/interop`. Here DTensors are torch's own, of each rank in turn in one process, and
+trained state is written by zckpt, as files that real ranks load, without what it keeps for itself.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import zckpt
+from tests.logical import assert_same_slots
+from zckpt.errors import DamagedFileError, LayoutError, ShardError, SourceError, UnknownFormatError, UnsupportedError
+from zckpt.formats.account import take_inventory
+from zckpt.formats.fsdp_rank_files.mesh import read_mesh
+from zckpt.torchfile import Global, Object, Storage, Tensor
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+LLAMA = "hf_llama_s2_bf16_dp2"
+
+
+@contextmanager
+def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """Be one rank of a world whose other ranks are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def save_cut(folder: Path, sizes: tuple[int, ...], placements: list[Any], whole: torch.Tensor) -> None:
+    """Save a tensor as every rank of a mesh has it, by torch's own account of who has what."""
+    folder.mkdir(parents=True)
+    count = int(torch.tensor(sizes).prod())
+    for rank in range(count):
+        with rank_of(rank, count):
+            mesh = init_device_mesh("cpu", sizes, mesh_dim_names=tuple(f"d{at}" for at in range(len(sizes))))
+            shape, offset = compute_local_shape_and_global_offset(whole.shape, mesh, placements)
+            at = tuple(slice(low, low + n) for low, n in zip(offset, shape, strict=True))
+            local = whole[at].clone() if all(shape) else torch.empty(shape)
+            one = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+            torch.save({"w": one}, folder / f"model_world_size_{count}_rank_{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "placements", "shape"),
+    [
+        ((3,), [Shard(0)], (7, 5)),
+        ((4,), [Shard(0)], (2, 3)),
+        ((3,), [Shard(1)], (2, 7)),
+        ((2, 2), [Replicate(), Shard(0)], (5, 3)),
+        ((2, 2), [Shard(0), Replicate()], (5, 3)),
+        ((2, 3), [Shard(0), Shard(1)], (5, 7)),
+        ((2, 2), [Shard(0), Shard(0)], (9, 2)),
+        ((2, 2), [Shard(1), Shard(0)], (5, 3)),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)], (8, 2)),
+        ((2, 2, 2), [Replicate(), _StridedShard(0, split_factor=2), Shard(0)], (8, 2)),
+        ((2, 2), [Replicate(), Replicate()], (3, 2)),
+        ((1,), [Shard(0)], (3, 2)),
+    ],
+)
+def test_boxes_are_where_torch_says(
+    sizes: tuple[int, ...], placements: list[Any], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    save_cut(tmp_path / "run", sizes, placements, whole)
+    checkpoint = zckpt.open(tmp_path / "run")
+    assert torch.equal(checkpoint.read("w", "weight"), whole)
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.verify(tmp_path / "run", deep=True).sound
+    zckpt.consolidate(tmp_path / "run", tmp_path / "whole.pt")
+    assert torch.equal(torch.load(tmp_path / "whole.pt")["w"], whole)
+
+
+def test_partial_sums_are_refused(tmp_path: Path) -> None:
+    with rank_of(0, 1):
+        one = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()], run_check=False)
+        torch.save({"w": one}, tmp_path / "model_world_size_1_rank_0.pt")
+    with pytest.raises(UnsupportedError, match="no cut and no copy: expected Shard or Replicate, found Partial"):
+        zckpt.open(tmp_path)
+
+
+def test_another_order_of_strided_shards_is_refused(tmp_path: Path) -> None:
+    with rank_of(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        one = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=4), Shard(0)], run_check=False)
+        for rank in range(4):
+            torch.save({"w": one}, tmp_path / f"model_world_size_4_rank_{rank}.pt")
+    with pytest.raises(UnsupportedError, match="strided shards in an order that is not read"):
+        zckpt.open(tmp_path)
+
+
+def test_copies_that_differ_are_found(tmp_path: Path) -> None:
+    save_cut(tmp_path / "run", (2, 2), [Replicate(), Shard(0)], torch.arange(6.0))
+    path = tmp_path / "run" / "model_world_size_4_rank_2.pt"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(torch.arange(3.0).numpy().tobytes(), torch.arange(3.0, 6.0).numpy().tobytes()))
+    found = zckpt.verify(tmp_path / "run", deep=True)
+    assert not found.sound
+    assert any("ZC-2" in one.code or "ZC-3" in one.code or "ZC-1" in one.code for one in found.findings)
+
+
+def mesh_of(**state: object) -> Object:
+    return Object(Global("torch.distributed.device_mesh", "DeviceMesh"), how="newobj", state=state, has_state=True)
+
+
+def layout_of(**state: object) -> Object:
+    return Object(Global("torch.distributed._mesh_layout", "_MeshLayout"), how="newobj", state=state, has_state=True)
+
+
+def test_meshes_of_older_torch_are_read() -> None:
+    ranks = Tensor(Storage("0", "int32", 16, "cpu", 0), "int32", (2, 2), (2, 1), 0, "little")
+    old = mesh_of(device_type="cuda", mesh=ranks, mesh_dim_names=("ddp", "fsdp"), _flatten_mesh_list=(0, 1, 2, 3),
+                  _coordinate_on_dim=[1, 0])  # fmt: skip
+    found = read_mesh(old, "")
+    assert (found.sizes, found.coordinate, found.names, found.device, found.rank) == (
+        (2, 2), (1, 0), ("ddp", "fsdp"), "cuda", 2)  # fmt: skip
+    later = mesh_of(_layout=layout_of(shape=(2, (2, 3)), stride=(6, (3, 1))), _coordinate_on_dim=[1, 4])
+    assert read_mesh(later, "").sizes == (2, 6)
+    for strange in (mesh_of(_coordinate_on_dim=[0]), mesh_of(mesh=ranks), mesh_of(mesh=ranks, _coordinate_on_dim=None)):
+        with pytest.raises(UnsupportedError, match="does not say where in it the rank is"):
+            read_mesh(strange, "")
+    with pytest.raises(DamagedFileError, match="a rank outside its mesh"):
+        read_mesh(mesh_of(mesh=ranks, _coordinate_on_dim=[0, 2]), "")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Files of ranks as a training leaves them: what zckpt writes, without `zckpt.pt`."""
+    base = tmp_path_factory.mktemp("ranks")
+
+    def make(name: str, **options: Any) -> Path:
+        folder = base / "-".join([name, *(f"{key}{value}" for key, value in options.items())]).replace("*", "")
+        if not folder.exists():
+            zckpt.convert(FIXTURES / name, folder, to="fsdp-rank-files", device="cpu", **options)
+            (folder / "zckpt.pt").unlink()
+        return folder
+
+    return make
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copytree(source, target)
+    return target
+
+
+def resaved(folder: Path, kind: str, change: Callable[[Any], Any]) -> None:
+    """Change what every rank's file of a kind holds; torch loads and saves it."""
+    for path in folder.glob(f"{kind}_world_size_*.pt"):
+        torch.save(change(torch.load(path, weights_only=False)), path)
+
+
+def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path: Path) -> None:
+    source = written(LLAMA, world_size=2)
+    for step in (2, 4):
+        copied(source, tmp_path / f"global_step_{step}" / "actor")
+    with pytest.raises(UnknownFormatError, match=r"several steps.*global_step_2, global_step_4.*--tag global_step_4"):
+        zckpt.open(tmp_path)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    torch.save({"position": 5}, tmp_path / "global_step_2" / "data.pt")
+    checkpoint = zckpt.open(tmp_path)
+    assert (checkpoint.step, checkpoint.metadata["data"]) == (2, {"position": 5})
+    assert not take_inventory(checkpoint).left_out
+    assert zckpt.open(tmp_path, tag="global_step_4").step == 4
+    assert zckpt.open(tmp_path / "global_step_4").step == 4
+    copied(source, tmp_path / "global_step_2" / "critic")
+    with pytest.raises(UnknownFormatError, match=r"several models: actor, critic.*actor, or --tag actor"):
+        zckpt.open(tmp_path)
+    assert zckpt.open(tmp_path, tag="global_step_2/critic").step == 2
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    with pytest.raises(UnknownFormatError, match=r"names no checkpoint.*global_step_2, global_step_4, found '3'"):
+        zckpt.open(tmp_path)
+
+
+def test_a_missing_rank_and_other_world_sizes_are_found(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    for path in written(LLAMA, world_size=3).glob("*_world_size_3_*"):
+        shutil.copy(path, folder)
+    checkpoint = zckpt.open(folder)
+    assert (checkpoint.world_size, len(checkpoint.leftovers)) == (2, 9)
+    assert not take_inventory(checkpoint).left_out
+    (folder / "fsdp_config.json").unlink()
+    with pytest.raises(ShardError, match="several world sizes: expected those of one save, found 2, 3"):
+        zckpt.open(folder)
+    for path in folder.glob("*_world_size_3_*"):
+        path.unlink()
+    (folder / "optim_world_size_2_rank_0.pt").unlink()
+    with pytest.raises(ShardError, match="the optim file of rank 0 is missing"):
+        zckpt.open(folder)
+    with pytest.raises(SourceError, match="is one rank's file of an FSDP checkpoint: give its directory"):
+        zckpt.open(folder / "model_world_size_2_rank_1.pt")
+    for path in folder.glob("model_*"):
+        path.unlink()
+    (folder / "optim_world_size_2_rank_1.pt").rename(folder / "optim_world_size_2_rank_0.pt")
+    with pytest.raises(UnsupportedError, match="ranks' optimizers without their models"):
+        zckpt.open(folder)
+
+
+def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Path], tmp_path: Path) -> None:
+    source = written(LLAMA, world_size=2)
+
+    def changed(kind: str, change: Callable[[Any], None], name: str) -> Path:
+        folder = copied(source, tmp_path / name)
+        path = folder / f"{kind}_world_size_2_rank_1.pt"
+        tree = torch.load(path, weights_only=False)
+        change(tree)
+        torch.save(tree, path)
+        return folder
+
+    with pytest.raises(LayoutError, match="param group 0 has another lr than rank 0's"):
+        zckpt.open(changed("optim", lambda tree: tree["param_groups"][0].update(lr=9.0), "lr"))
+    with pytest.raises(LayoutError, match="state step of the optimizer's parameter 0 is another"):
+        zckpt.open(changed("optim", lambda tree: tree["state"][0].update(step=torch.tensor(9.0)), "step"))
+    with pytest.raises(LayoutError, match="has other tensors than rank 0's file"):
+        zckpt.open(changed("model", lambda tree: tree.pop("model.norm.weight"), "name"))
+    with pytest.raises(DamagedFileError, match="expected an optimizer's state dict"):
+        zckpt.open(changed("optim", lambda tree: tree.pop("state"), "state"))
+    swapped = copied(source, tmp_path / "swapped")
+    for rank in (0, 1):
+        (swapped / f"model_world_size_2_rank_{rank}.pt").rename(swapped / f"{rank}")
+    for rank in (0, 1):
+        (swapped / f"{rank}").rename(swapped / f"model_world_size_2_rank_{1 - rank}.pt")
+    with pytest.raises(ShardError, match="is another rank's file: expected rank 0, found rank 1"):
+        zckpt.open(swapped)
+
+
+FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
+
+
+def assert_slots_are_those_of(folder: Path, name: str, names: list[str] | None = None) -> None:
+    found, expected = zckpt.open(folder, names=names), zckpt.open(FIXTURES / name)
+    for parameter in expected.parameters.values():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            if slot in parameter.slots:
+                assert torch.equal(found.read(parameter.name, slot), expected.read(parameter.name, slot))
+        assert found.parameters[parameter.name].tied_to == parameter.tied_to
+    assert not found.unnamed
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_units_of_flat_parameters_are_found_without_names_of_modules(
+    world_size: int, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copied(written(LLAMA, world_size=world_size, **FLAT), tmp_path / "run")
+    assert_slots_are_those_of(folder, LLAMA)
+    resaved(folder, "model", dict)
+    assert_slots_are_those_of(folder, LLAMA)
+
+
+def test_names_say_what_is_in_flat_parameters_of_other_units(written: Callable[..., Path], tmp_path: Path) -> None:
+    units = "model.layers.*.mlp,model.layers.1"
+    folder = copied(written(LLAMA, world_size=3, fsdp_version=1, groups="one", units=units), tmp_path / "run")
+    assert_slots_are_those_of(folder, LLAMA)
+    resaved(folder, "model", dict)
+    with pytest.raises(UnsupportedError, match=r"do not say whose state.*give --names FILE"):
+        zckpt.open(folder)
+    every = [one.name for one in zckpt.open(FIXTURES / LLAMA).parameters.values() if one.tied_to is None]
+    inner = [[n for n in every if n.startswith(f"model.layers.{layer}.mlp")] for layer in range(2)]
+    layer = [n for n in every if n.startswith("model.layers.1.") and n not in inner[1]]
+    root = [n for n in every if n not in {*layer, *inner[0], *inner[1]}]
+    assert_slots_are_those_of(folder, LLAMA, names=[*root, *inner[0], *layer, *inner[1]])
+    with pytest.raises(zckpt.UsageError, match="the names do not fit the optimizer's state"):
+        zckpt.open(folder, names=every)
+
+
+def test_what_is_written_is_what_is_read(written: Callable[..., Path], tmp_path: Path) -> None:
+    source = written(LLAMA, world_size=2)
+    zckpt.convert(source, tmp_path / "again", to="fsdp-rank-files", world_size=5, fsdp_size=5)
+    found, expected = zckpt.open(tmp_path / "again"), zckpt.open(source)
+    for name in expected.parameters:
+        assert_same_slots(found, expected, name)
+    assert found.details["device"] == "cpu"
+    zckpt.convert(tmp_path / "again", tmp_path / "back", to="fsdp-rank-files", world_size=2)
+    zckpt.convert(source, tmp_path / "back", to="fsdp-rank-files", world_size=2, overwrite=True)
+    assert zckpt.diff(source, tmp_path / "back").equal
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    for options, said in (
+        ({"fsdp_size": 3, "world_size": 4}, "unusable fsdp-size: expected a divisor of the world size, 4, found 3"),
+        ({"fsdp_version": 1}, "which modules FSDP1 wraps is not known"),
+        ({"fsdp_version": 1, "units": "layers.*"}, "units names no module"),
+        ({"fsdp_version": 1, "units": "model.layers.*", "fsdp_size": 1}, "fsdp-size is for FSDP2"),
+        ({"fsdp_version": 3}, "unusable fsdp-version: expected 1 or 2"),
+    ):
+        with pytest.raises(zckpt.UsageError, match=said):
+            zckpt.convert(FIXTURES / LLAMA, target, to="fsdp-rank-files", **options)
+    with pytest.raises(UnsupportedError, match="several param groups, and FSDP1 has one state"):
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", target, to="fsdp-rank-files", fsdp_version=1, units="big.*")
+    assert not target.exists()
+
+
+def test_one_group_has_every_parameter_in_the_models_order(tmp_path: Path) -> None:
+    done = zckpt.convert(FIXTURES / LLAMA, tmp_path / "one", to="fsdp-rank-files", groups="one")
+    assert any("weight_decay of all parameters is" in note for note in done.notes)
+    (tmp_path / "one" / "zckpt.pt").unlink()
+    found, expected = zckpt.open(tmp_path / "one"), zckpt.open(FIXTURES / LLAMA)
+    (group,) = found.param_groups
+    assert group.parameters == [one.name for one in expected.parameters.values() if one.tied_to is None]
+    assert group.state["step"] == expected.param_groups[0].state["step"]
+    assert_slots_are_those_of(tmp_path / "one", LLAMA)
+    expected.parameters = dict(sorted(expected.parameters.items()))
+    with pytest.raises(UnsupportedError, match="the order of the model's parameters is not known"):
+        zckpt.convert(expected, tmp_path / "two", to="fsdp-rank-files", groups="one")
+
+
+def test_lost_metadata_of_a_state_dict_is_no_loss(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    resaved(folder, "model", OrderedDict)
+    assert_slots_are_those_of(folder, LLAMA)

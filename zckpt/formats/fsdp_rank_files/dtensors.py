@@ -1,0 +1,134 @@
+"""DTensors as torch pickles them, for the ranks of FSDP2 and of FSDP1 with a mesh: what a rank has, and its place.
+
+The form is that of torch 2.13 and newer. torch compares meshes by their ranks, layout, device type and names, so these
+have to be those of the program that loads the files; the rest is made again, or means nothing there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zckpt.engine.boxes import row_major
+from zckpt.formats.fsdp_rank_files.mesh import REPLICATE, SHARD, Mesh, Placement, box_of
+from zckpt.formats.torch_files.writer import SlotContent, ValueTensor, new_storage, view
+from zckpt.state import Extent, Slot
+from zckpt.torchfile import Device, DType, Global, Layout, MetaTensor, Object, Size, Tensor
+
+_TENSOR = "torch.distributed.tensor"
+_SPEC = f"{_TENSOR}._dtensor_spec"
+_PLACEMENTS = f"{_TENSOR}.placement_types"
+_MESH = "torch.distributed._mesh_layout"
+
+DEFAULT_GROUP = "0"
+"""What torch calls the process group of all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """For which ranks files are written.
+
+    Parameters
+    ----------
+    world_size : int
+    fsdp_size : int
+        Ranks that together have everything once; where there are more, the mesh has a dimension of copies first.
+    device : str
+        Type of the devices of the mesh.
+    """
+
+    world_size: int
+    fsdp_size: int
+    device: str
+
+    def mesh(self, rank: int) -> Mesh:
+        """Return the mesh as a rank sees it: that of verl and SkyRL."""
+        if self.fsdp_size == self.world_size:
+            return Mesh((self.world_size,), (rank,), ("fsdp",), self.device)
+        sizes = self.world_size // self.fsdp_size, self.fsdp_size
+        return Mesh(sizes, (rank // self.fsdp_size, rank % self.fsdp_size), ("ddp", "fsdp"), self.device)
+
+
+class RankTensors:
+    """Makes the tensors of one rank's file, which share a mesh.
+
+    Parameters
+    ----------
+    target : Target
+    rank : int
+    """
+
+    def __init__(self, target: Target, rank: int) -> None:
+        self.mesh = target.mesh(rank)
+        copies = len(self.mesh.sizes) - 1
+        self._placements = (*(Placement(REPLICATE) for _ in range(copies)), Placement(SHARD))
+        self._mesh = _mesh_node(self.mesh, target.world_size, rank)
+        self._nodes = tuple(_placement_node(one) for one in self._placements)
+        self._specs: dict[tuple[tuple[int, ...], str], Object] = {}
+
+    def dtensor(self, slot: Slot, dtype: str, label: str) -> MetaTensor:
+        """Return this rank's rows of a slot, as a DTensor."""
+        offsets, sizes = box_of(slot.shape, self._placements, self.mesh, "")
+        row = slot.numel // slot.shape[0] if slot.shape[0] else 0
+        extent = Extent.flat(slot.shape, offsets[0] * row, sizes[0] * row)
+        storage = new_storage(dtype, extent.numel, [SlotContent(0, slot, label, extent)])
+        state = {"_local_tensor": view(storage, sizes), "_spec": self._spec(slot.shape, dtype)}
+        cls = Global(_TENSOR, "DTensor")
+        strides, layout = row_major([max(n, 1) for n in slot.shape]), Layout("torch.strided")
+        return MetaTensor(dtype, slot.shape, strides, False, cls, 0, layout, Device("cpu"), None, (None, state))
+
+    def _spec(self, shape: tuple[int, ...], dtype: str) -> Object:
+        spec = self._specs.get((shape, dtype))
+        if spec is None:
+            strides = row_major([max(n, 1) for n in shape])
+            about = Object(Global(_SPEC, "TensorMeta"), (Size(shape), tuple(strides), DType(dtype)), how="newobj")
+            cuts = len(self.mesh.sizes) - 1
+            order = Object(Global(_SPEC, "ShardOrderEntry"), (0, (cuts,)), how="newobj")
+            state: dict[object, object] = {
+                "mesh": self._mesh,
+                "placements": self._nodes,
+                "tensor_meta": about,
+                "shard_order": (order,),
+                "use_strided_shard_as_shard_order": False,
+                "_hash": None,
+            }
+            spec = self._specs[shape, dtype] = _object(_SPEC, "DTensorSpec", state)
+        return spec
+
+
+def _object(module: str, name: str, state: dict[object, object]) -> Object:
+    return Object(Global(module, name), how="newobj", state=state, has_state=True)
+
+
+def _placement_node(placement: Placement) -> Object:
+    return _object(_PLACEMENTS, placement.kind, {} if placement.kind == REPLICATE else {"dim": placement.dim})
+
+
+def _mesh_node(mesh: Mesh, world_size: int, rank: int) -> Object:
+    strides = row_major(list(mesh.sizes))
+    axes = [
+        _object(_MESH, "_FlatLayout", {"shape": () if size == 1 else (size,), "stride": () if size == 1 else (step,)})
+        for size, step in zip(mesh.sizes, strides, strict=True)
+    ]
+    ranks = range(world_size)
+    numbers = b"".join(one.to_bytes(4, "little") for one in ranks)
+    state: dict[object, object] = {
+        "_device_type": mesh.device,
+        "_layout": _object(_MESH, "_MeshLayout", {"axes": tuple(axes)}),
+        "_rank_map": ValueTensor(numbers, "int32", (world_size,)),
+        "_mesh_dim_names": mesh.names,
+        "_root_mesh": None,
+        "_preserve_rank_order": False,
+        "_flatten_rank_map": tuple(ranks),
+        "_thread_id": None,
+        "_flatten_mapping": {},
+        "_dim_group_names": [DEFAULT_GROUP] if len(mesh.sizes) == 1 else [],
+        "_rank": rank,
+        "_coordinate_on_dim": mesh.coordinate,
+    }
+    return _object("torch.distributed.device_mesh", "DeviceMesh", state)
+
+
+def plain_tensor(slot: Slot, dtype: str, label: str, *, flat: bool = False) -> Tensor:
+    """Return the whole of a slot, as every rank has it of a buffer; `flat`: in one dimension."""
+    storage = new_storage(dtype, slot.numel, [SlotContent(0, slot, label)])
+    return view(storage, (slot.numel,) if flat else slot.shape)

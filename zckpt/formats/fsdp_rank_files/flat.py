@@ -1,0 +1,114 @@
+"""The optimizer's state of FSDP1, to be written: flat parameters of its units, cut into a shard for each rank.
+
+A parameter that no step has reached has no state of its own; as part of a flat parameter its state is zero, as torch
+fills it in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.fsdp_rank_files.dtensors import plain_tensor
+from zckpt.formats.fsdp_rank_files.units import Units
+from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor, new_storage, view
+from zckpt.state import Checkpoint, Extent
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import opened, read_at
+from zckpt.torchfile import Tensor
+
+
+def flat_state(checkpoint: Checkpoint, tree: dict[object, Any], units: Units) -> dict[int, dict[str, object]]:
+    """Return the state of each unit: members of what is cut, in their order, and values that all of them share.
+
+    Raises
+    ------
+    UnsupportedError
+        Members of a unit have other state than each other, or are of several param groups.
+    """
+    if len(checkpoint.param_groups) != 1:
+        raise _refused(checkpoint, "the optimizer has several param groups", f"{len(checkpoint.param_groups)}",
+                       "give --groups one, or --fsdp-version 2")  # fmt: skip
+    numbers = {name: number for number, name in enumerate(checkpoint.param_groups[0].parameters)}
+    found: dict[int, dict[str, object]] = {}
+    for unit, members in enumerate(units):
+        states = {name: tree["state"].get(numbers.get(name, -1)) for name in members}
+        known = [state for state in states.values() if state]
+        if not known:
+            continue
+        if any(state.keys() != known[0].keys() for state in known):
+            raise _refused(checkpoint, f"parameters of the unit of {members[0]} have different state", members[0])
+        found[unit] = {
+            key: _end_to_end(checkpoint, key, states)
+            if isinstance(value, SlotTensor) and value.slot.shape
+            else _shared(checkpoint, key, members[0], [state[key] for state in known])
+            for key, value in known[0].items()
+        }
+    return found
+
+
+def _end_to_end(
+    checkpoint: Checkpoint, key: str, states: Mapping[str, Mapping[str, object] | None]
+) -> list[tuple[int, SlotTensor | None]]:
+    """Return sizes and slots of one state of all parameters of a unit; None: no step has reached it, it is zero."""
+    found: list[tuple[int, SlotTensor | None]] = []
+    dtypes = set()
+    for name, state in states.items():
+        shape = checkpoint.parameters[name].shape
+        value = state[key] if state else None
+        if value is not None and not (isinstance(value, SlotTensor) and value.slot.shape == shape):
+            raise _refused(checkpoint, f"{key} of {name} is not one value for each of its elements", key)
+        found.append((math.prod(shape), value if isinstance(value, SlotTensor) else None))
+        dtypes |= {value.dtype} if isinstance(value, SlotTensor) else set()
+    if len(dtypes) > 1:
+        raise _refused(
+            checkpoint, f"{key} of {next(iter(states))} and others is of several types", listed(sorted(dtypes))
+        )
+    return found
+
+
+def _shared(checkpoint: Checkpoint, key: str, member: str, values: Sequence[object]) -> object:
+    """Return the one value that all members of a unit have."""
+    if len({_content(value) for value in values}) > 1:
+        raise _refused(checkpoint, f"parameters of the unit of {member} have different values of {key}", key)
+    first = values[0]
+    return plain_tensor(first.slot, first.dtype, first.label) if isinstance(first, SlotTensor) else first
+
+
+def _content(value: object) -> object:
+    """Return what equal single values have in common."""
+    if isinstance(value, ValueTensor):
+        return value.dtype, value.data
+    if not isinstance(value, SlotTensor):
+        return repr(value)
+    (span,) = value.slot.spans
+    with opened(span.path) as descriptor:
+        return value.dtype, read_at(descriptor, span.offset, itemsize(span.dtype), path=span.path)
+
+
+def shard(members: Sequence[tuple[int, SlotTensor | None]], rank: int, world_size: int) -> Tensor:
+    """Return the elements that a rank has of state that is end to end; the last ones are followed by zeros."""
+    width = -(-sum(numel for numel, _ in members) // world_size)
+    low, high = width * rank, width * (rank + 1)
+    contents, start = [], 0
+    for numel, one in members:
+        first, last = max(start, low), min(start + numel, high)
+        if one is not None and first < last:
+            extent = Extent.flat(one.slot.shape, first - start, last - first)
+            contents.append(SlotContent(first - low, one.slot, one.label, extent))
+        start += numel
+    dtype = next(one.dtype for _, one in members if one is not None)
+    return view(new_storage(dtype, width, contents), (width,))
+
+
+def _refused(
+    checkpoint: Checkpoint, message: str, found: str, advice: str = "give --fsdp-version 2"
+) -> UnsupportedError:
+    return UnsupportedError(
+        f"{message}, and FSDP1 has one state for all of a unit",
+        path=checkpoint.source,
+        found=found,
+        advice=advice,
+    )

@@ -1,0 +1,268 @@
+"""Lay out the files of FSDP's ranks, as verl's checkpoint manager writes and loads them.
+
+DIR/model_world_size_W_rank_R.pt            DTensors, cut along the first dimension; buffers whole in every file
+DIR/optim_world_size_W_rank_R.pt            FSDP2: the same; FSDP1: flat parameters of its units, cut into equal shards
+DIR/extra_state_world_size_W_rank_R.pt      the scheduler; random states of the ranks that the source had
+DIR/fsdp_config.json, huggingface/          the latter as the source has it
+DIR/zckpt.pt                                what these have no place for: see `own`; no program looks at it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zckpt.engine.targets import Lazily, Literal, TargetFile
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.companions import copy_of, files_below
+from zckpt.formats.consolidated.model import Tensors, model_tensors
+from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.fsdp_rank_files.directory import (
+    CONFIG_NAME,
+    EXTRA,
+    FORMAT,
+    HUGGINGFACE,
+    LORA_NAME,
+    MODEL,
+    OPTIMIZER,
+    OWN_NAME,
+    rank_name,
+)
+from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, plain_tensor
+from zckpt.formats.fsdp_rank_files.extra import extra_state, of_single_ranks
+from zckpt.formats.fsdp_rank_files.flat import flat_state, shard
+from zckpt.formats.fsdp_rank_files.groups import ONE, one_group
+from zckpt.formats.fsdp_rank_files.own import own_tree
+from zckpt.formats.fsdp_rank_files.readings import FLAT
+from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.writer import SlotTensor
+from zckpt.state import MASTER, WEIGHT, Checkpoint
+from zckpt.state.partition import check_world_size
+from zckpt.storage.files import is_file
+from zckpt.torchfile import OrderedMapping
+
+FSDP1, FSDP2 = 1, 2
+
+
+def lay_out(job: Job) -> TargetFiles:
+    """Return the files of all ranks.
+
+    Raises
+    ------
+    UsageError
+        Ranks that cannot be, or FSDP1 without the units that it wraps.
+    UnsupportedError
+        State that these files have no place for.
+    """
+    _refuse(job.checkpoint)
+    target, version = _target(job), _version(job)
+    checkpoint, said = job.checkpoint, _notes(job.checkpoint, target)
+    if job.options.groups == ONE and checkpoint.param_groups:
+        checkpoint, changed = one_group(checkpoint)
+        said += changed
+    tensors = model_tensors(checkpoint, None, tied="duplicate", exclude_frozen=False)
+    slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+    tree = optimizer_tree(checkpoint, slots) if checkpoint.param_groups else None
+    units = _units(job, target) if version == FSDP1 else None
+    writer = _Ranks(checkpoint, target, tensors, tree, units)
+    config = json.dumps({"FSDP_version": version, "world_size": target.world_size}, indent=4).encode()
+    files = [
+        TargetFile(CONFIG_NAME, len(config), [Literal(0, config)]),
+        torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, units)),
+        *_copies(job),
+    ]
+    ranks = Lazily(writer.files, target.world_size * (2 if tree is None else 3))
+    return TargetFiles(
+        Lazily(lambda: iter([*files, *ranks]), len(files) + len(ranks)),
+        notes=said,
+        copied={one.name for one in files if one.name.startswith(f"{HUGGINGFACE}/")},
+    )
+
+
+def _refuse(checkpoint: Checkpoint) -> None:
+    listed_names = [name for group in checkpoint.param_groups for name in group.parameters]
+    unknown = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed_names if n not in checkpoint.parameters)]))
+    if unknown:
+        raise UnsupportedError(
+            "ranks number the optimizer's parameters as the model has them, and the names of some are not known",
+            path=checkpoint.source,
+            found=listed(unknown),
+            advice="give --names FILE",
+        )
+    if checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several optimizers, and these files have one",
+            path=checkpoint.source,
+            found=listed(checkpoint.optimizers()),
+            advice="convert to zckpt or dcp",
+        )
+
+
+def _target(job: Job) -> Target:
+    """Return for which ranks files are written: by default those of the source."""
+    world_size = job.options.world_size or job.checkpoint.world_size
+    check_world_size(world_size)
+    fsdp_size = job.options.fsdp_size or world_size
+    if fsdp_size < 1 or world_size % fsdp_size:
+        raise UsageError("unusable fsdp-size", expected=f"a divisor of the world size, {world_size}", found=fsdp_size)
+    device = job.options.device or job.checkpoint.details.get("device") or "cuda"
+    return Target(world_size, fsdp_size, str(device))
+
+
+def _version(job: Job) -> int:
+    """Return the version of FSDP: by default the source's, or else 2."""
+    config = job.checkpoint.details.get("fsdp_config")
+    own = config.get("FSDP_version") if isinstance(config, dict) and job.checkpoint.format == FORMAT else None
+    version: int = job.options.fsdp_version or (own if own in (FSDP1, FSDP2) else FSDP2)
+    state = job.checkpoint.details.get("optimizer_state")
+    if version == FSDP1 and own == FSDP1 and job.checkpoint.param_groups and state != FLAT and not job.options.units:
+        raise UnsupportedError(
+            "the optimizer of FSDP1 with use_orig_params=True is not written",
+            path=job.checkpoint.source,
+            expected="flat parameters, or FSDP2",
+            advice="give --fsdp-version 2, or the units with --units",
+        )
+    return version
+
+
+def _units(job: Job, target: Target) -> list[str]:
+    """Return the names of the modules that FSDP1 wraps, in their order.
+
+    Raises
+    ------
+    UsageError
+        The units are not known.
+    """
+    checkpoint = job.checkpoint
+    if target.fsdp_size != target.world_size:
+        raise UsageError("fsdp-size is for FSDP2", expected="--fsdp-version 2")
+    owners = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
+    known = checkpoint.details.get("fsdp_units")
+    if job.options.units is not None:
+        return matching(job.options.units.split(","), owners)
+    if checkpoint.format != FORMAT or not isinstance(known, list):
+        raise UsageError(
+            "which modules FSDP1 wraps is not known",
+            path=checkpoint.source,
+            expected="--units PATTERN,... such as 'model.layers.*', or --fsdp-version 2",
+        )
+    return [str(unit) for unit in known]
+
+
+class _Ranks:
+    """Lays out the files of one rank after the other."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, target: Target, tensors: Tensors, tree: dict[object, Any] | None,
+        units: list[str] | None,
+    ) -> None:  # fmt: skip
+        self.checkpoint = checkpoint
+        self.target = target
+        self.tensors = tensors
+        self.tree = tree
+        self.units = units
+        self.whole = units is not None and target.world_size == 1  # FSDP1 of one rank cuts nothing
+        owners = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
+        self.members = members_of(units, owners) if units is not None else []
+        self.flat = flat_state(checkpoint, tree, self.members) if tree is not None and units is not None else None
+
+    def files(self) -> Iterator[TargetFile]:
+        """Yield the files of all ranks."""
+        size = self.target.world_size
+        for rank in range(size):
+            tensors = RankTensors(self.target, rank)
+            yield torch_writer.lay_out(rank_name(MODEL, size, rank), self._model(tensors))
+            if self.tree is not None:
+                state = self._optimizer(tensors) if self.flat is None else self._flat(self.flat, rank)
+                tree = {"state": state, "param_groups": self._groups()}
+                yield torch_writer.lay_out(rank_name(OPTIMIZER, size, rank), tree)
+            yield torch_writer.lay_out(rank_name(EXTRA, size, rank), extra_state(self.checkpoint, rank, size))
+
+    def _model(self, tensors: RankTensors) -> OrderedMapping:
+        root = OrderedMapping()
+        known: dict[int, object] = {}
+        for name, (slot, dtype) in self.tensors.items():
+            if id(slot) not in known:
+                cut = bool(slot.shape) and name in self.checkpoint.parameters and not self.whole
+                known[id(slot)] = (tensors.dtensor if cut else plain_tensor)(slot, dtype, name)
+            root[name] = known[id(slot)]
+        if self.units is not None:
+            root.state = {"_metadata": {module: {"version": 1} for module in _modules(self.units)}}
+        return root
+
+    def _groups(self) -> list[dict[str, object]]:
+        """Return the param groups without names, which these programs' optimizers have not."""
+        groups = [{k: v for k, v in one.items() if k != "param_names"} for one in (self.tree or {})["param_groups"]]
+        if self.units is not None:
+            groups[0]["params"] = list(range(len(self.members)))
+        return groups
+
+    def _optimizer(self, tensors: RankTensors) -> dict[object, object]:
+        names = [name for group in self.checkpoint.param_groups for name in group.parameters]
+        found: dict[object, object] = {}
+        for number, values in (self.tree or {})["state"].items():
+            shape = self.checkpoint.parameters[names[number]].shape
+            found[number] = {
+                key: self._state(tensors, value, shape) if isinstance(value, SlotTensor) else value
+                for key, value in values.items()
+            }
+        return found
+
+    def _state(self, tensors: RankTensors, value: SlotTensor, shape: tuple[int, ...]) -> object:
+        slot = value.slot
+        if not slot.shape:
+            return plain_tensor(slot, value.dtype, value.label)
+        if slot.shape != shape:
+            raise UnsupportedError(
+                f"{value.label} has another shape than its parameter, and no rank of FSDP has such state",
+                path=self.checkpoint.source,
+                expected=shape,
+                found=slot.shape,
+                advice="convert to zckpt or consolidated",
+            )
+        return tensors.dtensor(slot, value.dtype, value.label)
+
+    def _flat(self, state: Mapping[int, dict[str, object]], rank: int) -> dict[object, object]:
+        """Return the shards of flat parameters that a rank has."""
+        found: dict[object, object] = {}
+        for number, values in state.items():
+            found[number] = {
+                key: shard(value, rank, self.target.world_size) if isinstance(value, list) else value
+                for key, value in values.items()
+            }
+        return found
+
+
+def _modules(units: Sequence[str]) -> Iterator[str]:
+    """Yield the names that FSDP1 gives to what it has wrapped, as `state_dict` sets them on its result."""
+    known = set(units)
+    for unit in units:
+        path, bare = [WRAPPED] if "" in known else [], ""
+        for part in unit.split(".") if unit else ():
+            bare = f"{bare}.{part}" if bare else part
+            path += [part, WRAPPED] if bare in known else [part]
+        yield ".".join(path)
+
+
+def _copies(job: Job) -> list[TargetFile]:
+    """Return copies of what programs keep beside the files of ranks."""
+    if job.checkpoint.format != FORMAT:
+        return []
+    source = Path(job.checkpoint.source)
+    found = [(LORA_NAME, source / LORA_NAME)] if is_file(source / LORA_NAME) else []
+    if (source / HUGGINGFACE).is_dir():
+        found += [(f"{HUGGINGFACE}/{name}", path) for name, path in files_below(source / HUGGINGFACE)]
+    return [copy_of(path, name) for name, path in found]
+
+
+def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:
+    """Say what a program has to know that loads the files."""
+    notes = [f"for meshes of {target.device} devices, in the form of torch 2.13 and newer"]
+    own = of_single_ranks(checkpoint)
+    if own and target.world_size > checkpoint.world_size:
+        notes.append(f"{listed(own)}: ranks from {checkpoint.world_size} on have none, as the source has no such rank")
+    return notes
