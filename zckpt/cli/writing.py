@@ -12,6 +12,7 @@ from zckpt.cli.options import (
     ConvertCommand,
     ReshardCommand,
     comma_separated,
+    naming_options,
     proof_options,
     show,
     source_argument,
@@ -49,6 +50,7 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+@naming_options
 @write_options
 @source_options
 def consolidate_command(
@@ -62,6 +64,7 @@ def consolidate_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
     """Turn a sharded checkpoint into one model.
@@ -81,6 +84,7 @@ def consolidate_command(
         exclude_frozen=exclude_frozen,
         max_shard_size=max_shard_size,
         reporter=reporter("consolidate", quiet=quiet),
+        **naming,
         **writing,
         **where,
     )
@@ -133,6 +137,7 @@ def reshard_command(
 @source_argument
 @target_argument
 @proof_options
+@naming_options
 @write_options
 @source_options
 def convert_command(
@@ -144,6 +149,7 @@ def convert_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: object,
 ) -> None:
@@ -157,6 +163,7 @@ def convert_command(
         verify=verify,
         fingerprint=fingerprint,
         reporter=reporter("convert", quiet=quiet),
+        **naming,
         **writing,
         **where,
         **ConvertCommand.typed(options),

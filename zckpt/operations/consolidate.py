@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
@@ -21,6 +21,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
@@ -92,6 +93,11 @@ def consolidate(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -129,6 +135,15 @@ def consolidate(
         with shell wildcards. Without, such a source is refused.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
+    rename : sequence of (str, str)
+        Regular expressions and what each becomes wherever it is found in a name.
+    strip_prefix, add_prefix : str, optional
+        Taken off the names that have it, before all else; put before all names, after all else.
+    map : str, path-like or mapping, optional
+        Another way to name and arrange the same weights: a map that comes with zckpt, by its name, or one of your own,
+        see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
+    map_config : path-like or mapping, optional
+        The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
 
     Returns
     -------
@@ -148,12 +163,15 @@ def consolidate(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter,
     )  # fmt: skip
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    dropped = check_nothing_lost(checkpoint, drop)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    dropped = check_nothing_lost(found, drop)
+    checkpoint, notes = naming.of(found)
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
+    laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
-    done = write_from(checkpoint, laid, path, how, owned=None if laid.is_file else OWNED, dropped=dropped)
+    done = write_from(found, laid, path, how, owned=None if laid.is_file else OWNED, dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
