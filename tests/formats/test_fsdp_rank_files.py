@@ -379,3 +379,10 @@ def test_lost_metadata_of_a_state_dict_is_no_loss(written: Callable[..., Path], 
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     resaved(folder, "model", OrderedDict)
     assert_slots_are_those_of(folder, LLAMA)
+
+
+def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
+    zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
+    assert zckpt.diff(source, tmp_path / "ranks").equal
+    assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None
