@@ -106,33 +106,26 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
 
 
 def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
-    """Cut bytes [start, end) of the target, which the copies fill together, into windows of whole rows.
+    """Cut bytes [start, end) of the target, which the copies fill together, into windows.
 
-    Rows lie on a grid that begins at `origin`, where the first element of the hole's box is or would be. A row that
-    is larger than `most` is cut in the same way, along the next dimension.
+    They are whole rows, on a grid that begins at `origin`, where the first element of the hole's box is or would be, as
+    long as a row is not larger than `most`.
     """
     step = max(copy.strides[0] for copy in copies)
+    if step > most:
+        step, origin = itemsize(copies[0].target_dtype), start
     size = max(most // step, 1) * step
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
-        within = tuple(one for copy in copies if (one := _window(copy, origin, window, window + size)) is not None)
-        if len(within) == 1 and _is_dense(within[0]):
-            yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
-        elif high - low > most:
-            yield from _interleaved([_without_row(one, step) for one in within], window, low, high, most)
+        within = tuple(one for copy in copies for one in _window(copy, low, high))
+        if all(_is_dense(one) for one in within) and len(within) * LARGE_NBYTES <= max(high - low, LARGE_NBYTES):
+            yield from (Piece(one.offset, one.nbytes, (one,)) for whole in within for one in _cut(whole, most))
         else:
             yield Piece(low, high - low, within)
 
 
-def _without_row(copy: Copy, step: int) -> Copy:
-    """Return a copy that lies within one row of `step` bytes, without the dimension that counts rows."""
-    if copy.strides[0] != step:
-        return copy
-    if len(copy.shape) > 1:
-        return _rows(copy, 0, 1, drop=True)
-    size = itemsize(copy.source_dtype)
-    sources = tuple(Strided(s.path, s.offset, (size,)) for s in copy.sources)
-    return replace(copy, sources=sources, strides=(itemsize(copy.target_dtype),))
+LARGE_NBYTES = 1 << 16
+"""What lies end to end in the target is written by itself from this size on."""
 
 
 def _is_dense(copy: Copy) -> bool:
@@ -161,16 +154,22 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
-def _window(copy: Copy, origin: int, low: int, high: int) -> Copy | None:
-    """Return the rows of a copy that lie in bytes [low, high) of the target, or None.
-
-    Rows of all copies lie on one grid that begins at `origin`, and windows are whole numbers of them.
-    """
+def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
+    """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
-    base = copy.offset - (copy.offset - origin) % step
-    first = max(-(-(low - base) // step), 0)
-    last = min(-(-(high - base) // step), copy.shape[0])
-    return _rows(copy, first, last - first) if first < last else None
+    inner = itemsize(copy.target_dtype) + sum(
+        (n - 1) * s for n, s in zip(copy.shape[1:], copy.strides[1:], strict=True)
+    )
+    first = max((low - inner - copy.offset) // step + 1, 0)
+    last = min(-(-(high - copy.offset) // step), copy.shape[0])
+    whole = max(-(-(low - copy.offset) // step), first)
+    end = max(min((high - inner - copy.offset) // step + 1, last), whole)
+    for index in range(first, min(whole, last)):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
+    if whole < end:
+        yield _rows(copy, whole, end - whole)
+    for index in range(max(end, first), last):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
