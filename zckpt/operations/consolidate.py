@@ -10,6 +10,7 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
+from zckpt.formats.assets import ADAPTER_CONFIG, copies_of, find_assets
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -25,7 +26,10 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
+from zckpt.state.names import PEFT
 from zckpt.storage.ownership import Owned, check_replaceable
+
+ADAPTER_NAME = "adapter_model.safetensors"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
@@ -58,6 +62,7 @@ def consolidate(
     tied: str = "duplicate",
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
@@ -77,7 +82,9 @@ def consolidate(
     source : path-like or Checkpoint
     target : path-like
         `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, but for those that
-        end as other programs' files do: a directory in Hugging Face's layout, with an index.
+        end as other programs' files do: a directory in Hugging Face's layout, `model.safetensors` or shards with an
+        index, and next to them the configuration and tokenizer that the source has. Of an adapter of PEFT, with its
+        `adapter_config.json`, a directory that PEFT loads.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
         Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
         written as float32 and parameters without a master in their own type. "keep": the model's own type.
@@ -90,6 +97,9 @@ def consolidate(
     exclude_frozen : bool
     max_shard_size : int, bytes
         Of each file of a directory.
+    config : path-like, optional
+        The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
+        `huggingface/` in it.
     weight_check : bool
         Hold a sample of every master against its weight before anything is written.
     checksums : bool
@@ -133,11 +143,14 @@ def consolidate(
     path = Path(target)
     kind_of_model(path)
     tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
-    files = _model_files(path, tensors, max_shard_size)
+    assets = _assets(checkpoint, path, config)
+    files = _model_files(path, tensors, max_shard_size, is_adapter=ADAPTER_CONFIG in assets and _is_adapter(tensors))
     optimizer = _optimizer_file(checkpoint, path, slots, dtype)
-    laid = TargetFiles([*files, *([optimizer] if optimizer else [])], is_file=kind_of_model(path) != DIRECTORY)
-    _check_apart(checkpoint, path, laid, overwrite=overwrite)
-    done = write_from(checkpoint, laid, path, how, owned=None if laid.is_file else OWNED, dropped=dropped)
+    files += [*([optimizer] if optimizer else []), *copies_of(assets)]
+    laid = TargetFiles(files, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets))
+    owned = None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in assets)
+    _check_apart(checkpoint, path, laid, owned, overwrite=overwrite)
+    done = write_from(checkpoint, laid, path, how, owned=owned, dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=len(tensors))
 
 
@@ -153,7 +166,21 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
     return tensors
 
 
-def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
+def _assets(checkpoint: Checkpoint, path: Path, config: str | os.PathLike[str] | None) -> dict[str, Path]:
+    """Return the files that go into a directory with the model."""
+    if kind_of_model(path) == DIRECTORY:
+        return find_assets(checkpoint, None if config is None else Path(config))
+    if config is not None:
+        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+    return {}
+
+
+def _is_adapter(tensors: Tensors) -> bool:
+    """Tell whether a model is all of what PEFT has added to one."""
+    return all(name.startswith(PEFT) for name in tensors)
+
+
+def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapter: bool) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
         from zckpt.formats.torch_files import writer as torch_writer
@@ -162,7 +189,9 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[Targ
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
-    return safetensors_file.lay_out_directory(entries, max_shard_size)
+    if is_adapter:
+        return [safetensors_file.lay_out(ADAPTER_NAME, entries, safetensors_file.FOR_TORCH)]
+    return safetensors_file.lay_out_directory(entries, max_shard_size, metadata=safetensors_file.FOR_TORCH)
 
 
 def _optimizer_file(
@@ -194,9 +223,11 @@ def _optimizer_file(
     return lay_out(checkpoint, name, chosen)
 
 
-def _check_apart(checkpoint: Checkpoint, path: Path, laid: TargetFiles, *, overwrite: bool) -> None:
+def _check_apart(
+    checkpoint: Checkpoint, path: Path, laid: TargetFiles, owned: Owned | None, *, overwrite: bool
+) -> None:
     """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
-    if laid.is_file:
+    if owned is None:
         paths = [path.parent / one.name for one in laid.files]
         check_sources(checkpoint, paths)
         if overwrite:
@@ -204,4 +235,4 @@ def _check_apart(checkpoint: Checkpoint, path: Path, laid: TargetFiles, *, overw
     else:
         check_sources(checkpoint, [path])
         if overwrite:
-            check_replaceable(path, OWNED)
+            check_replaceable(path, owned)

@@ -134,6 +134,7 @@ def attach(
     *,
     names: Sequence[str] | None = None,
     sample: Sample | None = None,
+    known: Mapping[int, str] | None = None,
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -150,6 +151,8 @@ def attach(
         Names by number, from the user.
     sample : callable, optional
         Tells by values whether a master belongs to a weight.
+    known : mapping of int to str, optional
+        The names that are certain, by number, if they have been found already.
 
     Raises
     ------
@@ -157,13 +160,14 @@ def attach(
         `names` do not fit the file.
     """
     unnamed = []
-    labels = {} if checkpoint.parameters else _labels(optimizer, names)
-    found = {} if labels else _names(checkpoint, optimizer, names, sample, path)
+    labels = {} if checkpoint.parameters or known is not None else _labels(optimizer, names)
+    if known is None:
+        known = {} if labels else _names(checkpoint, optimizer, names, sample, path)
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
         for number in numbers:
             slots, state = _slots(optimizer, number, path)
-            name = found.get(number)
+            name = known.get(number)
             if name is None:
                 name = labels.get(number, str(number))
                 shape = _shape(optimizer, number) or ()
@@ -176,8 +180,8 @@ def attach(
                 owner.group, owner.state = index, state
             members.append(name)
         of = group.get(OPTIMIZER) if isinstance(group.get(OPTIMIZER), str) else None
-        known = ("params", "param_names") if of is None else ("params", "param_names", OPTIMIZER)
-        hyperparameters = {key: value for key, value in group.items() if key not in known}
+        not_values = ("params", "param_names") if of is None else ("params", "param_names", OPTIMIZER)
+        hyperparameters = {key: value for key, value in group.items() if key not in not_values}
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
     if unnamed:
@@ -323,7 +327,9 @@ def _fits(
     return fits
 
 
-def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def deduce_names(
+    groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits, *, sorted_too: bool = True
+) -> dict[int, str]:
     """Return the names that are certain, by the optimizer's number.
 
     Parameters
@@ -333,6 +339,8 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
     names : sequence of str
         The model's tensors that an optimizer could own, in the model's order.
     fits : callable
+    sorted_too : bool
+        Whether groups may also list their parameters sorted by name.
     """
     certain: dict[int, str] = {}
     while True:
@@ -341,7 +349,7 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
         for group in groups:
             own = {certain[number] for number in group if number in certain}
             free = [name for name in names if name not in taken or name in own]
-            found.update(_deduce_group(group, free, fits))
+            found.update(_deduce_group(group, [free, sorted(free)] if sorted_too else [free], fits))
         if len(set(found.values())) < len(found):
             return _without_conflicts(found)
         if found == certain:
@@ -355,9 +363,9 @@ def _without_conflicts(found: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in found.items() if counts[name] == 1}
 
 
-def _deduce_group(group: Sequence[int], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def _deduce_group(group: Sequence[int], orders: Sequence[Sequence[str]], fits: Fits) -> dict[int, str]:
     readings = []
-    for order in (list(names), sorted(names)):
+    for order in orders:
         earliest = _leftmost(group, order, fits)
         if earliest is None:
             continue

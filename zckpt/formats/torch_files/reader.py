@@ -70,7 +70,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             expected="a dict of tensors, or one that has one",
             found=f"keys {', '.join(map(str, list(root)[:8]))}",
         )
-    _add_tensors(checkpoint, model or {}, str(path))
+    add_tensors(checkpoint, model or {}, str(path))
     optimizer = root if looks_like_optimizer(root) else root.get(optimizer_key)
     if optimizer is not None:
         attach(checkpoint, parse(optimizer, str(path)), str(path), names=names)
@@ -92,7 +92,7 @@ def _rules(root: object, optimizer_key: object) -> tuple[Rule, ...]:
     return (*optimizer_rules(key), *optimizer_rules(key, "0"), *remainder_rules(KEY))
 
 
-def _is_state_dict(node: object) -> bool:
+def is_state_dict(node: object) -> bool:
     """Tell a dict of tensors; what a module keeps as its extra state may be anything."""
     if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
         return False
@@ -116,9 +116,9 @@ def _others(
 
 def _model(root: Mapping[object, object], checkpoint: Checkpoint) -> tuple[object, Mapping[object, object] | None]:
     """Return the model's state dict and the key it is under; `extra state` that is no tensor is let pass."""
-    if _is_state_dict(root):
+    if is_state_dict(root):
         return None, root
-    found = {key: value for key, value in root.items() if _is_state_dict(value)}
+    found = {key: value for key, value in root.items() if is_state_dict(value)}
     if not found:
         tensors = {key: value for key, value in root.items() if isinstance(value, Tensor)}
         mostly = len(tensors) * 2 > len(root) and not looks_like_optimizer(root)
@@ -148,7 +148,7 @@ def _optimizer_key(root: Mapping[object, object]) -> object:
     return usual[0] if usual else (found[0] if found else None)
 
 
-def _add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
+def add_tensors(checkpoint: Checkpoint, model: Mapping[object, object], path: str) -> None:
     """Turn the entries of a state dict into parameters and buffers; two names of the same bytes are tied.
 
     A file does not say which entries are buffers. Integers and bools cannot be trained, so they are, and so are the
