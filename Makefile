@@ -31,6 +31,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/zero_redundancy.py
 	$(BIN)/python bench/zero_optimizer.py
 	$(BIN)/python bench/training.py
+	$(BIN)/python bench/rank_files.py
 	$(BIN)/python bench/plan_scale.py
 
 fixtures: $(VENV)/.development

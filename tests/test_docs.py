@@ -100,7 +100,7 @@ def test_commands_in_the_docs_have_options_that_are_there(page: Path) -> None:
 
 
 def test_every_verb_is_in_the_readme_and_has_the_options_that_are_said_to_be_common() -> None:
-    verbs = {re.match(r"zckpt (\w+)", line)[1] for block in blocks(README, "sh") for line in block.splitlines()
+    verbs = {re.match(r"zckpt ([\w-]+)", line)[1] for block in blocks(README, "sh") for line in block.splitlines()
              if line.startswith("zckpt ")}  # type: ignore[index]  # fmt: skip
     assert verbs == set(cli.commands)
     said = paragraph("Every verb: `--json`")

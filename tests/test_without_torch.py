@@ -31,6 +31,7 @@ PROVED = ("--verify", "--fingerprint")
 TARGETS = {
     "consolidate": ("model.safetensors", "--slots", "all"),
     "consolidate torch": ("model.pt", "--slots", "all"),
+    "average": ("model.safetensors", SOURCE, "--slots", "all", "--verify"),
     "reshard": ("run3", "--world-size", "3", *PROVED),
     "strip": ("small", "--padding", "--optimizer"),
     "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
@@ -121,7 +122,8 @@ def test_verbs_that_write_write_the_same_without_torch(verb: str, python: Path, 
     for name in ("with", "without"):
         directory = tmp_path / name
         directory.mkdir()
-        arguments = (verb.split(maxsplit=1)[0], SOURCE, directory / target, *options)
+        written_to = (["--target"] if verb == "average" else []) + [directory / target]
+        arguments = (verb.split(maxsplit=1)[0], SOURCE, *written_to, *options)
         done = console.run(*arguments) if name == "with" else run(python, "-m", "zckpt", *arguments)
         assert done.returncode == 0, done.stderr
         files = [path for path in directory.rglob("*") if path.is_file()]

@@ -10,6 +10,7 @@
     zckpt.reshard("run", "run6", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
+    zckpt.average(["run/global_step400", "run/global_step500"], "mean.safetensors")
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
     zckpt.map("dcp").rows                                  # what lies where: what pages and pictures are drawn from
@@ -50,6 +51,7 @@ from zckpt.version import __version__
 if TYPE_CHECKING:
     from zckpt import dcp, hf, optim
     from zckpt.compare.digests import Fingerprint
+    from zckpt.operations.average import Averaged, average
     from zckpt.operations.consolidate import Consolidated, consolidate
     from zckpt.operations.convert import convert
     from zckpt.operations.diff import Compared, diff
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "zckpt.operations.open": ("OpenedCheckpoint", "open"),
+    "zckpt.operations.average": ("Averaged", "average"),
     "zckpt.operations.consolidate": ("Consolidated", "consolidate"),
     "zckpt.operations.convert": ("convert",),
     "zckpt.operations.diff": ("Compared", "diff"),
@@ -91,6 +94,7 @@ _MODULES = ("dcp", "hf", "optim")
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Averaged",
     "Checkpoint",
     "Checkpointer",
     "Compared",
@@ -128,6 +132,7 @@ __all__ = [
     "Written",
     "ZckptError",
     "__version__",
+    "average",
     "consolidate",
     "convert",
     "dcp",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -238,6 +239,42 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         (swapped / f"{rank}").rename(swapped / f"model_world_size_2_rank_{1 - rank}.pt")
     with pytest.raises(ShardError, match="is another rank's file: expected rank 0, found rank 1"):
         zckpt.open(swapped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_that_verl_saves_once_more_is_a_copy(
+    dtype: torch.dtype, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    checkpoint = zckpt.open(folder)
+    whole = {name: checkpoint.read(name, "weight").to(dtype) for name in checkpoint.parameters}
+    (folder / "huggingface").mkdir()
+    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
+    assert not take_inventory(zckpt.open(folder)).left_out
+    assert zckpt.verify(folder, deep=True).sound
+    whole["model.norm.weight"] += 1
+    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
+    assert zckpt.verify(folder, deep=True).sound == (dtype is torch.bfloat16)
+    save_file({"other": whole["model.norm.weight"]}, folder / "huggingface" / "model.safetensors")
+    assert zckpt.open(folder).duplicates == checkpoint.duplicates
+
+
+def test_what_is_not_certain_keeps_its_number(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+
+    def only_three(tree: Any) -> Any:
+        group = {**tree["param_groups"][0], "params": [0, 1, 2]}
+        return {"state": {number: tree["state"][number] for number in range(3)}, "param_groups": [group]}
+
+    resaved(folder, "optim", only_three)
+    checkpoint = zckpt.open(folder)
+    assert checkpoint.unnamed
+    assert any("give --names FILE" in warning for warning in checkpoint.warnings)
+    zckpt.consolidate(folder, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="the names of some are not known"):
+        zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
+    names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
+    assert zckpt.open(folder, names=names).param_groups[0].parameters == names
 
 
 FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}

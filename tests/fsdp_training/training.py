@@ -72,6 +72,7 @@ def placed(model: nn.Module, wrap: str, world_size: int) -> nn.Module:
     strategy = ShardingStrategy.FULL_SHARD
     strategy = ShardingStrategy.HYBRID_SHARD if "hsdp" in words else strategy
     strategy = ShardingStrategy.NO_SHARD if "whole" in words else strategy
+    strategy = ShardingStrategy.SHARD_GRAD_OP if "grad" in words else strategy
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=units,

@@ -27,6 +27,11 @@ READING: dict[str, Verb] = {
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {
+    "average": lambda source, target, **where: zckpt.average(
+        [source] * 2 if isinstance(source, zckpt.Checkpoint) else [source, zckpt.open(SOURCE)],
+        target / "m.safetensors",
+        **where,
+    ),
     "consolidate": lambda source, target, **where: zckpt.consolidate(source, target / "m.safetensors", **where),
     "convert": lambda source, target, **where: zckpt.convert(source, target / "dcp", to="dcp", **where),
     "convert to deepspeed": lambda source, target, **where: zckpt.convert(
@@ -79,7 +84,20 @@ def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: d
 
 
 @pytest.mark.parametrize(
-    "name", ["open", "inspect", "map", "consolidate", "convert", "reshard", "strip", "diff", "verify", "fingerprint"]
+    "name",
+    [
+        "open",
+        "inspect",
+        "map",
+        "average",
+        "consolidate",
+        "convert",
+        "reshard",
+        "strip",
+        "diff",
+        "verify",
+        "fingerprint",
+    ],
 )
 def test_every_verb_has_the_same_words_for_where(name: str) -> None:
     assert {"roots", "tag", "names", "tp_rules"} <= inspect.signature(getattr(zckpt, name)).parameters.keys()

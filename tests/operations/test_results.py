@@ -23,6 +23,10 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "verify": (lambda _: zckpt.verify(str(SOURCE), deep=True), [SOURCE, "--deep"]),
     "fingerprint": (lambda _: zckpt.fingerprint(SOURCE), [SOURCE]),
     "consolidate": (lambda at: zckpt.consolidate(SOURCE, at / "m.pt", slots="all"), [SOURCE, "m.pt", *SLOTS]),
+    "average": (
+        lambda at: zckpt.average([SOURCE, OTHER], at / "m.pt", weights=[1, 3]),
+        [SOURCE, OTHER, "--target", "m.pt", "--weights", "1,3"],
+    ),
     "convert": (lambda at: zckpt.convert(SOURCE, at / "dcp", to="dcp"), [SOURCE, "dcp", "--to", "dcp"]),
     "reshard": (lambda at: zckpt.reshard(SOURCE, at / "r", world_size=3), [SOURCE, "r", "--world-size", 3]),
     "strip": (lambda at: zckpt.strip(SOURCE, at / "s", padding=True), [SOURCE, "s", "--padding"]),

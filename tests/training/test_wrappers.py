@@ -197,13 +197,15 @@ def flat_sharded(rank: int, world_size: int, folder: Path) -> None:
         bare = Net()
         zckpt.load(folder / name, model=bare)
         assert all(map(torch.equal, bare.parameters(), expected.parameters()))
-    with pytest.raises(UnsupportedError, match="use fully_shard"):
-        zckpt.load(folder / "whole.pt", model=model)
-    with pytest.raises(UnsupportedError, match="use fully_shard"):
-        zckpt.save(folder / "ours", model=model)
+    torch.manual_seed(3)
+    other = FullyShardedDataParallel(Net(), device_id=torch.device("cpu"), use_orig_params=True)
+    zckpt.load(folder / "inside.pt", model=other)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    with pytest.raises(UnsupportedError, match=r"use zckpt.save and zckpt.load"):
+        zckpt.optim.files.load(torch.optim.SGD(model.parameters()), folder / "whole.pt", model=model)
 
 
-def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself_refused(
+def test_what_fully_sharded_data_parallel_saved_is_loaded_into_the_bare_model_and_itself(
     tmp_path: Path,
 ) -> None:
     run(flat_sharded, 2, tmp_path)

@@ -15,6 +15,7 @@ import traceback
 import click
 
 from zckpt import __version__
+from zckpt.cli.computing import average_command
 from zckpt.cli.reading import (
     diff_command,
     fingerprint_command,
@@ -43,8 +44,8 @@ def cli(debug: bool) -> None:
     """
 
 
-for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, diff_command,
-                fingerprint_command, verify_command, map_command, formats_command):  # fmt: skip
+for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
+                diff_command, fingerprint_command, verify_command, map_command, formats_command):  # fmt: skip
     cli.add_command(command)
 
 

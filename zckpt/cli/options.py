@@ -116,6 +116,44 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
     return _add(cast("Command", with_where), flags)
 
 
+def naming_options(command: Command) -> Command:
+    """Add the options that give tensors other names; the command gets them as `naming`, for any verb's function."""
+
+    @wraps(command)
+    def with_naming(*arguments: object, rename: tuple[str, ...], **given: Any) -> object:  # noqa: ANN401
+        from zckpt.naming.renames import parsed
+
+        keys = ("strip_prefix", "add_prefix", "map", "map_config")
+        naming = {"rename": parsed(rename), **{key: given.pop(key) for key in keys}}
+        return command(*arguments, naming=naming, **given)
+
+    return _add(
+        cast("Command", with_naming),
+        (
+            click.option("--strip-prefix", metavar="P", help="Take P off the names that have it, before all else."),
+            click.option(
+                "--rename",
+                multiple=True,
+                metavar="OLD=NEW",
+                help="Regular expression, and what it becomes wherever it is in a name (\\1: a group).",
+            ),
+            click.option(
+                "--map",
+                metavar="NAME|FILE",
+                help="Name and arrange the weights as another program does; NAME is of a map that zckpt has, as "
+                "`zckpt formats` lists them.",
+            ),
+            click.option(
+                "--map-config",
+                type=click.Path(path_type=Path, dir_okay=False),
+                metavar="FILE",
+                help="The model's config.json or params.json, for the map. Default: the one with SOURCE.",
+            ),
+            click.option("--add-prefix", metavar="P", help="Put P before all names, after all else."),
+        ),
+    )
+
+
 def write_options(command: Command) -> Command:
     """Add the options of every verb that writes a target; the command gets them as `writing`, but for how to print."""
 

@@ -13,6 +13,7 @@ from zckpt.cli.options import (
     comma_separated,
     json_option,
     memory_option,
+    naming_options,
     source_argument,
     source_options,
 )
@@ -98,7 +99,6 @@ def inspect_command(
     "--slots", multiple=True, metavar="SLOT,...", help="Compare these slots only: weight, master, exp_avg, ..."
 )
 @click.option("--parameters", multiple=True, metavar="GLOB", help="Compare these parameters only; may be repeated.")
-@click.option("--rename", multiple=True, metavar="OLD=NEW", help="Regular expression for names of A; may be repeated.")
 @click.option("--ignore", type=click.Choice(["metadata"]), help="Compare tensors only.")
 @click.option(
     "--series", is_flag=True, help="Several checkpoints of one run: how each slot moved from one to the next."
@@ -107,6 +107,7 @@ def inspect_command(
 @page_options
 @memory_option("Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@naming_options
 @source_options
 @partial(source_options, suffix="b")
 def diff_command(
@@ -115,7 +116,6 @@ def diff_command(
     atol: float,
     slots: tuple[str, ...],
     parameters: tuple[str, ...],
-    rename: tuple[str, ...],
     ignore: str | None,
     series: bool,
     as_json: bool,
@@ -123,12 +123,13 @@ def diff_command(
     overwrite: bool,
     memory: int,
     quiet: bool,
+    naming: dict[str, Any],
     where: dict[str, Any],
     where_b: dict[str, Any],
 ) -> int:
     """Compare two checkpoints of any formats and world sizes: every slot of every parameter, and their settings.
 
-    --tag, --root, --names and --tp-rules are about A; those that end in -b about B.
+    --tag, --root, --names and --tp-rules are about A, and so are other names; those that end in -b about B.
 
     Exit status 0: equal; 1: different.
     """
@@ -141,7 +142,14 @@ def diff_command(
         from zckpt.operations.series import series as measure_series
         from zckpt.report.difference import render_series
 
-        if rtol or atol or rename or ignore or any(where[key] for key in ("tag", "roots")) or any(where_b.values()):
+        if (
+            rtol
+            or atol
+            or ignore
+            or any(naming.values())
+            or any(where[key] for key in ("tag", "roots"))
+            or any(where_b.values())
+        ):
             raise UsageError("--series takes --slots, --parameters, --names and --tp-rules only")
         found = measure_series(sources, names=where["names"], tp_rules=where["tp_rules"], **common).as_dict()
         text, status = render_series(found, width=width()), 0
@@ -156,7 +164,7 @@ def diff_command(
             sources[1],
             rtol=rtol,
             atol=atol,
-            rename=[_renaming(one) for one in rename],
+            **naming,
             ignore_metadata=ignore == "metadata",
             **common,
             **where,
@@ -175,13 +183,6 @@ def diff_command(
     return status
 
 
-def _renaming(text: str) -> tuple[str, str]:
-    old, mark, new = text.partition("=")
-    if not old or not mark:
-        raise UsageError("--rename cannot be used", expected="OLD=NEW", found=text)
-    return old, new
-
-
 @click.command("fingerprint")
 @source_argument
 @click.option(
@@ -194,6 +195,7 @@ def _renaming(text: str) -> tuple[str, str]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@naming_options
 @source_options
 def fingerprint_command(
     source: Path,
@@ -203,6 +205,7 @@ def fingerprint_command(
     as_json: bool,
     memory: int,
     quiet: bool,
+    naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
     """Print a digest of a checkpoint's logical state, the same for every format, stage and world size.
@@ -216,10 +219,12 @@ def fingerprint_command(
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)
+    if write and any(naming.values()):
+        raise UsageError("digests under other names are not the source's own", expected="--output FILE, not --write")
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
-    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet))
+    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), **naming)
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)

@@ -12,6 +12,7 @@ from zckpt.cli.options import (
     ConvertCommand,
     ReshardCommand,
     comma_separated,
+    naming_options,
     proof_options,
     show,
     source_argument,
@@ -55,6 +56,7 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
+@naming_options
 @write_options
 @source_options
 def consolidate_command(
@@ -69,6 +71,7 @@ def consolidate_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
     """Turn a sharded checkpoint into one model.
@@ -89,6 +92,7 @@ def consolidate_command(
         max_shard_size=max_shard_size,
         config=config,
         reporter=reporter("consolidate", quiet=quiet),
+        **naming,
         **writing,
         **where,
     )
@@ -141,6 +145,7 @@ def reshard_command(
 @source_argument
 @target_argument
 @proof_options
+@naming_options
 @write_options
 @source_options
 def convert_command(
@@ -152,6 +157,7 @@ def convert_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: object,
 ) -> None:
@@ -165,6 +171,7 @@ def convert_command(
         verify=verify,
         fingerprint=fingerprint,
         reporter=reporter("convert", quiet=quiet),
+        **naming,
         **writing,
         **where,
         **ConvertCommand.typed(options),

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
-from zckpt.errors import UnsupportedError, UsageError
+from zckpt.errors import UnsupportedError
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Scalar, Slot
 from zckpt.state.names import canonical_names
 from zckpt.torchfile import Tensor, plain
 
 
-def named(checkpoint: Checkpoint, rename: Sequence[tuple[str, str]] = ()) -> dict[str, Parameter]:
+def named(checkpoint: Checkpoint) -> dict[str, Parameter]:
     """Return all parameters and buffers by canonical name; those without a name by `#` and their number."""
     every = {parameter.name: parameter for parameter in checkpoint.tensors()}
-    names = {name: _renamed(short, rename) for name, short in canonical_names(every).items()}
-    found: dict[str, Parameter] = {}
-    for name, parameter in every.items():
-        if names[name] in found:
-            raise UsageError(
-                f"--rename makes {found[names[name]].name} and {name} one", found=names[name], advice="narrow it"
-            )
-        found[names[name]] = parameter
+    names = canonical_names(every)
+    found = {names[name]: parameter for name, parameter in every.items()}
     found.update({f"#{number}": parameter for number, parameter in checkpoint.unnamed.items()})
     return found
-
-
-def _renamed(name: str, rename: Sequence[tuple[str, str]]) -> str:
-    for old, new in rename:
-        try:
-            name = re.sub(old, new, name)
-        except re.error as error:
-            raise UsageError("--rename is no regular expression", expected="OLD=NEW", found=f"{old}: {error}") from None
-    return name
 
 
 def own_weight(parameter: Parameter) -> Slot | None:

@@ -21,13 +21,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.codes import CHECKSUM
-from zckpt.engine.copy import Piece
 from zckpt.engine.plan import FilePlan, Strided
 from zckpt.errors import DamagedFileError
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.files import Sources
+
+if TYPE_CHECKING:
+    from zckpt.engine.copy import Piece
 
 STEP_NBYTES = 1 << 19
 """Read and summed at once: small enough for the cache of a core, large enough that threads seldom wait for a turn."""
@@ -230,7 +233,7 @@ def _bytes_of(piece: Piece, start: int, nbytes: int) -> Piece:
         offset=copy.offset + start,
         strides=(1,),
     )
-    return Piece(piece.offset + start, nbytes, (moved,))
+    return replace(piece, offset=piece.offset + start, nbytes=nbytes, copies=(moved,))
 
 
 def seen_of(piece: Piece, crc: int) -> Seen:

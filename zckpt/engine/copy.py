@@ -2,7 +2,8 @@
 
 Copies whose target is contiguous are cut along their first dimension. Where several copies lie interleaved in the
 target (tensor-parallel slices along an inner dimension), the target is cut into windows of whole rows, and each window
-is put together in memory from all the copies that reach into it and written at once.
+is put together in memory from all the copies that reach into it and written at once. What a function computes is cut
+as the function says, and what it needs of its inputs is read when it asks for it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from zckpt.engine.boxes import row_major
+from zckpt.engine.boxes import SpanIndexes, row_major
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
-from zckpt.engine.plan import Copy, Fill, Strided
+from zckpt.engine.computed import Block, Computed, Function, Input, blocks
+from zckpt.engine.plan import Copy, Fill, Strided, fill
+from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
@@ -44,55 +48,84 @@ class Piece:
         return len(self.copies) == 1 and self.copies[0].is_bytewise
 
 
-def pieces(fill: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
+@dataclass(frozen=True, slots=True)
+class ComputedPiece(Piece):
+    """Bytes that a function computes, from what the copies of all of its hole would bring.
+
+    Parameters
+    ----------
+    function : Function
+    block : Block
+    dtype : str
+        Of the target.
+    """
+
+    function: Function
+    block: Block
+    dtype: str
+
+    @property
+    def is_bytewise(self) -> bool:
+        """Whether the bytes are moved as they are: never."""
+        return False
+
+
+def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     """Cut a fill into pieces.
 
     Parameters
     ----------
-    fill : Fill
+    one : Fill
     most : int, bytes
         Largest piece that goes through memory.
     most_bytewise : int, bytes
         Largest piece that is moved as it is.
     """
-    if all(_is_dense(copy) for copy in fill.copies):
-        for copy in fill.copies:
-            for one in _cut(copy, most_bytewise if copy.is_bytewise else most):
-                yield Piece(one.offset, one.nbytes, (one,))
+    hole = one.hole
+    if isinstance(hole.slot, Computed):
+        yield from _computed(one, hole.slot, most)
         return
-    hole = fill.hole
+    if all(_is_dense(copy) for copy in one.copies):
+        for copy in one.copies:
+            for cut in _cut(copy, most_bytewise if copy.is_bytewise else most):
+                yield Piece(cut.offset, cut.nbytes, (cut,))
+        return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
-    yield from _interleaved(fill.copies, origin, hole.offset, hole.offset + hole.nbytes, most)
+    yield from _interleaved(one.copies, origin, hole.offset, hole.offset + hole.nbytes, most)
+
+
+def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
+    """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
+    hole, indexes = one.hole, SpanIndexes()
+    size = itemsize(hole.dtype)
+    for block in blocks(slot, hole.extent, most):
+        inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
+        offset = hole.offset + (block.start + block.skipped - hole.extent.start) * size
+        reaching = replace(block, inputs=inputs)
+        yield ComputedPiece(offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype)
 
 
 def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
-    """Cut bytes [start, end) of the target, which the copies fill together, into windows of whole rows.
+    """Cut bytes [start, end) of the target, which the copies fill together, into windows.
 
-    Rows lie on a grid that begins at `origin`, where the first element of the hole's box is or would be. A row that
-    is larger than `most` is cut in the same way, along the next dimension.
+    They are whole rows, on a grid that begins at `origin`, where the first element of the hole's box is or would be, as
+    long as a row is not larger than `most`.
     """
     step = max(copy.strides[0] for copy in copies)
+    if step > most:
+        step, origin = itemsize(copies[0].target_dtype), start
     size = max(most // step, 1) * step
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
-        within = tuple(one for copy in copies if (one := _window(copy, origin, window, window + size)) is not None)
-        if len(within) == 1 and _is_dense(within[0]):
-            yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
-        elif high - low > most:
-            yield from _interleaved([_without_row(one, step) for one in within], window, low, high, most)
+        within = tuple(one for copy in copies for one in _window(copy, low, high))
+        if all(_is_dense(one) for one in within) and len(within) * LARGE_NBYTES <= max(high - low, LARGE_NBYTES):
+            yield from (Piece(one.offset, one.nbytes, (one,)) for whole in within for one in _cut(whole, most))
         else:
             yield Piece(low, high - low, within)
 
 
-def _without_row(copy: Copy, step: int) -> Copy:
-    """Return a copy that lies within one row of `step` bytes, without the dimension that counts rows."""
-    if copy.strides[0] != step:
-        return copy
-    if len(copy.shape) > 1:
-        return _rows(copy, 0, 1, drop=True)
-    size = itemsize(copy.source_dtype)
-    sources = tuple(Strided(s.path, s.offset, (size,)) for s in copy.sources)
-    return replace(copy, sources=sources, strides=(itemsize(copy.target_dtype),))
+LARGE_NBYTES = 1 << 16
+"""What lies end to end in the target is written by itself from this size on."""
 
 
 def _is_dense(copy: Copy) -> bool:
@@ -121,16 +154,22 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
-def _window(copy: Copy, origin: int, low: int, high: int) -> Copy | None:
-    """Return the rows of a copy that lie in bytes [low, high) of the target, or None.
-
-    Rows of all copies lie on one grid that begins at `origin`, and windows are whole numbers of them.
-    """
+def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
+    """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
-    base = copy.offset - (copy.offset - origin) % step
-    first = max(-(-(low - base) // step), 0)
-    last = min(-(-(high - base) // step), copy.shape[0])
-    return _rows(copy, first, last - first) if first < last else None
+    inner = itemsize(copy.target_dtype) + sum(
+        (n - 1) * s for n, s in zip(copy.shape[1:], copy.strides[1:], strict=True)
+    )
+    first = max((low - inner - copy.offset) // step + 1, 0)
+    last = min(-(-(high - copy.offset) // step), copy.shape[0])
+    whole = max(-(-(low - copy.offset) // step), first)
+    end = max(min((high - inner - copy.offset) // step + 1, last), whole)
+    for index in range(first, min(whole, last)):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
+    if whole < end:
+        yield _rows(copy, whole, end - whole)
+    for index in range(max(end, first), last):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:
@@ -159,6 +198,11 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     DamagedFileError
         A source file ends too early.
     """
+    if isinstance(piece, ComputedPiece):
+        block = piece.block
+        inputs = [partial(_elements_of, each, sources) for each in block.inputs]
+        values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
+        return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
@@ -209,3 +253,18 @@ def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) ->
     found: Array = view.copy()
     sources.touch(source.path, source.offset, reach)
     return found
+
+
+def _elements_of(one: Input, sources: Sources) -> Array:
+    """Return what a block needs of a slot, flat."""
+    result = np.empty(one.extent.numel, numpy_dtype(one.dtype))
+    view = memoryview(result.view(np.uint8).data) if one.extent.numel else memoryview(b"")
+    hole = Hole(0, one.slot.name, one.slot, one.extent, one.dtype)
+    for piece in pieces(Fill(hole, tuple(fill(hole))), hole.nbytes, hole.nbytes):
+        into = view[piece.offset : piece.offset + piece.nbytes]
+        if piece.is_bytewise:
+            source = piece.copies[0].sources[0]
+            sources.read(source.path, source.offset, into)
+        else:
+            into[:] = elements(piece, sources)
+    return result

@@ -25,6 +25,7 @@ from zckpt.engine.boxes import (
     overlap,
     row_major,
 )
+from zckpt.engine.computed import Computed, range_of
 from zckpt.engine.targets import Hole, Lazily, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, CutSpans, Extent, Span
@@ -93,7 +94,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A hole and the copies that fill it, every element exactly once."""
+    """A hole and the copies that fill it, every element exactly once; or those that what computes it needs."""
 
     hole: Hole
     copies: tuple[Copy, ...]
@@ -169,8 +170,8 @@ def _summed(files: Collection[FilePlan]) -> Plan:
         names.append(one.file.name)
         written += one.file.nbytes
         for each in one.fills:
+            copied += each.hole.nbytes
             for copy in each.copies:
-                copied += copy.nbytes
                 if copy.sources[0].path != ZEROS:
                     read += copy.numel * itemsize(copy.source_dtype) * len(copy.sources)
                     sources.update(source.path for source in copy.sources)
@@ -194,6 +195,9 @@ def fill(hole: Hole) -> list[Copy]:
     LayoutError
         Some element is covered by no span, or by more than one.
     """
+    if isinstance(hole.slot, Computed):
+        inputs = hole.slot.function.inputs(*range_of(hole.slot, hole.extent))
+        return [copy for one in inputs for copy in fill(Hole(0, hole.label, one.slot, one.extent, one.dtype))]
     copies = _fill_from(hole, hole.slot.spans)
     if not hole.slot.replicas:
         return copies
@@ -234,7 +238,7 @@ def _fill_factored(hole: Hole, spans: Sequence[Span], factors: tuple[int, ...]) 
     copies: list[Copy] = []
     boxes: list[Box] = []
     for plain in boxes_of(hole.extent):
-        for box, first, steps in factored(plain, *_locate(hole.extent, plain, None), by_axis):
+        for box, first, steps in factored(plain, *locate(hole.extent, plain, None), by_axis):
             for span in spans:
                 both = intersection((span.extent.offsets, span.extent.sizes), box)
                 if both is not None:
@@ -255,14 +259,14 @@ def _flat_copy(hole: Hole, span: Span, low: int, high: int) -> Copy:
 
 
 def _box_copy(hole: Hole, span: Span, box: Box) -> Copy:
-    return _strided_copy(hole, span, box, _locate(hole.extent, box, None))
+    return _strided_copy(hole, span, box, locate(hole.extent, box, None))
 
 
 def _strided_copy(hole: Hole, span: Span, box: Box, target: tuple[int, tuple[int, ...]]) -> Copy:
     """Return the copy of a box to where it lies in the hole: its first element, and strides, in elements."""
     shape = box[1]
     source_size, target_size = itemsize(span.dtype), itemsize(hole.dtype)
-    first, strides = _locate(span.extent, box, span.strides)
+    first, strides = locate(span.extent, box, span.strides)
     target_first, target_strides = target
     if shape:
         source_steps = tuple(s * source_size for s in strides)
@@ -275,7 +279,7 @@ def _strided_copy(hole: Hole, span: Span, box: Box, target: tuple[int, tuple[int
     return Copy(shape, (source,), span.dtype, hole.dtype, span.byteorder, offset, target_steps, span.unresolved)
 
 
-def _locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
+def locate(extent: Extent, box: Box, strides: tuple[int, ...] | None) -> tuple[int, tuple[int, ...]]:
     """Return where the box's first element lies after the extent's first one, and its strides, in elements."""
     steps = row_major(extent.sizes) if strides is None else strides
     first = sum((b - e) * s for b, e, s in zip(box[0], extent.offsets, steps, strict=True))

@@ -158,13 +158,13 @@ def _whole(file: SourceFile) -> list[tuple[int, int]]:
         return [(0, file.nbytes)] if read_at(descriptor, 0, len(ZIP), path=file.path) == ZIP else []
 
 
-def source_checks(checkpoint: Checkpoint, plan: Plan | None = None) -> Checks:
+def source_checks(checkpoints: Checkpoint | Sequence[Checkpoint], plan: Plan | None = None) -> Checks:
     """Return the checks of all that a plan reads.
 
     Parameters
     ----------
-    checkpoint : Checkpoint
-        The small records of its files are checked whether or not the plan reads them.
+    checkpoints : Checkpoint or sequence of Checkpoint
+        The small records of their files are checked whether or not the plan reads them.
     plan : Plan, optional
         Reads its files, and others that are copied as they are. None: only these are read.
 
@@ -173,9 +173,9 @@ def source_checks(checkpoint: Checkpoint, plan: Plan | None = None) -> Checks:
     SourceError
         A file of the checkpoint cannot be read, or the structure that states its checksums is damaged.
     """
-    known = {file.path: file for file in checkpoint.files}
-    owner = find_format(checkpoint.format)
-    every = (one for file in known.values() for one in checksums(file, owner))
+    several = [checkpoints] if isinstance(checkpoints, Checkpoint) else checkpoints
+    known = {file.path: (file, find_format(one.format)) for one in several for file in one.files}
+    every = (one for file, owner in known.values() for one in checksums(file, owner))
     found = [replace(one, always=one.nbytes <= ALWAYS_NBYTES) for one in every]
     read = plan.sources if plan else frozenset[str]()
     for path in sorted(read - known.keys()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
@@ -22,6 +22,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
@@ -34,6 +35,31 @@ ADAPTER_NAME = "adapter_model.safetensors"
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
 """The directories of models that are replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is written of a model, and how; see `consolidate`.
+
+    Raises
+    ------
+    UsageError
+        One of them cannot be used.
+    """
+
+    dtype: str | None = None
+    slots: str | Sequence[str] = ()
+    tied: str = "duplicate"
+    exclude_frozen: bool = False
+    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
+    config: str | os.PathLike[str] | None = None
+    takes_assets: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, (None, *DTYPES))
+        _check_choice("tied", self.tied, TIED)
+        if self.max_shard_size < 1:
+            raise UsageError("sizes must be positive", found=self.max_shard_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +100,11 @@ def consolidate(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -99,7 +130,7 @@ def consolidate(
         Of each file of a directory.
     config : path-like, optional
         The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
-        `huggingface/` in it.
+        `huggingface/` in it, but with a `map`.
     weight_check : bool
         Hold a sample of every master against its weight before anything is written.
     checksums : bool
@@ -116,6 +147,15 @@ def consolidate(
         with shell wildcards. Without, such a source is refused.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
+    rename : sequence of (str, str)
+        Regular expressions and what each becomes wherever it is found in a name.
+    strip_prefix, add_prefix : str, optional
+        Taken off the names that have it, before all else; put before all names, after all else.
+    map : str, path-like or mapping, optional
+        Another way to name and arrange the same weights: a map that comes with zckpt, by its name, or one of your own,
+        see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
+    map_config : path-like or mapping, optional
+        The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
 
     Returns
     -------
@@ -130,28 +170,54 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    _check_choice("dtype", dtype, (None, *DTYPES))
-    _check_choice("tied", tied, TIED)
-    if max_shard_size < 1:
-        raise UsageError("sizes must be positive", found=max_shard_size)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter,
     )  # fmt: skip
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    dropped = check_nothing_lost(checkpoint, drop)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    dropped = check_nothing_lost(found, drop)
+    checkpoint, notes = naming.of(found)
     path = Path(target)
+    laid, num_tensors = lay_out(checkpoint, path, chosen)
+    laid = replace(laid, notes=notes)
+    check_model_apart([checkpoint], path, laid, overwrite=overwrite)
+    done = write_from(found, laid, path, how, owned=_owned(laid), dropped=dropped)
+    return Consolidated(**done.fields(), num_tensors=num_tensors)
+
+
+def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetFiles, int]:
+    """Return the files of a model and of its optimizer, and the number of the model's tensors.
+
+    Raises
+    ------
+    UsageError
+        The name of the target, or a slot, cannot be used.
+    """
     kind_of_model(path)
-    tensors = _model(checkpoint, dtype, tied=tied, exclude_frozen=exclude_frozen)
-    assets = _assets(checkpoint, path, config)
-    files = _model_files(path, tensors, max_shard_size, is_adapter=ADAPTER_CONFIG in assets and _is_adapter(tensors))
-    optimizer = _optimizer_file(checkpoint, path, slots, dtype)
-    files += [*([optimizer] if optimizer else []), *copies_of(assets)]
-    laid = TargetFiles(files, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets))
-    owned = None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in assets)
-    _check_apart(checkpoint, path, laid, owned, overwrite=overwrite)
-    done = write_from(checkpoint, laid, path, how, owned=owned, dropped=dropped)
-    return Consolidated(**done.fields(), num_tensors=len(tensors))
+    tensors = _model(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
+    assets = _assets(checkpoint, path, chosen)
+    is_adapter = ADAPTER_CONFIG in assets and all(name.startswith(PEFT) for name in tensors)
+    files = _model_files(path, tensors, chosen.max_shard_size, is_adapter=is_adapter)
+    optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
+    every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
+    return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets)), len(tensors)
+
+
+def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Path]:
+    """Return the files that go into a directory with the model."""
+    if kind_of_model(path) == DIRECTORY:
+        given = None if chosen.config is None else Path(chosen.config)
+        return find_assets(checkpoint, given) if given or chosen.takes_assets else {}
+    if chosen.config is not None:
+        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+    return {}
+
+
+def _owned(laid: TargetFiles) -> Owned | None:
+    """Return which directories a target may replace: those of models, with what else it has; None of a file."""
+    return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
 
 
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
@@ -164,20 +230,6 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
     if not tensors:
         raise UsageError("holds no model, only optimizer state", path=checkpoint.source)
     return tensors
-
-
-def _assets(checkpoint: Checkpoint, path: Path, config: str | os.PathLike[str] | None) -> dict[str, Path]:
-    """Return the files that go into a directory with the model."""
-    if kind_of_model(path) == DIRECTORY:
-        return find_assets(checkpoint, None if config is None else Path(config))
-    if config is not None:
-        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
-    return {}
-
-
-def _is_adapter(tensors: Tensors) -> bool:
-    """Tell whether a model is all of what PEFT has added to one."""
-    return all(name.startswith(PEFT) for name in tensors)
 
 
 def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapter: bool) -> list[TargetFile]:
@@ -223,16 +275,12 @@ def _optimizer_file(
     return lay_out(checkpoint, name, chosen)
 
 
-def _check_apart(
-    checkpoint: Checkpoint, path: Path, laid: TargetFiles, owned: Owned | None, *, overwrite: bool
-) -> None:
+def check_model_apart(sources: Sequence[Checkpoint], path: Path, laid: TargetFiles, *, overwrite: bool) -> None:
     """Raise unless the target can be replaced without losing a source file or anything that is no model of ours."""
-    if owned is None:
-        paths = [path.parent / one.name for one in laid.files]
+    paths = [path.parent / one.name for one in laid.files] if laid.is_file else [path]
+    for checkpoint in sources:
         check_sources(checkpoint, paths)
-        if overwrite:
-            check_companions(path, paths)
-    else:
-        check_sources(checkpoint, [path])
-        if overwrite:
-            check_replaceable(path, owned)
+    if overwrite and laid.is_file:
+        check_companions(path, paths)
+    elif overwrite:
+        check_replaceable(path, _owned(laid))

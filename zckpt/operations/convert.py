@@ -12,6 +12,8 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
+from zckpt.naming import Config, MapSource, Naming
+from zckpt.naming.inside import leave_old_names
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
@@ -39,6 +41,11 @@ def convert(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
     **options: object,
 ) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
@@ -59,6 +66,8 @@ def convert(
         Record the fingerprint of what was written with it; by default for `zckpt` only.
     weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`; masters, moments and param groups follow.
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
@@ -85,10 +94,14 @@ def convert(
         expected = ", ".join(one.name for one in formats() if one.writes)
         raise UsageError(f"{to} is read and not written", expected=expected)
     chosen = choose(written.options, options, to)
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    dropped = check_nothing_lost(checkpoint, drop)
-    if not written.keeps_ranks:
-        _round_means(checkpoint)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    dropped = check_nothing_lost(found, drop)
+    if naming.changes or not written.keeps_ranks:
+        _round_means(found)
+    checkpoint, notes = naming.of(found)
+    if naming.changes:
+        notes += leave_old_names(checkpoint, found)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
@@ -96,8 +109,8 @@ def convert(
     proof = Proof(checkpoint, path, verify, recorded, memory, reporter, drop, laid.restated)
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
-    done = write_from(checkpoint, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*done.notes, *_of_several(checkpoint, to)))
+    done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, to)))
 
 
 def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 
 
@@ -19,6 +20,11 @@ def fingerprint(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
 
@@ -30,6 +36,8 @@ def fingerprint(
     reporter : Reporter, optional
     roots, tag, names, tp_rules
         As for `open`; of a path only.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`: the fingerprint of the checkpoint under other names.
 
     Raises
     ------
@@ -38,5 +46,6 @@ def fingerprint(
     SourceError
         The checkpoint cannot be read.
     """
-    checkpoint = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    checkpoint, _ = naming.of(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

@@ -240,11 +240,15 @@ def list_formats() -> dict[str, object]:
     Returns
     -------
     dict
-        JSON-able: `formats`, in the order in which they are asked whose a path is, and `broken`.
+        JSON-able: `formats`, in the order in which they are asked whose a path is, `broken`, and the `maps` that come
+        with zckpt.
     """
+    from zckpt.naming.document import read_map, shipped
+
     broken: list[BrokenPluginError] = []
     found = [_about(one) for one in formats(broken)]
-    return {"formats": found, "broken": [str(error) for error in broken]}
+    maps = [{"name": one.name, "sides": list(one.sides), "about": one.about} for one in map(read_map, shipped())]
+    return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
 
 
 def _about(one: Format) -> dict[str, object]:

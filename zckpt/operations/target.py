@@ -36,6 +36,9 @@ from zckpt.storage.ownership import Owned, check_target
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
 
+ProveFiles = Callable[[Sequence[Path]], None]
+"""Gets the temporary names of all files of a plan, in its order."""
+
 
 def write_target(
     plan: Plan,
@@ -48,6 +51,7 @@ def write_target(
     reporter: Reporter | None = None,
     checks: Checks | None = None,
     prove: Prove | None = None,
+    prove_files: ProveFiles | None = None,
 ) -> Checked:
     """Write the files of a plan; the target appears whole or not at all.
 
@@ -69,8 +73,8 @@ def write_target(
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources, before the target gets its name.
-    prove : callable, optional
-        See `Prove`.
+    prove, prove_files : callable, optional
+        See `Prove` and `ProveFiles`.
 
     Returns
     -------
@@ -93,6 +97,8 @@ def write_target(
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
         if prove is not None:
             prove(whole, companions)
+        if prove_files is not None:
+            prove_files(names)
     return checked
 
 
@@ -189,7 +195,9 @@ def write_from(
     owned: Owned | None,
     more: Sequence[Path] = (),
     prove: Prove | None = None,
+    prove_files: ProveFiles | None = None,
     dropped: tuple[str, ...] = (),
+    sources: Sequence[Checkpoint] = (),
 ) -> Written:
     """Plan the files that were laid out for a target, check the source, write the target and what points to it.
 
@@ -200,10 +208,12 @@ def write_from(
     laid : TargetFiles
     target : Path
     how : How
-    owned, more, prove
+    owned, more, prove, prove_files
         As for `write_target`.
     dropped : tuple of str
         What of the source may be lost.
+    sources : sequence of Checkpoint
+        Where the elements come from, if the checkpoint is computed from others: these are checked in its stead.
 
     Raises
     ------
@@ -213,12 +223,13 @@ def write_from(
         The target exists or cannot be written.
     """
     planned = plan(laid.files)
-    compared = _compared(checkpoint, laid) if how.weight_check else 0
+    origins = sources or [checkpoint]
+    compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
     if not how.dry_run:
         from zckpt.formats.survey import source_checks
 
-        checks = source_checks(checkpoint, planned) if how.checksums else None
+        checks = source_checks(origins, planned) if how.checksums else None
         checked = write_target(
             planned,
             target,
@@ -229,6 +240,7 @@ def write_from(
             reporter=how.reporter,
             checks=checks,
             prove=prove,
+            prove_files=prove_files,
         )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
@@ -242,17 +254,18 @@ def write_from(
         checksummed=checked.nbytes,
         notes=tuple(laid.notes),
         dropped=dropped,
-        warnings=tuple(checkpoint.warnings),
+        warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
     )
 
 
-def _compared(checkpoint: Checkpoint, laid: TargetFiles) -> int:
+def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> int:
     """Hold masters against weights, and what else the format can compare; return how many elements."""
     compared = 0 if laid.check is None else laid.check()
-    if any(MASTER in p.slots and WEIGHT in p.slots for p in checkpoint.parameters.values()):
-        from zckpt.compare.weights import check_weights
+    for one in origins:
+        if any(MASTER in p.slots and WEIGHT in p.slots for p in one.parameters.values()):
+            from zckpt.compare.weights import check_weights
 
-        compared += check_weights(checkpoint)
+            compared += check_weights(one)
     return compared
 
 

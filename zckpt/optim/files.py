@@ -21,12 +21,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
+from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.optim.ranks import ALONE, Ranks
@@ -135,6 +136,7 @@ def open_for(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     strict: bool = True,
+    naming: Naming = AS_IT_IS,
 ) -> OpenedCheckpoint:
     """Open a checkpoint under the names of a live model, as far as they are in it.
 
@@ -148,6 +150,8 @@ def open_for(
         Given by the user, in the order of the optimizer that was saved.
     strict : bool
         Raise where numbers have no certain names, and do not leave them without names.
+    naming : Naming
+        What the tensors are called here; then the live order says nothing of the numbers in a file.
 
     Raises
     ------
@@ -157,7 +161,11 @@ def open_for(
         It cannot be read; or (UnsupportedError) has state of an optimizer that is each rank's own.
     """
     own = [name for group in order for name in group]
-    found = open_checkpoint(path, tag=tag, names=names) if names is not None else _open(path, order, tag, strict=strict)
+    if names is not None or naming.changes:
+        found = open_checkpoint(path, tag=tag, names=names)
+        found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
+    else:
+        found = _open(path, order, tag, strict=strict)
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(

@@ -12,10 +12,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from zckpt.errors import UnsupportedError
+from zckpt.optim.flat_parameters import EXTRA_STATE, Member, Members, flat_model, is_flat
 from zckpt.state import Extent
 from zckpt.state.names import INNER, bare_names, plain_name
 
@@ -59,10 +59,10 @@ def bare(model: torch.nn.Module) -> Bare:
     UnsupportedError
         FullyShardedDataParallel is in it: its tensors lie in a flat one, whose memory comes and goes.
     """
-    if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
+    if is_flat(model):
         raise UnsupportedError(
             "the model is in FullyShardedDataParallel, whose parameters lie in a flat one",
-            advice="use fully_shard, or zckpt.dcp with torch's get_state_dict and set_state_dict",
+            advice="use zckpt.save and zckpt.load, or zckpt.dcp with torch's get_state_dict and set_state_dict",
         )
     inner = unwrapped(model)
     return Bare(
@@ -86,10 +86,6 @@ def own_names(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, str]:
     return {parameter: names[name] for parameter, name in found.items()}
 
 
-EXTRA_STATE = "_extra_state"
-"""The end of the key under which a module keeps what is no tensor."""
-
-
 class Stateful(Protocol):
     """A scheduler or grad scaler."""
 
@@ -102,16 +98,17 @@ class Stateful(Protocol):
 
 @dataclass(slots=True)
 class ModelState:
-    """A model's tensors by their first names, a DTensor where one is sharded.
+    """A model's tensors by their first names, a DTensor or a Member where one is sharded.
 
     `parameters` are the names of those that are no buffers; `tied` has the further names of parameters, with the first
-    name of each; `extra` is what modules keep besides tensors, by key.
+    name of each; `extra` is what modules keep besides tensors, by key; `members` is what optimizers have of Members.
     """
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | Member] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)
     tied: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
+    members: Members = field(default_factory=Members)
 
     @classmethod
     def of_parameters(cls, parameters: dict[str, torch.Tensor]) -> ModelState:
@@ -120,24 +117,44 @@ class ModelState:
 
     def names(self) -> dict[torch.Tensor, str]:
         """Return the first name of each parameter."""
-        return {self.tensors[name]: name for name in self.tensors if name in self.parameters}
+        every = ((self.tensors[name], name) for name in self.tensors if name in self.parameters)
+        return {tensor: name for tensor, name in every if isinstance(tensor, torch.Tensor)}
 
 
 def model_state(model: torch.nn.Module | None) -> ModelState:
     """Return a model's tensors, which are the model's own and not copies."""
-    found = ModelState()
     if model is None:
-        return found
+        return ModelState()
+    if is_flat(model):
+        return _of_flat(model)
     its = bare(model)
-    owners: dict[torch.Tensor, str] = {}
-    for name, parameter in its.parameters.items():
+    return _model_state(its.parameters, its.state)
+
+
+def _of_flat(model: torch.nn.Module) -> ModelState:
+    """Return the tensors of a model in FullyShardedDataParallel."""
+    its = flat_model(model)
+    names = bare_names([*its.parameters, *its.state], front=False)
+    parameters = {names[key]: one for key, one in its.parameters.items()}
+    found = _model_state(parameters, {names[key]: value for key, value in its.state.items()})
+    called = {id(one): name for name, one in found.tensors.items()}
+    held = {tensor: [(called[id(one)], one) for one in every] for tensor, every in its.steps.items()}
+    found.members = Members(held, tuple(found.tensors))
+    return found
+
+
+def _model_state(parameters: Mapping[str, Any], state: Mapping[str, Any]) -> ModelState:
+    """Return a model's tensors, given its parameters by all of their names, and what a state dict has."""
+    found = ModelState()
+    owners: dict[Any, str] = {}
+    for name, parameter in parameters.items():
         owner = owners.setdefault(parameter, name)
         if owner == name:
             found.tensors[name] = parameter
             found.parameters.add(name)
         else:
             found.tied[name] = owner
-    for key, value in its.state.items():
+    for key, value in state.items():
         if key in found.parameters or key in found.tied:
             continue
         if isinstance(value, torch.Tensor) and not _is_extra(key):
@@ -184,7 +201,7 @@ class Share:
     ranks: tuple[int, ...] | None = None
 
 
-def share_of(tensor: torch.Tensor, name: str) -> Share | None:
+def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     """Return what this rank has of a tensor; None if it has nothing of it.
 
     Raises
@@ -192,6 +209,8 @@ def share_of(tensor: torch.Tensor, name: str) -> Share | None:
     UnsupportedError
         A DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse tensor.
     """
+    if isinstance(tensor, Member):
+        return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
     if isinstance(tensor, DTensor):
         return _share_of_dtensor(tensor, name)
     if tensor.layout != torch.strided:

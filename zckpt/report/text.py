@@ -120,6 +120,7 @@ def formats(document: Mapping[str, Any]) -> str:
         if one["written"]:
             lines += ["", f"--to {one['name']}: {one['writes']}"]
             lines += table(["", ""], [(f"  {_flag(option)}", _described(option)) for option in one["options"]])[1:]
+    lines += ["", *(f"--map {one['name']}: {one['about']}" for one in document["maps"])]
     return "\n".join(lines + [""] * bool(document["broken"]) + [f"broken: {text}" for text in document["broken"]])
 
 

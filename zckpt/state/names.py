@@ -170,7 +170,7 @@ def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     changed = {old: new for old, new in names.items() if old != new}
     if not changed:
         return checkpoint
-    new = {name: changed.get(name, name) for name in _names_of(checkpoint)}
+    new = {name: changed.get(name, name) for name in dict.fromkeys([*_names_of(checkpoint), *changed])}
     filed = {new[name]: checkpoint.wrapped.get(name, name) for name in new}
     for section in ("parameters", "buffers", "unnamed"):  # which the adapter may have kept for itself, too
         tensors = [_renamed(one, new) for one in getattr(checkpoint, section).values()]

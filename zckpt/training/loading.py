@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError, listed
 from zckpt.formats.native.reader import headers_shared
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.files import open_for
@@ -81,6 +82,11 @@ def load(
     random_states: bool = True,
     tag: str | None = None,
     names: Sequence[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
@@ -110,6 +116,9 @@ def load(
     names : sequence of str, optional
         Names of the parameters of the optimizer that was saved, in its order, for files that only number them; by
         default the order of `optimizer`, as in torch.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
+        The optimizer's state follows.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world.
 
@@ -127,10 +136,18 @@ def load(
     """
     purpose = "" if workers_of(optimizer) is None else ALONE
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+
+    if naming.changes and purpose:
+        raise UsageError(
+            "the workers of a DistributedOptimizer read their state by the names of the files",
+            path=path,
+            advice="`zckpt convert` writes the checkpoint under other names",
+        )
 
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):
-            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names)
+            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names, naming=naming)
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -155,13 +172,16 @@ class _Loading:
         strict: bool,
         tag: str | None,
         names: Sequence[str] | None,
+        naming: Naming,
     ) -> None:
         self.path = os.fspath(path)
         self.model = model
         self.tensors: ModelState = model_state(model)
-        optimizers = Optimizers(optimizer, self.tensors.names())
+        optimizers = Optimizers(optimizer, self.tensors.names(), self.tensors.members)
         live = [*self.tensors.tensors, *self.tensors.tied]
-        self.checkpoint: OpenedCheckpoint = open_for(path, live, optimizers.order, tag=tag, names=names, strict=strict)
+        self.checkpoint: OpenedCheckpoint = open_for(
+            path, live, optimizers.order, tag=tag, names=names, strict=strict, naming=naming
+        )
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size
         )

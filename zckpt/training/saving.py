@@ -280,7 +280,7 @@ def _save_as(
     if given["extra"] is not None:
         others[EXTRA] = dict(given["extra"])
     tensors = model_state(model)
-    for state in Optimizers(optimizer, tensors.names()).states.values():
+    for state in Optimizers(optimizer, tensors.names(), tensors.members).states.values():
         state.write(Target(path, model, given["step"], others, overwrite))
 
 
@@ -293,7 +293,7 @@ def _prepare(
 ) -> Prepared:
     """Find out what this rank writes, and copy it if it is to be staged."""
     tensors = model_state(model)
-    optimizers = Optimizers(optimizer, tensors.names())
+    optimizers = Optimizers(optimizer, tensors.names(), tensors.members)
     if model is None:
         tensors = ModelState.of_parameters(optimizers.parameters())
     state = optimizers.snapshot()

@@ -32,6 +32,9 @@ Ranges = Union[list[Range], "cuts.Ranges"]
 MANY = 1 << 8
 """Ranges from which on an array is faster."""
 
+FEW = 1 << 4
+"""Ranges of one rule in a file up to which they join the others: every array is looked into for each tensor."""
+
 
 @dataclass(slots=True)
 class Known:
@@ -43,9 +46,9 @@ class Known:
 
     def close(self) -> None:
         """Sort the ranges, and merge those that touch; to be called once all are there."""
-        if sum(len(rows) for _, rows in self.cut) < MANY:
-            self.ranges += [(low, high, slot) for slot, rows in self.cut for low, high in rows.tolist()]
-            self.cut = []
+        few = MANY if sum(len(rows) for _, rows in self.cut) < MANY else FEW
+        self.ranges += [(low, high, slot) for slot, rows in self.cut if len(rows) < few for low, high in rows.tolist()]
+        self.cut = [(slot, rows) for slot, rows in self.cut if len(rows) >= few]
         self.ranges.sort()
         self.merged = merge([(low, high) for low, high, _ in self.ranges])
         if self.cut:

@@ -19,7 +19,8 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import attach, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.state_dicts import optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating

@@ -79,6 +79,22 @@ class Held:
     is_parameter: bool = True
 
 
+def elements(node: object) -> object:
+    """Return what the inventory has to look at of a tensor: of a DTensor or a ShardedTensor the tensors it holds.
+
+    Where its elements belong follows from the rest. One that has anything else, or is none, is returned as it is.
+    """
+    if not isinstance(node, MetaTensor) or node.attributes is not None or not isinstance(node.state, tuple):
+        return node
+    kind = node.subclass.name if node.subclass is not None else ""
+    match node.state:
+        case (None, dict(slots)) if kind == DTENSOR and slots.keys() == {"_local_tensor", "_spec"}:
+            return slots["_local_tensor"]
+        case (list(shards), *_) if kind == SHARDED and all(isinstance(one, Object) for one in shards):
+            return [one.get("tensor") for one in shards]
+    return node
+
+
 class RankReader:
     """Reads the tensors of one rank's file, which share meshes and placements.
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.codes import WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
-from zckpt.formats.fsdp_rank_files.held import Held, RankReader, rules_of
-from zckpt.formats.torch_files.reader import EXTRA_STATE
+from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
+from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.dtypes import is_floating
 from zckpt.torchfile import OrderedMapping, TorchFile, brief, has_checksums, read_torchfile
+
+FLAT = "_flat_param"
+"""What FSDP1 calls the flat parameter of a unit, where a program saves that (LOCAL_STATE_DICT)."""
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
     for rank, path in enumerate(paths):
         file = read_torchfile(path)
         root = _root(file)
-        checkpoint.files.append(describe(file, "model", dp_rank=rank, rules=rules_of("*")))
+        tree = {name: elements(node) for name, node in root.items()}
+        checkpoint.files.append(replace(describe(file, "model", dp_rank=rank, rules=rules_of("*")), tree=tree))
         records = file.records if has_checksums(file.records) else ()
         model.sums.append({record.offset: (record.nbytes, record.crc32) for record in records})
         reader = RankReader(file.path)
@@ -78,6 +82,12 @@ def read_models(checkpoint: Checkpoint, paths: Sequence[Path]) -> Model:
             _check_rank(one, rank, file.path)
             model.held[name].append(one)
     _place(checkpoint, model)
+    flat = [name for name in model.held if name.rpartition(".")[2] == FLAT]
+    if flat:
+        checkpoint.warnings.append(
+            f"{listed(flat)}: flat parameters of FSDP1, saved as they are; which parameters are in them, no file says "
+            f"(save SHARDED_STATE_DICT or FULL_STATE_DICT)"
+        )
     return model
 
 

@@ -8,15 +8,15 @@ Single values, such as `step`, are one for all ranks: of 0-d tensors that is fou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
-from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankReader, rules_of
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
+from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankReader, elements, rules_of
+from zckpt.formats.torch_files.state_dicts import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, with_scalars
 from zckpt.state import Checkpoint, Scalar
 from zckpt.state.inventory import COPY, IMPLIED, Rule
@@ -81,8 +81,19 @@ def read_optimizers(checkpoint: Checkpoint, paths: Sequence[Path]) -> Optimizer:
         else:
             _check_groups(found.groups, groups, rank, file.path)
         single = _add(found, rank, file, state)
-        checkpoint.files.append(describe(file, "optimizer", dp_rank=rank, rules=_rules(rank, single)))
+        described = describe(file, "optimizer", dp_rank=rank, rules=_rules(rank, single))
+        checkpoint.files.append(replace(described, tree=_tree(file)))
     return found
+
+
+def _tree(file: TorchFile) -> object:
+    """Return what the inventory has to look at."""
+    root = file.root if isinstance(file.root, dict) else {}
+    state = {
+        key: {slot: elements(value) for slot, value in slots.items()} if isinstance(slots, dict) else slots
+        for key, slots in root.get("state", {}).items()
+    }
+    return {**root, "state": state}
 
 
 def _rules(rank: int, single: Sequence[str]) -> tuple[Rule, ...]:
@@ -111,11 +122,12 @@ def _parsed(file: TorchFile) -> tuple[list[dict[str, Any]], dict[Key, dict[str, 
             )
         groups.append({**with_scalars(group, file.path), "params": list(params)})
     known = [key for group in groups for key in group["params"]]
-    if len(set(known)) != len(known) or len({type(key) for key in known}) > 1:
+    members = set(known)
+    if len(members) != len(known) or len({type(key) for key in known}) > 1:
         raise DamagedFileError("param groups have a parameter twice", path=file.path)
     state: dict[Key, dict[str, object]] = {}
     for key, slots in root["state"].items():
-        if type(key) not in (int, str) or key not in set(known) or not isinstance(slots, dict):
+        if type(key) not in (int, str) or key not in members or not isinstance(slots, dict):
             raise DamagedFileError("state of a parameter that is in no group", path=file.path, found=brief(key))
         state[key] = {str(slot): value for slot, value in slots.items()}
     return groups, state

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
 from zckpt.formats.safetensors.file import METADATA_KEY, RULES, read_header, weight_map
-from zckpt.formats.torch_files.reader import add_tensors, is_state_dict
+from zckpt.formats.torch_files.content import is_state_dict
+from zckpt.formats.torch_files.reader import add_tensors
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.formats.transformers_trainer.architectures import architecture
 from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, Directory, ModelFiles

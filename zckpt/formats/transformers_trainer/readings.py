@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import UsageError
-from zckpt.formats.torch_files.optimizer import OptimizerState, deduce_names
+from zckpt.formats.torch_files.optimizer import deduce_names
+from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.formats.transformers_trainer.decay import group_of
 from zckpt.formats.transformers_trainer.modules import Search, TooManyOrdersError

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
+from zckpt.state.names import canonical_names, renamed
 
 __all__ = ["Changed", "Compared", "Setting", "diff"]
 
@@ -110,6 +112,10 @@ def diff(
     slots: Sequence[str] = (),
     parameters: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
     ignore_metadata: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -135,8 +141,9 @@ def diff(
         Compare these only: `weight`, `master`, `exp_avg`, ...
     parameters : sequence of str
         Compare parameters whose names match one of these shell patterns only.
-    rename : sequence of (str, str)
-        Regular expressions and what they become in the names of `a`. What wrappers put before names is left out anyway.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`, of `a`: it is compared under its other names. What wrappers put before names is left out
+        anyway.
     ignore_metadata : bool
         Compare tensors only, not hyperparameters, steps, and what was carried along.
     memory : int, bytes
@@ -159,7 +166,11 @@ def diff(
             raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
     ours = opened(a, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
-    matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters), tuple(rename)))
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    notes: tuple[str, ...] = ()
+    if naming.changes:
+        ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
+    matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
     found = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not found and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
@@ -172,7 +183,7 @@ def diff(
         matches.only_in_a,
         matches.only_in_b,
         [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory),
-        matches.warnings,
+        [*notes, *matches.warnings],
         num_parameters=len(matches.names),
         num_elements=sum(one.a.numel for one in matches.slots),
         nbytes=sum(one.a.nbytes for one in matches.slots),

@@ -30,13 +30,10 @@ class Filter:
     slots : tuple of str
     parameters : tuple of str
         Shell patterns of names.
-    rename : tuple of (str, str)
-        Regular expressions and what they become, applied to the names of A.
     """
 
     slots: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
-    rename: tuple[tuple[str, str], ...] = ()
 
     def takes(self, name: str) -> bool:
         """Tell whether a parameter is compared."""
@@ -76,14 +73,8 @@ class Matches:
 
 
 def match(a: Checkpoint, b: Checkpoint, chosen: Filter) -> Matches:
-    """Match the parameters, buffers and slots of two checkpoints.
-
-    Raises
-    ------
-    UsageError
-        A rename is no regular expression, or makes two parameters one.
-    """
-    ours, theirs = named(a, chosen.rename), named(b)
+    """Match the parameters, buffers and slots of two checkpoints."""
+    ours, theirs = named(a), named(b)
     found = Matches(ours, theirs)
     for name in ours:
         if not chosen.takes(name):

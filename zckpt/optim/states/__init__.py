@@ -1,6 +1,7 @@
 """What state a live optimizer has, and how it takes state back, whichever optimizer it is.
 
 by_parameter     torch's optimizers, and all with their interface
+flat_parameters  the same, of parameters in FullyShardedDataParallel
 zero             ZeroOptimizer
 zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
 several          optimizers that are saved or loaded together
@@ -27,9 +28,10 @@ from torch.optim import Optimizer
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
+from zckpt.optim.flat_parameters import Members, check_named
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, hyperparameters
 from zckpt.optim.tensors import Share
-from zckpt.state import Parameter, ParamGroup, Scalar
+from zckpt.state import Extent, Parameter, ParamGroup, Scalar, Slot
 
 NamedShare = tuple[str, str, Share]
 """A parameter, a slot, and what this rank has of it."""
@@ -115,6 +117,10 @@ class OptimizerState(Protocol):
 
     def names(self) -> Names:
         """Return the names of all parameters of each param group, in the optimizer's order."""
+        ...
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Yield each parameter's name, with what the optimizer has of it in its param groups."""
         ...
 
     def groups(self) -> list[ParamGroup]:
@@ -206,21 +212,25 @@ class Restoring(ABC):
 
         Raises UsageError: there is none, or it has another shape.
         """
-        name, checkpoint, path = self.names[parameter], self.source.checkpoint, self.source.path
+        return self.owner_of(self.names[parameter], tuple(parameter.shape), optional=not is_trained(parameter))
+
+    def owner_of(self, name: str, shape: tuple[int, ...], *, optional: bool) -> Parameter | None:
+        """Return the checkpoint's parameter of a name, as `owner` does; `optional` is one that has nothing trained."""
+        checkpoint, path = self.source.checkpoint, self.source.path
         there = name in checkpoint.parameters or name in checkpoint.buffers
         found = checkpoint.owner(name) if there else checkpoint.unnamed.get(name)
-        if found is not None and found.shape == tuple(parameter.shape):
+        if found is not None and found.shape == shape:
             return found
-        if not self.source.strict or (found is None and self._may_be_missing(parameter)):
+        listed = any(name in group.parameters for group in self.source.param_groups)  # no step had reached it
+        if not self.source.strict or (found is None and (listed or optional)):
             return None
         if found is None:
             raise UsageError(f"the checkpoint has no parameter {name}", path=path)
-        raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=found.shape)
+        raise UsageError(f"{name} has another shape", path=path, expected=shape, found=found.shape)
 
-    def _may_be_missing(self, parameter: torch.Tensor) -> bool:
-        """Tell whether a parameter need not be there: it has nothing that is trained, or no step had reached it."""
-        listed = any(self.names[parameter] in group.parameters for group in self.source.param_groups)
-        return listed or not is_trained(parameter)
+    def untrained(self) -> set[str]:
+        """Return the names of the parameters that the optimizer has nothing of."""
+        return {name for parameter, name in self.names.items() if not is_trained(parameter)}
 
     def hyperparameters(self, names: Names, current: Sequence[Group]) -> list[Group]:
         """Return the hyperparameters of each param group: the checkpoint's, or those that it is not to change.
@@ -229,8 +239,9 @@ class Restoring(ABC):
         """
         source = self.source
         try:
-            without = {name for parameter, name in self.names.items() if not is_trained(parameter)}
-            found = group_hyperparameters(source.checkpoint, source.param_groups, names, source.path, optional=without)
+            found = group_hyperparameters(
+                source.checkpoint, source.param_groups, names, source.path, optional=self.untrained()
+            )
         except UsageError as error:
             if source.strict:
                 raise
@@ -274,12 +285,41 @@ def as_stored(value: object) -> object:
     return value
 
 
+def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
+    """Put single numbers in the place of tensors that hold one for a whole parameter.
+
+    A parameter that is a single number itself has one of each kind; `step` is none for each element.
+    """
+    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
+    numbers = {"step"} | {
+        key
+        for values, shape in pairs
+        for key, value in values.items()
+        if isinstance(value, Slot) and not value.shape and shape
+    }
+    found = [
+        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
+        for values, _ in pairs
+        for key, value in values.items()
+        if key in numbers and isinstance(value, Slot) and not value.shape
+    ]
+    read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
+    for values, key, slot, tensor in found:
+        values[key] = Scalar(tensor.item(), slot.dtype)
+
+
 def stored_groups(optimizer: Optimizer, names: Names) -> list[ParamGroup]:
     """Return an optimizer's param groups as a file can hold them, with these names of their parameters."""
     return [
         ParamGroup({key: as_stored(value) for key, value in hyperparameters(group).items()}, list(its))
         for group, its in zip(optimizer.param_groups, names, strict=True)
     ]
+
+
+def members_of(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter of an optimizer with its name, given the names of each param group's."""
+    for its, group in zip(names, optimizer.param_groups, strict=True):
+        yield from zip(its, group["params"], strict=True)
 
 
 STATES = {
@@ -317,10 +357,35 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str]) -> OptimizerState:
-    """Return the state of an optimizer; `known` are the names of the model's parameters.
+def state_of(optimizer: Optimizer, known: Mapping[torch.Tensor, str], members: Members) -> OptimizerState:
+    """Return the state of an optimizer.
 
-    Raises UsageError: a parameter has no name, or it is no optimizer.
+    Parameters
+    ----------
+    known : mapping
+        Names of the model's parameters.
+    members : Members
+        Those that FullyShardedDataParallel has.
+
+    Raises
+    ------
+    UsageError
+        A parameter has no name, or it is no optimizer.
+    UnsupportedError
+        The optimizer is not one for FullyShardedDataParallel.
     """
-    made: OptimizerState = state_class(optimizer)(optimizer, known)
+    cls = state_class(optimizer)
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    made: OptimizerState
+    if not any(isinstance(one, torch.Tensor) and one in members.held for one in parameters):
+        for one in parameters:
+            check_named(one)
+        made = cls(optimizer, known)
+        return made
+    flat = import_module(f"{__name__}.flat_parameters")
+    if cls is not flat.ByParameter:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} of parameters in FullyShardedDataParallel", advice="use one of torch.optim"
+        )
+    made = flat.FlatState(optimizer, known, members)
     return made

@@ -23,6 +23,7 @@ from zckpt.optim.states import (
     Values,
     as_stored,
     as_torch,
+    members_of,
     stored_groups,
 )
 from zckpt.optim.tensors import Share, share_of
@@ -53,6 +54,10 @@ class ByParameter:
     def names(self) -> Names:
         """Return the names of all parameters."""
         return self._names
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Yield each parameter with its name."""
+        return members_of(self.optimizer, self._names)
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of all parameters."""
@@ -117,8 +122,7 @@ class ByParameterRestoring(Restoring):
     def prepare(self) -> None:
         """Make room for the state."""
         optimizer = self.optimizer
-        names = [[self.names[p] for p in group["params"]] for group in optimizer.param_groups]
-        hyperparameters = self.hyperparameters(names, optimizer.param_groups)
+        hyperparameters = self.hyperparameters(self.group_names(), optimizer.param_groups)
         number = 0
         for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
             first = number
@@ -127,6 +131,10 @@ class ByParameterRestoring(Restoring):
                     self._add(number, parameter)
                 number += 1
             self.groups.append({**group, **its, "params": list(range(first, number))})
+
+    def group_names(self) -> Names:
+        """Return the names of all parameters of each param group."""
+        return [[self.names[p] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _add(self, number: int, parameter: torch.Tensor) -> None:
         owner = self.owner(parameter)

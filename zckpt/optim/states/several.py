@@ -6,7 +6,7 @@ param groups of all follow each other, optimizer after optimizer, and each says 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from zckpt.errors import UsageError
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.optim.distributed import DistributedOptimizer
+from zckpt.optim.flat_parameters import Members
 from zckpt.optim.param_groups import Names
 from zckpt.optim.states import NamedShare, OptimizerState, Restoring, Source, state_class, state_of, unwrapped
 from zckpt.state import ParamGroup
@@ -27,6 +28,8 @@ Given = Optimizer | list[Optimizer] | tuple[Optimizer, ...] | Mapping[str, Optim
 
 OPTIMIZERS = "optimizers"
 """The key under which a checkpoint's optimizer metadata have those of several optimizers, by name."""
+
+NONE = Members()
 
 ALONE = ""
 """Stands for the name of one optimizer that is given without any."""
@@ -65,6 +68,8 @@ class Optimizers:
     given : Optimizer, sequence or mapping, optional
     known : mapping
         Names of the model's parameters.
+    members : Members, optional
+        Those that FullyShardedDataParallel has.
 
     Raises
     ------
@@ -72,8 +77,8 @@ class Optimizers:
         A parameter is in two optimizers, or has no name.
     """
 
-    def __init__(self, given: Given, known: Mapping[torch.Tensor, str]) -> None:
-        self.states = {name: state_of(one, known) for name, one in named(given).items()}
+    def __init__(self, given: Given, known: Mapping[torch.Tensor, str], members: Members = NONE) -> None:
+        self.states = {name: state_of(one, known, members) for name, one in named(given).items()}
         self.notes: list[str] = []
         """What `restore` has not found."""
         _check_disjoint(self.states)
@@ -85,7 +90,7 @@ class Optimizers:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters by name."""
-        return {name: parameter for state in self.states.values() for name, parameter in _members(state)}
+        return {name: parameter for state in self.states.values() for name, parameter in state.members()}
 
     def snapshot(self) -> Snapshot:
         """Return what this rank has of all. All ranks call it together."""
@@ -237,7 +242,7 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
     owners: dict[int, str] = {}
     called: dict[str, str] = {}
     for name, state in states.items():
-        for its, parameter in _members(state):
+        for its, parameter in state.members():
             other = owners.setdefault(id(parameter), name)
             if other != name:
                 raise UsageError(f"{its} is in two optimizers", found=_listed([other, name]))
@@ -248,12 +253,6 @@ def _check_disjoint(states: Mapping[str, OptimizerState]) -> None:
                     found=_listed([other, name]),
                     advice="give the model that has both, or names of their own",
                 )
-
-
-def _members(state: OptimizerState) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter of an optimizer with its name."""
-    for names, group in zip(state.names(), state.optimizer.param_groups, strict=True):
-        yield from zip(names, group["params"], strict=True)
 
 
 def _had_one(checkpoint: OpenedCheckpoint) -> bool:

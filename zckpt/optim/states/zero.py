@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
-from zckpt.operations.tensors import TensorRead, read_tensors
+from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group
 from zckpt.optim.states import (
     NamedShare,
@@ -22,6 +22,7 @@ from zckpt.optim.states import (
     Values,
     as_stored,
     as_torch,
+    read_numbers,
     stored_groups,
 )
 from zckpt.optim.states.by_parameter import ByParameter
@@ -197,7 +198,7 @@ class ZeroRestoring(Restoring):
         Raises UsageError: a value is not the same for all parameters, or a tensor not one value for each element.
         """
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
-        _read_numbers(every, owners)
+        read_numbers(every, owners)
         having = [values for values in every if values]
         made: dict[str, Any] = {}
         for key in dict.fromkeys(key for values in having for key in values):
@@ -241,29 +242,6 @@ class ZeroRestoring(Restoring):
     def share(self) -> None:
         """Give all ranks the weights that the masters stand for."""
         self.optimizer.publish_masters()
-
-
-def _read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
-    """Put single numbers in the place of tensors that hold one for a whole parameter.
-
-    A parameter that is a single number itself has one of each kind; `step` is none for each element.
-    """
-    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
-    numbers = {"step"} | {
-        key
-        for values, shape in pairs
-        for key, value in values.items()
-        if isinstance(value, Slot) and not value.shape and shape
-    }
-    found = [
-        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
-        for values, _ in pairs
-        for key, value in values.items()
-        if key in numbers and isinstance(value, Slot) and not value.shape
-    ]
-    read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
-    for values, key, slot, tensor in found:
-        values[key] = Scalar(tensor.item(), slot.dtype)
 
 
 def _master(owner: Parameter | None) -> Slot | None:

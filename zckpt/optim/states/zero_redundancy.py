@@ -22,7 +22,7 @@ from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, as_torch, stored_groups
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, as_torch, members_of, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
 from zckpt.optim.tensors import Share, bare, world_rank
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
@@ -145,6 +145,10 @@ class WorkersState:
     def names(self) -> Names:
         """Return the names that the optimizer was given, which its workers know."""
         return remote_names(self.optimizer.param_groups)
+
+    def members(self) -> Iterator[tuple[str, Any]]:
+        """Yield each parameter with its name."""
+        return members_of(self.optimizer, self.names())
 
     def groups(self) -> list[ParamGroup]:
         """Return the param groups with the names of all parameters."""

@@ -1,0 +1,173 @@
+"""Slots that are computed: the same bits as torch's, whatever the layout of the inputs, the cut and the memory."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.plans import write_directory
+from tests.strategies import shapes, tilings
+from zckpt.engine.computed import Computed
+from zckpt.engine.low_rank import Kept, LowRank
+from zckpt.engine.means import Decayed, Mean
+from zckpt.engine.plan import Plan, plan
+from zckpt.engine.read import read_extent
+from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.workers import running_on
+from zckpt.errors import LayoutError
+from zckpt.state import Extent, Slot, Span
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def stored(path: Path, tensor: torch.Tensor, pieces: list[Extent] | None = None) -> Slot:
+    """Write a tensor in pieces, one after the other, and return it as a slot."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    spans, data = [], b""
+    for extent in pieces or [Extent.whole(tuple(tensor.shape))]:
+        box = tensor[tuple(slice(o, o + s) for o, s in zip(extent.offsets, extent.sizes, strict=True))]
+        spans.append(Span(extent, str(path), len(data), dtype))
+        data += raw(box.reshape(-1)[extent.start : extent.start + extent.numel])
+    path.write_bytes(data)
+    return Slot("weight", dtype, tuple(tensor.shape), tuple(spans))
+
+
+def computed(function: Mean | Decayed | LowRank, shape: tuple[int, ...]) -> Computed:
+    return Computed("weight", "float32", shape, (), function=function)
+
+
+def planned(slot: Slot, dtype: str) -> Plan:
+    file = TargetFile("x", 3 + slot.numel * itemsize(dtype), [], [Hole(3, "w", slot, Extent.whole(slot.shape), dtype)])
+    return plan([file])
+
+
+def written(slot: Slot, dtype: str, folder: Path, memory: int = 64 << 20) -> bytes:
+    write_directory(planned(slot, dtype), folder / "target", memory=memory)
+    return (folder / "target" / "x").read_bytes()[3:]
+
+
+@given(st.data())
+def test_a_mean_is_torchs_in_float32_rounded_once(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    target = data.draw(st.sampled_from(["float32", "bfloat16", "float16"]))
+    weights = data.draw(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=4))
+    dtypes = data.draw(st.lists(st.sampled_from(sorted(DTYPES)[:3]), min_size=len(weights), max_size=len(weights)))
+    memory = data.draw(st.sampled_from([1, 4 << 10, 64 << 20]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    tensors = [torch.randn(shape, generator=generator).to(DTYPES[dtype]) for dtype in dtypes]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        slots = tuple(stored(folder / str(i), t, data.draw(tilings(shape))) for i, t in enumerate(tensors))
+        found = written(computed(Mean(slots, "float32", tuple(weights)), shape), target, folder, memory)
+    used = [1.0] * len(weights) if len(set(weights)) == 1 else weights
+    total = used[0] * tensors[0].float()
+    for weight, tensor in zip(used[1:], tensors[1:], strict=True):
+        total = total + weight * tensor.float()
+    assert found == raw((total / math.fsum(used)).to(DTYPES[target]))
+
+
+def test_a_decayed_mean_is_the_one_that_torch_keeps(tmp_path: Path) -> None:
+    from torch.optim.swa_utils import get_ema_avg_fn
+
+    tensors = [torch.randn(7, 5) for _ in range(4)]
+    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(tensors))
+    found = written(computed(Decayed(slots, "float32", 0.97), (7, 5)), "float32", tmp_path)
+    average, mean = get_ema_avg_fn(0.97), tensors[0]
+    for one in tensors[1:]:
+        mean = average(mean, one, 1)
+    assert found == raw(mean)
+
+
+def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
+    tensors = [torch.randn(33, dtype=torch.float64) for _ in range(3)]
+    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(tensors))
+    found = written(computed(Mean(slots, "float64", (0.2, 0.3, 0.5)), (33,)), "float64", tmp_path)
+    assert found == raw(0.2 * tensors[0] + 0.3 * tensors[1] + 0.5 * tensors[2])
+
+
+def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False) -> tuple[LowRank, bytes]:
+    """Return a function of files, and what numpy says of it in one product."""
+    generator = torch.Generator().manual_seed(rows)
+    base = torch.randn(rows, columns, generator=generator).bfloat16()
+    left = torch.randn(rows, rank, generator=generator)
+    right = torch.randn(rank, columns, generator=generator)
+    factors = (left.T, right.T) if transposed else (left, right)
+    slots = [stored(folder / f"{i}", one) for i, one in enumerate((base, *factors))]
+    function = LowRank(slots[0], slots[1], slots[2], 0.5, "float32", transposed, Kept())
+    truth = base.double() + 0.5 * (left.double() @ right.double())
+    return function, truth.numpy().tobytes()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1000, 700, 4), (1, 9, 1), (5, 1, 3), (3, 400_000, 2)])
+def test_a_product_is_added_in_blocks(tmp_path: Path, rows: int, columns: int, rank: int, transposed: bool) -> None:
+    function, truth = low_rank(tmp_path, rows, columns, rank, transposed=transposed)
+    found = np.frombuffer(written(computed(function, (rows, columns)), "float32", tmp_path, 1), np.float32)
+    np.testing.assert_allclose(found, np.frombuffer(truth), rtol=1e-5, atol=1e-5)
+
+
+def test_bits_of_a_product_do_not_depend_on_who_asks(tmp_path: Path) -> None:
+    function, _ = low_rank(tmp_path, 1000, 700, 16)
+    slot = computed(function, (1000, 700))
+    found = written(slot, "float32", tmp_path)
+    with Sources() as sources:
+        for start, numel in [(0, 1), (349_999, 2), (123_457, 300_000), (699_999, 1)]:
+            some = read_extent(slot, Extent.flat(slot.shape, start, numel), sources, dtype="float32")
+            assert some.tobytes() == found[4 * start : 4 * (start + numel)]
+
+
+def test_the_right_factor_is_read_once(tmp_path: Path) -> None:
+    function, _ = low_rank(tmp_path, 1000, 700, 4)
+    reads = []
+    right = np.ones(2800, np.float32)
+    for _ in range(2):
+        inputs = [lambda: np.ones(700, np.float32), lambda: np.ones(4, np.float32), lambda: reads.append(1) or right]
+        function.compute(inputs)
+    assert reads == [1]
+
+
+def test_other_processes_compute_the_same(tmp_path: Path) -> None:
+    function, _ = low_rank(tmp_path, 1000, 700, 4)
+    slot = computed(function, (1000, 700))
+    assert pickle.loads(pickle.dumps(function)).step == function.step
+    found = written(slot, "float32", tmp_path)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool, running_on(pool):
+        write_directory(planned(slot, "float32"), tmp_path / "again", memory=64 << 20)
+    assert (tmp_path / "again" / "x").read_bytes()[3:] == found
+
+
+def test_a_plan_counts_what_is_read_and_written(tmp_path: Path) -> None:
+    slots = tuple(stored(tmp_path / str(i), torch.randn(10, 3).bfloat16()) for i in range(3))
+    found = planned(computed(Mean(slots, "float32", (1, 1, 1)), (10, 3)), "float32")
+    assert (found.read_nbytes, found.copy_nbytes, found.write_nbytes) == (180, 120, 123)
+    assert found.sources == {str(tmp_path / str(i)) for i in range(3)}
+
+
+def test_an_input_with_a_gap_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    whole = stored(tmp_path / "0", torch.randn(10))
+    gap = stored(tmp_path / "1", torch.randn(10), [Extent.flat((10,), 0, 4), Extent.flat((10,), 5, 5)])
+    with pytest.raises(LayoutError, match="not every element is there"):
+        planned(computed(Mean((whole, gap), "float32", (1, 1)), (10,)), "float32")
+
+
+def test_a_box_of_a_computed_slot_is_refused(tmp_path: Path) -> None:
+    slot = computed(Mean((stored(tmp_path / "0", torch.randn(4, 4)),), "float32", (1,)), (4, 4))
+    file = TargetFile("x", 16, [], [Hole(0, "w", slot, Extent((0, 0), (2, 2), 0, 4), "float32")])
+    with pytest.raises(LayoutError, match="computed"):
+        plan([file])

@@ -1,0 +1,271 @@
+"""Small models as their programs define them, written from the published definitions: what maps are proven by.
+
+`MetaLlama`: Meta's Llama (and torchtitan's), rotary positions of neighbouring pairs. `Megatron`: Megatron-Core's
+GPTModel without parallelism, whose names and semantics are those of Transformer Engine's layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def attend(q, k, v):
+    """Causal attention of (batch, length, heads, d), with fewer keys than queries."""
+    times = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
+    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    return out.transpose(1, 2).flatten(2)
+
+
+# --- Meta
+
+
+class MetaAttention(nn.Module):
+    def __init__(self, c, *, nested: bool) -> None:
+        super().__init__()
+        self.heads, self.groups, self.d, self.theta = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 10000.0
+        bias = getattr(c, "attention_bias", False) or c.model_type == "qwen2"
+        linears = {
+            "wq": nn.Linear(c.hidden_size, self.heads * self.d, bias=bias),
+            "wk": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
+            "wv": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
+        }
+        if nested:
+            self.qkv_linear = nn.ModuleDict(linears)
+        else:
+            for name, one in linears.items():
+                setattr(self, name, one)
+        self.nested = nested
+        self.wo = nn.Linear(self.heads * self.d, c.hidden_size, bias=False)
+
+    def linear(self, name):
+        return self.qkv_linear[name] if self.nested else getattr(self, name)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q, k, v = (self.linear(n)(x).view(batch, length, -1, self.d) for n in ("wq", "wk", "wv"))
+        freqs = 1.0 / self.theta ** (torch.arange(0, self.d, 2).float() / self.d)
+        angles = torch.outer(torch.arange(length).float(), freqs)
+        turn = torch.polar(torch.ones_like(angles), angles)[None, :, None]
+
+        def rotated(one):
+            pairs = torch.view_as_complex(one.float().reshape(*one.shape[:-1], -1, 2))
+            return torch.view_as_real(pairs * turn).flatten(3)
+
+        return self.wo(attend(rotated(q), rotated(k), v))
+
+
+class MetaFeedForward(nn.Module):
+    def __init__(self, c) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.w2 = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.w3 = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MetaBlock(nn.Module):
+    def __init__(self, c, *, nested: bool) -> None:
+        super().__init__()
+        self.attention = MetaAttention(c, nested=nested)
+        self.feed_forward = MetaFeedForward(c)
+        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class MetaLlama(nn.Module):
+    """`titan`: with the names of torchtitan 0.3."""
+
+    def __init__(self, c, *, titan: bool = False) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
+        self.layers = nn.ModuleList(MetaBlock(c, nested=titan) for _ in range(c.num_hidden_layers))
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.head_name = "lm_head" if titan else "output"
+        setattr(self, self.head_name, nn.Linear(c.hidden_size, c.vocab_size, bias=False))
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return getattr(self, self.head_name)(self.norm(x))
+
+
+# --- Megatron-Core
+
+
+class Norm(nn.Module):
+    def __init__(self, size: int, kind: str, eps: float) -> None:
+        super().__init__()
+        self.kind, self.eps = kind, eps
+        self.weight = nn.Parameter(torch.ones(size))
+        if kind == "layer":
+            self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        if self.kind == "layer":
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+class LayerNormLinear(nn.Linear):
+    """A norm, then a linear layer: one module, as Transformer Engine has it."""
+
+    def __init__(self, size: int, out: int, bias: bool, kind: str, eps: float) -> None:
+        super().__init__(size, out, bias=bias)
+        self.kind, self.eps = kind, eps
+        self.layer_norm_weight = nn.Parameter(torch.ones(size))
+        if kind == "layer":
+            self.layer_norm_bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        if self.kind == "layer":
+            x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        else:
+            x = rms_norm(x, self.layer_norm_weight, self.eps)
+        return super().forward(x)
+
+
+class MegatronAttention(nn.Module):
+    def __init__(self, m) -> None:
+        super().__init__()
+        self.m = m
+        rows = (m.heads + 2 * m.groups) * m.d
+        self.linear_qkv = LayerNormLinear(m.hidden, rows, m.qkv_bias, m.norm, m.eps)
+        self.linear_proj = nn.Linear(m.heads * m.d, m.hidden, bias=m.bias)
+        if m.qk_norm:
+            self.q_layernorm, self.k_layernorm = (Norm(m.d, "rms", m.eps) for _ in range(2))
+
+    def forward(self, x):
+        m = self.m
+        times = m.heads // m.groups
+        mixed = self.linear_qkv(x).view(*x.shape[:2], m.groups, (times + 2) * m.d)
+        q, k, v = mixed.split([times * m.d, m.d, m.d], dim=3)
+        q = q.reshape(*x.shape[:2], m.heads, m.d)
+        if m.qk_norm:
+            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if m.rotary:
+            q, k = self.rotated(q), self.rotated(k)
+        return self.linear_proj(attend(q, k, v))
+
+    def rotated(self, x):
+        width = int(self.m.d * self.m.rotary)
+        freqs = 1.0 / 10000.0 ** (torch.arange(0, width, 2).float() / width)
+        angles = torch.outer(torch.arange(x.shape[1]).float(), freqs)
+        angles = torch.cat((angles, angles), dim=-1)[None, :, None]
+        turned, rest = x[..., :width], x[..., width:]
+        first, second = turned.chunk(2, dim=-1)
+        half = torch.cat((-second, first), dim=-1)
+        return torch.cat((turned * angles.cos() + half * angles.sin(), rest), dim=-1)
+
+
+class MegatronMLP(nn.Module):
+    def __init__(self, m, *, with_norm: bool = True) -> None:
+        super().__init__()
+        self.m = m
+        out = m.ffn * (2 if m.gated else 1)
+        self.linear_fc1 = (
+            LayerNormLinear(m.hidden, out, m.bias, m.norm, m.eps)
+            if with_norm
+            else nn.Linear(m.hidden, out, bias=m.bias)
+        )
+        self.linear_fc2 = nn.Linear(m.ffn, m.hidden, bias=m.bias)
+
+    def forward(self, x):
+        x = self.linear_fc1(x)
+        if self.m.gated:
+            gate, up = x.chunk(2, dim=-1)
+            return self.linear_fc2(F.silu(gate) * up)
+        return self.linear_fc2(F.gelu(x, approximate=self.m.gelu))
+
+
+class MegatronMoE(nn.Module):
+    """The softmax is over the experts that are chosen (`moe_router_pre_softmax` off)."""
+
+    def __init__(self, m) -> None:
+        super().__init__()
+        self.m = m
+        self.router = nn.Linear(m.hidden, m.experts, bias=False)
+        self.experts = nn.Module()
+        self.experts.local_experts = nn.ModuleList(MegatronMLP(m, with_norm=False) for _ in range(m.experts))
+
+    def forward(self, x):
+        scores, chosen = self.router(x).topk(2, dim=-1)
+        scores = scores.softmax(-1)
+        out = torch.stack([one(x) for one in self.experts.local_experts], dim=-2)
+        picked = out.gather(-2, chosen[..., None].expand(*chosen.shape, out.shape[-1]))
+        return (picked * scores[..., None]).sum(-2)
+
+
+class MegatronLayer(nn.Module):
+    def __init__(self, m) -> None:
+        super().__init__()
+        self.self_attention = MegatronAttention(m)
+        if m.experts:
+            self.pre_mlp_layernorm = Norm(m.hidden, m.norm, m.eps)
+            self.mlp = MegatronMoE(m)
+        else:
+            self.pre_mlp_layernorm = nn.Identity()
+            self.mlp = MegatronMLP(m)
+
+    def forward(self, x):
+        x = x + self.self_attention(x)
+        return x + self.mlp(self.pre_mlp_layernorm(x))
+
+
+class Shape:
+    """What Megatron's arguments say of a model."""
+
+    def __init__(self, *, hidden, heads, groups, d, ffn, layers, rows, norm="rms", eps=1e-6, bias=False, qkv_bias=False,
+                 qk_norm=False, gated=True, gelu="none", rotary=1.0, positions=0, experts=0, tied=False):  # fmt: skip
+        self.hidden, self.heads, self.groups, self.d, self.ffn, self.layers, self.rows = (
+            hidden, heads, groups, d, ffn, layers, rows,
+        )  # fmt: skip
+        self.norm, self.eps, self.bias, self.qkv_bias, self.qk_norm = norm, eps, bias, qkv_bias, qk_norm
+        self.gated, self.gelu, self.rotary, self.positions = gated, gelu, rotary, positions
+        self.experts, self.tied = experts, tied
+
+
+class Megatron(nn.Module):
+    def __init__(self, m: Shape) -> None:
+        super().__init__()
+        self.m = m
+        self.embedding = nn.Module()
+        self.embedding.word_embeddings = nn.Embedding(m.rows, m.hidden)
+        if m.positions:
+            self.embedding.position_embeddings = nn.Embedding(m.positions, m.hidden)
+        self.decoder = nn.Module()
+        self.decoder.layers = nn.ModuleList(MegatronLayer(m) for _ in range(m.layers))
+        self.decoder.final_layernorm = Norm(m.hidden, m.norm, m.eps)
+        if not m.tied:
+            self.output_layer = nn.Linear(m.hidden, m.rows, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding.word_embeddings(tokens)
+        if self.m.positions:
+            x = x + self.embedding.position_embeddings(torch.arange(tokens.shape[1]))
+        for layer in self.decoder.layers:
+            x = layer(x)
+        head = self.embedding.word_embeddings if self.m.tied else self.output_layer
+        return F.linear(self.decoder.final_layernorm(x), head.weight)

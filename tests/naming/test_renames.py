@@ -1,0 +1,125 @@
+"""Other names for tensors: every slot, tie, group and buffer follows, in every format; what cannot be is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests.cli.console import FIXTURES, refused, run, succeeded
+from tests.truth import Truth, assert_same
+from zckpt.formats.registry import formats
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+"""With a tied pair, frozen parameters, buffers and two param groups."""
+
+RENAME = [(r"^(\w+)\.(weight|bias)$", r"model.\1_layer.\2")]
+BACK = [(r"^model\.(\w+)_layer\.", r"\1.")]
+
+OPTIONS = {"deepspeed": {"world_size": 3, "stage": 1}, "consolidated": {}}
+
+
+@pytest.mark.parametrize("to", [one.name for one in formats() if one.writes])
+def test_all_of_a_checkpoint_follows_in_every_format(to: str, tmp_path: Path) -> None:
+    before = zckpt.open(SOURCE)
+    done = zckpt.convert(
+        SOURCE, tmp_path / "new", to=to, rename=RENAME, add_prefix="net.", verify=True, **OPTIONS.get(to, {})
+    )
+    after = zckpt.open(tmp_path / "new")
+    expected = {name: "net." + re.sub(*RENAME[0], name) for name in (one.name for one in before.tensors())}
+    assert {one.name for one in after.tensors()} == set(expected.values())
+    assert done.verified > 0
+    for name, one in before.parameters.items():
+        new = after.parameters[expected[name]]
+        assert new.frozen == one.frozen
+        assert new.tied_to == (None if one.tied_to is None else expected[one.tied_to])
+    assert [{expected[name] for name in group.parameters} for group in before.param_groups] == [
+        set(group.parameters) for group in after.param_groups
+    ]
+    assert not zckpt.diff(SOURCE, tmp_path / "new").equal
+    same = zckpt.diff(tmp_path / "new", SOURCE, strip_prefix="net.", rename=BACK)
+    assert not same.changed
+    assert not same.only_in_a
+    assert not same.only_in_b
+
+
+def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path: Path) -> None:
+    rename = ("--rename", r"^fc(\d)=layers.\1", "--add-prefix", "model.")
+    succeeded("consolidate", SOURCE, tmp_path / "m.pt", "--slots", "all", *rename)
+    model = torch.load(tmp_path / "m.pt", weights_only=True)
+    for name, value in Truth(SOURCE).masters.items():
+        assert_same(model["model." + re.sub(r"^fc(\d)", r"layers.\1", name)], value, name)
+    optimizer = torch.load(tmp_path / "m.optimizer.pt", weights_only=True)
+    names = [name for group in optimizer["param_groups"] for name in group["param_names"]]
+    assert all(name.startswith("model.") for name in names)
+    shown = json.loads(succeeded("fingerprint", SOURCE, "--json", *rename).stdout)
+    assert shown != json.loads(succeeded("fingerprint", SOURCE, "--json").stdout)
+    status = run("diff", SOURCE, tmp_path / "m.pt", *rename, "--slots", "master", "--ignore", "metadata").returncode
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--rename", "nothing=x"), ("--rename nothing=x finds no name",)),
+        (("--strip-prefix", "module."), ("--strip-prefix module. finds no name",)),
+        (("--rename", r"fc\d=fc"), ("makes", "one", "narrow it")),
+        (("--rename", r"^alpha$="), ("leaves nothing of alpha",)),
+        (("--rename", r"(fc)=\2"), ("no regular expression",)),
+        (("--rename", "fc1"), ("OLD=NEW",)),
+        (("--map", "no-such-map"), ("no map no-such-map", "llama-huggingface-meta")),
+        (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(options: tuple[str, ...], words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *options, words=words)
+    refused(2, "convert", SOURCE, tmp_path / "m", "--to", "dcp", *options, words=words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_digests_under_other_names_are_not_stored_with_the_source() -> None:
+    refused(2, "fingerprint", SOURCE, "--write", "--rename", "fc=layer", words=("--output",))
+
+
+def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 3)
+    torch.save({"model": layer.state_dict(), "best": {"of": "weight"}}, tmp_path / "c.pt")
+    refused(5, "convert", tmp_path / "c.pt", tmp_path / "d", "--to", "dcp", "--rename", "weight=w",
+            words=("best speaks of weight",))  # fmt: skip
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", rename=[("bias", "b")])
+
+
+class Net(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, torch.nn.Linear(3, 5))
+        self.name = name
+
+    def forward(self, x):
+        return self.get_submodule(self.name)(x)
+
+
+def test_a_live_model_with_other_names_goes_on(tmp_path: Path) -> None:
+    def trained(net: Net, optimizer, steps: int) -> list[float]:
+        losses = []
+        for step in range(steps):
+            torch.manual_seed(step)
+            loss = net(torch.randn(4, 3)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    first, second = Net("old"), Net("new")
+    ours, theirs = (torch.optim.AdamW(net.named_parameters(), lr=0.1) for net in (first, second))
+    trained(first, ours, 3)
+    zckpt.save(tmp_path / "run", model=first, optimizer=ours, step=3)
+    with pytest.raises(zckpt.UsageError, match="not a checkpoint of this model"):
+        zckpt.load(tmp_path / "run", model=second, optimizer=theirs)
+    zckpt.load(tmp_path / "run", model=second, optimizer=theirs, rename=[("^old", "new")])
+    assert trained(first, ours, 3) == trained(second, theirs, 3)

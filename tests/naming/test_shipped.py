@@ -1,0 +1,187 @@
+"""The maps that come with zckpt: the mapped model has the same logits, there and back, and the same bits back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.naming.models import Megatron, MetaLlama, Shape
+from tests.truth import assert_same
+from zckpt.naming.document import read_map, shipped
+
+COMMON = {
+    "vocab_size": 37, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
+LLAMA = {"head_dim": 8, "tie_word_embeddings": False, **COMMON}
+ROWS = 64
+
+
+def llama(**more):
+    return hf.LlamaConfig(**{**LLAMA, **more})
+
+
+def gpt_neox(**more):
+    return hf.GPTNeoXConfig(
+        vocab_size=37, hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3,
+        rotary_pct=0.5, use_parallel_residual=False, tie_word_embeddings=False, **more,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "llama": llama,
+    "llama_mha_bias": lambda: llama(num_key_value_heads=6, attention_bias=False),
+    "llama_tied": lambda: llama(tie_word_embeddings=True),
+    "llama_one_group": lambda: llama(num_key_value_heads=1, head_dim=4),
+    "mistral": lambda: hf.MistralConfig(sliding_window=None, **LLAMA),
+    "qwen2": lambda: hf.Qwen2Config(tie_word_embeddings=False, use_sliding_window=False, head_dim=4, **COMMON),
+    "qwen3": lambda: hf.Qwen3Config(use_sliding_window=False, **LLAMA),
+    "mixtral": lambda: hf.MixtralConfig(num_local_experts=3, num_experts_per_tok=2, sliding_window=None, **LLAMA),
+    "gpt2": lambda: hf.GPT2Config(
+        vocab_size=37, n_embd=24, n_inner=20, n_layer=2, n_head=3, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    ),
+    "gpt_neox": gpt_neox,
+}  # fmt: skip
+
+
+def made(kind: str):
+    """A model of Hugging Face's with every parameter drawn, norms and biases too."""
+    torch.manual_seed(0)
+    config = CONFIGS[kind]()
+    config._attn_implementation = "eager"
+    model = hf.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def megatron(kind: str, config, rows: int) -> Megatron:
+    if kind in ("gpt2", "gpt_neox"):
+        own = {"gelu": "tanh", "rotary": 0, "positions": 16, "tied": True} if kind == "gpt2" else {"rotary": 0.5}
+        return Megatron(Shape(
+            hidden=24, heads=3, groups=3, d=8, ffn=20, layers=2, rows=rows, norm="layer", eps=1e-5, bias=True,
+            qkv_bias=True, gated=False, **own,
+        ))  # fmt: skip
+    return Megatron(Shape(
+        hidden=24, heads=6, groups=config.num_key_value_heads, d=config.head_dim, ffn=20, layers=2, rows=rows,
+        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3", experts=3 if kind == "mixtral" else 0,
+        tied=config.tie_word_embeddings,
+    ))  # fmt: skip
+
+
+CASES = [
+    *((kind, f"llama-huggingface-{to}") for to in ("meta", "torchtitan")
+      for kind in ("llama", "llama_mha_bias", "llama_tied", "llama_one_group", "mistral", "qwen2")),
+    *((kind, "llama-huggingface-megatron")
+      for kind in ("llama", "llama_mha_bias", "llama_tied", "llama_one_group", "mistral", "qwen2", "qwen3")),
+    ("mixtral", "mixtral-huggingface-megatron"),
+    ("gpt2", "gpt2-huggingface-megatron"),
+    ("gpt_neox", "gpt-neox-huggingface-megatron"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_logits_are_the_same_and_the_way_back_gives_the_same_bits(kind: str, name: str, tmp_path: Path) -> None:
+    model = made(kind)
+    model.save_pretrained(tmp_path / "hf")
+    side = read_map(name).sides[1]
+    rows = ROWS if side == "megatron" else 37
+    config = {**json.loads((tmp_path / "hf" / "config.json").read_text()), **({"padded_vocab_size": rows})}
+    zckpt.consolidate(tmp_path / "hf", tmp_path / "other.safetensors", map=name, map_config=config, tied="drop")
+    other = megatron(kind, model.config, rows) if side == "megatron" else MetaLlama(model.config, titan=side != "meta")
+    state = load_file(tmp_path / "other.safetensors")
+    if kind == "llama_tied" and side != "megatron":
+        state[f"{other.head_name}.weight"] = state["tok_embeddings.weight"]
+    other.load_state_dict(state)
+    tokens = torch.randint(0, 37, (2, 11))
+    with torch.no_grad():
+        expected, found = model(tokens).logits, other(tokens)
+    torch.testing.assert_close(found[..., :37], expected, rtol=1e-4, atol=1e-5)
+
+    zckpt.consolidate(
+        tmp_path / "other.safetensors", tmp_path / "back", map=name, map_config=tmp_path / "hf" / "config.json"
+    )
+    first, back = load_all(tmp_path / "hf"), load_all(tmp_path / "back")
+    for one, value in first.items():
+        assert_same(back[one], value, one)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    assert back.keys() - first.keys() <= tied
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in directory.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("qwen3", "llama-huggingface-megatron"), ("mixtral", "mixtral-huggingface-megatron")]
+)
+def test_one_tensor_of_all_layers_is_the_layers_tensors_stacked(kind: str, name: str, tmp_path: Path) -> None:
+    """torch_dist's keys have no layer, nor expert: what is proven for those that have holds for the stack of them."""
+    model = made(kind)
+    model.save_pretrained(tmp_path / "hf")
+    for one in (name, f"{name}-dist"):
+        zckpt.consolidate(tmp_path / "hf", tmp_path / f"{one}.safetensors", map=one)
+    flat, stacked = load_file(tmp_path / f"{name}.safetensors"), load_file(tmp_path / f"{name}-dist.safetensors")
+    for key, value in stacked.items():
+        rest = key.removeprefix("decoder.layers.")
+        if rest == key:
+            assert_same(value, flat[key], key)
+            continue
+        if rest.startswith("mlp.experts.experts."):
+            inner = rest.replace("experts.experts.", "experts.local_experts.{}.")
+            expected = [
+                torch.stack([flat[f"decoder.layers.{layer}.{inner.format(e)}"] for e in range(3)]) for layer in range(2)
+            ]
+        else:
+            expected = [flat[f"decoder.layers.{layer}.{rest}"] for layer in range(2)]
+        assert_same(value, torch.stack(expected), key)
+    zckpt.consolidate(
+        tmp_path / f"{name}-dist.safetensors", tmp_path / "back", map=f"{name}-dist",
+        map_config=tmp_path / "hf" / "config.json",
+    )  # fmt: skip
+    assert zckpt.diff(tmp_path / "hf", tmp_path / "back").equal
+
+
+def test_the_model_in_memory_of_transformers_5_has_its_experts_in_one_tensor(tmp_path: Path) -> None:
+    model = made("mixtral")
+    model.save_pretrained(tmp_path / "hf")
+    state = model.state_dict()
+    if "model.layers.0.mlp.experts.gate_up_proj" not in state:
+        pytest.skip("transformers before 5")
+    zckpt.consolidate(tmp_path / "hf", tmp_path / "fused.safetensors", map="mixtral-huggingface-fused")
+    found = load_file(tmp_path / "fused.safetensors")
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert_same(found[name], value, name)
+    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "live.safetensors")
+    zckpt.consolidate(tmp_path / "live.safetensors", tmp_path / "back", map="mixtral-huggingface-fused")
+    assert zckpt.diff(tmp_path / "hf", tmp_path / "back").equal
+
+
+def test_a_mapped_directory_is_loaded_by_transformers(tmp_path: Path) -> None:
+    model = made("llama")
+    other = MetaLlama(model.config)
+    torch.save(other.state_dict(), tmp_path / "consolidated.pt")
+    params = {"dim": 24, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 8, "vocab_size": -1}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    zckpt.consolidate(tmp_path / "consolidated.pt", tmp_path / "hf", map="llama-huggingface-meta")
+    model.config.save_pretrained(tmp_path / "hf")
+    loaded = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").float().eval()
+    tokens = torch.randint(0, 37, (2, 11))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, other(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_map_says_what_it_is_about(name: str) -> None:
+    found = read_map(name)
+    assert found.about
+    assert found.name == name

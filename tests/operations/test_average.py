@@ -1,0 +1,285 @@
+"""Means of checkpoints of several formats and world sizes: torch's float32 sum, rounded once, or one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+from tests.truth import Truth, bits
+
+SAME = [FIXTURES / name for name in ("s2_bf16_dp2", "s2_bf16_dp3", "s3_bf16_dp4")]
+"""One model, at several stages and world sizes, all with fp32 masters."""
+
+
+def values(source: Path) -> dict[str, torch.Tensor]:
+    """What a mean is computed from, by name: masters, else weights; as the live optimizer had them."""
+    truth = Truth(source)
+    found = {**truth.weights, **truth.masters}
+    return {**found, **{alias: found[owner] for alias, owner in truth.tied.items()}}
+
+
+def mean(tensors: list[torch.Tensor], weights: list[float], dtype: torch.dtype) -> torch.Tensor:
+    total = weights[0] * tensors[0].float() if weights[0] != 1 else tensors[0].float()
+    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
+        total = total + (weight * tensor.float() if weight != 1 else tensor.float())
+    return (total / sum(weights)).to(dtype)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "keep"])
+def test_stages_and_world_sizes_are_averaged(dtype: str | None, tmp_path: Path) -> None:
+    done = zckpt.average(SAME, tmp_path / "m.safetensors", weights=[5, 2, 3], dtype=dtype, verify=True)
+    found, sources, truth = load_file(tmp_path / "m.safetensors"), [values(one) for one in SAME], Truth(SAME[0])
+    for name in sources[0]:
+        own = torch.float32 if dtype is None else torch.bfloat16
+        kind = truth.weights[name].dtype if name in truth.frozen else own
+        assert equal(found[name], mean([one[name] for one in sources], [5, 2, 3], kind)), name
+    assert done.verified == sum(tensor.nbytes for tensor in found.values())
+    assert [one["weight"] for one in done.sources] == [0.5, 0.2, 0.3]
+
+
+def test_moments_and_masters_are_averaged_and_the_rest_is_the_last_ones(tmp_path: Path) -> None:
+    zckpt.average(SAME, tmp_path / "m.safetensors", slots="all", dtype="bfloat16")
+    slots, truths = load_file(tmp_path / "m.optimizer.safetensors"), [Truth(one) for one in SAME]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for name in truths[0].kind(kind):
+            expected = mean([truth.kind(kind)[name] for truth in truths], [1, 1, 1], torch.float32)
+            assert equal(slots[f"{kind}/{name}"], expected), name
+    for name in truths[0].masters:
+        assert equal(slots[f"master/{name}"], mean([t.masters[name] for t in truths], [1, 1, 1], torch.float32))
+
+
+def test_an_exponential_average_is_torchs(tmp_path: Path) -> None:
+    from torch.optim.swa_utils import get_ema_avg_fn
+
+    zckpt.average(SAME, tmp_path / "m.pt", ema=0.9)
+    found, step = torch.load(tmp_path / "m.pt", weights_only=True), get_ema_avg_fn(0.9)
+    first, *others = [values(one) for one in SAME]
+    for name, kept in first.items():
+        expected = kept.float()
+        for one in others:
+            expected = step(expected, one[name].float(), 1)
+        assert equal(found[name], expected.to(found[name].dtype)), name
+
+
+def test_formats_are_mixed(tmp_path: Path) -> None:
+    """DeepSpeed's ranks, a DCP directory, a universal one, zckpt's own, a torch file and a Hugging Face directory."""
+    source = SAME[0]
+    for to in ("dcp", "universal", "zckpt", "consolidated"):
+        zckpt.convert(SAME[1], tmp_path / to, to=to)
+    zckpt.consolidate(SAME[1], tmp_path / "hf", max_shard_size=2000)
+    zckpt.consolidate(SAME[1], tmp_path / "m.pt")
+    paths = [source, *(tmp_path / name for name in ("dcp", "universal", "zckpt", "consolidated", "hf", "m.pt"))]
+    done = zckpt.average(paths, tmp_path / "mean", verify=True)
+    found = {name: tensor for file in tmp_path.glob("mean/*.safetensors") for name, tensor in load_file(file).items()}
+    ours, theirs = values(source), values(SAME[1])
+    frozen = Truth(source).frozen
+    for name in ours:
+        kind = found[name].dtype if name in frozen else torch.float32
+        assert equal(found[name], mean([ours[name], *[theirs[name]] * 6], [1] * 7, kind)), name
+    assert len({one["format"] for one in done.sources}) == 7
+    assert zckpt.verify(tmp_path / "mean").sound
+
+
+def test_tied_names_stay_one_tensor(tmp_path: Path) -> None:
+    zckpt.average(SAME, tmp_path / "m.pt")
+    found, tied = torch.load(tmp_path / "m.pt", weights_only=True), Truth(SAME[0]).tied
+    assert tied
+    for alias, owner in tied.items():
+        assert found[alias].data_ptr() == found[owner].data_ptr()
+    zckpt.average(SAME, tmp_path / "m.safetensors", tied="drop")
+    assert not tied.keys() & load_file(tmp_path / "m.safetensors").keys()
+
+
+def test_a_tied_name_may_be_missing_or_a_tensor_of_its_own(tmp_path: Path) -> None:
+    zckpt.consolidate(SAME[1], tmp_path / "without.safetensors", tied="drop")
+    zckpt.consolidate(SAME[1], tmp_path / "twice.safetensors", tied="duplicate")
+    zckpt.average([SAME[0], tmp_path / "without.safetensors"], tmp_path / "a.pt")
+    zckpt.average([SAME[0], tmp_path / "twice.safetensors"], tmp_path / "b.pt")
+    a, b = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in "ab")
+    (alias, owner), *_ = Truth(SAME[0]).tied.items()
+    assert equal(a[alias], b[alias])
+    assert a[alias].data_ptr() == a[owner].data_ptr()
+    assert b[alias].data_ptr() != b[owner].data_ptr()
+
+
+# --- plain files
+
+
+def saved(path: Path, **tensors: torch.Tensor) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def pair(tmp_path: Path, a: torch.Tensor, b: torch.Tensor) -> list[Path]:
+    return [saved(tmp_path / f"{name}.safetensors", w=torch.ones(3), x=one) for name, one in (("a", a), ("b", b))]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"),
+        ("float16", "bfloat16", "float32"),
+        ("bfloat16", "float32", "float32"),
+        ("float64", "bfloat16", "float64"),
+    ],
+)
+def test_the_type_is_the_sources_or_one_that_holds_both(a: str, b: str, dtype: str, tmp_path: Path) -> None:
+    x, y = (torch.randn(50, dtype=torch.float64).to(getattr(torch, one)) for one in (a, b))
+    zckpt.average(pair(tmp_path, x, y), tmp_path / "m.safetensors")
+    wide = torch.float64 if dtype == "float64" else torch.float32
+    expected = ((x.to(wide) + y.to(wide)) / 2).to(getattr(torch, dtype))
+    assert equal(load_file(tmp_path / "m.safetensors")["x"], expected)
+
+
+def test_task_arithmetic_subtracts(tmp_path: Path) -> None:
+    tensors = [torch.randn(9) for _ in range(3)]
+    paths = [saved(tmp_path / f"{i}.safetensors", w=one) for i, one in enumerate(tensors)]
+    zckpt.average(paths, tmp_path / "m.safetensors", weights=[1, 0.5, -0.5])
+    assert equal(load_file(tmp_path / "m.safetensors")["w"], tensors[0] + 0.5 * tensors[1] + -0.5 * tensors[2])
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.arange(6), torch.tensor([True, False]), torch.ones(2).to(torch.float8_e4m3fn)]
+)
+def test_what_is_no_number_must_be_the_same_or_be_named(tensor: torch.Tensor, tmp_path: Path) -> None:
+    other = tensor.roll(1) if tensor.dtype != torch.float8_e4m3fn else -tensor.float()
+    paths = pair(tmp_path, tensor, other.to(tensor.dtype))
+    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: x: not the same as in .*a\.safetensors"):
+        zckpt.average(paths, tmp_path / "m.safetensors")
+    done = zckpt.average(paths, tmp_path / "m.safetensors", from_last=["x"])
+    assert equal(load_file(tmp_path / "m.safetensors")["x"], other.to(tensor.dtype))
+    assert (done.num_averaged, done.num_equal, done.num_from_last) == (1, 0, 1)
+    done = zckpt.average([paths[0], paths[0]], tmp_path / "n.safetensors")
+    assert equal(load_file(tmp_path / "n.safetensors")["x"], tensor)
+    assert (done.num_averaged, done.num_equal, done.num_from_last) == (1, 1, 0)
+
+
+def test_names_that_a_wrapper_adds_are_no_difference(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.safetensors", **{"w": torch.ones(3), "v.x": torch.ones(2)})
+    torch.save({"module.w": torch.zeros(3), "module.v._orig_mod.x": torch.zeros(2)}, tmp_path / "b.pt")
+    zckpt.average([a, tmp_path / "b.pt"], tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors")["v.x"].tolist() == [0.5, 0.5]
+
+
+def test_an_open_checkpoint_is_a_source(tmp_path: Path) -> None:
+    zckpt.average(SAME, tmp_path / "a.safetensors")
+    zckpt.average([zckpt.open(SAME[0]), SAME[1], zckpt.open(SAME[2])], tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+# --- what is refused
+
+
+REFUSED = [
+    ({"weights": [1]}, "as many weights as checkpoints are needed: expected 2, found 1"),
+    ({"weights": [1, float("nan")]}, "unusable weights: expected finite numbers"),
+    ({"weights": [1, -1]}, "the weights add up to nothing"),
+    ({"ema": 1.5}, "unusable decay: expected a number from 0 to 1, found 1.5"),
+    ({"ema": 0.5, "weights": [1, 1]}, "exclude each other"),
+    ({"from_last": ["y*"]}, r"no tensor is called 'y\*'"),
+    ({"slots": ["exp_avg"]}, "no slot exp_avg"),
+    ({"slots": "all"}, "expected a checkpoint that has an optimizer"),
+    ({"dtype": "int8"}, "unusable dtype"),
+    ({"drop": ["x"]}, "--drop 'x' names nothing that would be lost"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_cannot_be_used(options: dict[str, object], message: str, tmp_path: Path) -> None:
+    paths = pair(tmp_path, torch.ones(2), torch.ones(2))
+    with pytest.raises(zckpt.UsageError, match=message):
+        zckpt.average(paths, tmp_path / "m.safetensors", **options)  # type: ignore[arg-type]
+    assert {one.name for one in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors"}
+
+
+def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
+    a, b = pair(tmp_path, torch.ones(2), torch.ones(3))
+    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: x has another shape than in .*a\.safetensors.*\(2,\)"):
+        zckpt.average([a, b], tmp_path / "m.safetensors")
+    c = saved(tmp_path / "c.safetensors", w=torch.ones(3), y=torch.ones(2))
+    with pytest.raises(zckpt.UsageError, match=r"c\.safetensors: 1 of the tensors of .*a\.safetensors not in it: x"):
+        zckpt.average([a, c], tmp_path / "m.safetensors")
+    with pytest.raises(zckpt.UsageError, match="a mean needs several checkpoints"):
+        zckpt.average([a], tmp_path / "m.safetensors")
+
+
+def test_a_slot_that_one_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    zckpt.consolidate(SAME[1], tmp_path / "b.safetensors")
+    with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: exp_avg of .* is not there"):
+        zckpt.average([SAME[0], tmp_path / "b.safetensors"], tmp_path / "m.safetensors", slots=["exp_avg"])
+
+
+def test_a_source_is_never_the_target(tmp_path: Path) -> None:
+    paths = pair(tmp_path, torch.ones(2), torch.zeros(2))
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        with pytest.raises(zckpt.UsageError, match="the target is, or contains, the source"):
+            zckpt.average(paths, path, overwrite=True)
+    assert [path.read_bytes() for path in paths] == before
+
+
+def test_damage_in_any_source_is_found(tmp_path: Path) -> None:
+    for name in "ab":
+        torch.save({"w": torch.randn(10_000)}, tmp_path / f"{name}.pt")
+    data = bytearray((tmp_path / "b.pt").read_bytes())
+    data[20_000] ^= 1
+    (tmp_path / "b.pt").write_bytes(data)
+    with pytest.raises(zckpt.DamagedFileError, match=r"b\.pt"):
+        zckpt.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+    zckpt.average([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "m.safetensors", checksums=False)
+
+
+def test_memory_does_not_change_the_bits(tmp_path: Path) -> None:
+    x, y = torch.randn(300_000), torch.randn(300_000)
+    paths = pair(tmp_path, x, y)
+    for memory in (1, 1 << 20):
+        zckpt.average(paths, tmp_path / f"{memory}.safetensors", weights=[0.3, 0.7], memory=memory)
+        assert equal(load_file(tmp_path / f"{memory}.safetensors")["x"], 0.3 * x + 0.7 * y)
+
+
+# --- the command line
+
+
+def test_the_command_prints_its_document_and_dry_runs(tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    done = run("average", *SAME, "-t", target, "--weights", "1,1,2", "--json", "--dry-run")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["dry_run"], target.exists()) == (0, True, False)
+    assert [one["weight"] for one in document["sources"]] == [0.25, 0.25, 0.5]
+    assert run("average", *SAME, "--target", target, "--ema", "0.99", "-q").returncode == 0
+    again = run("average", *SAME, "--target", target)
+    assert (again.returncode, again.stderr.count("\n")) == (4, 1)
+
+
+def test_commands_that_cannot_be_used() -> None:
+    for arguments in ((), (*SAME[:2],), (*SAME[:2], "-t", "x.safetensors", "--weights", "a,b")):
+        done = run("average", *arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_roots_are_folders_that_hold_all_of_several_sources(tmp_path: Path) -> None:
+    nodes = [tmp_path / "node0", tmp_path / "node1"]
+    for at, node in enumerate(nodes):
+        for source in SAME[:2]:
+            for path in (source / "global_step5").iterdir():
+                first = "zero_pp_rank" not in path.name or "zero_pp_rank_0" in path.name
+                if first == (at == 0):
+                    to = node / source.name / "global_step5" / path.name
+                    to.parent.mkdir(parents=True, exist_ok=True)
+                    to.write_bytes(path.read_bytes())
+            (nodes[0] / source.name / "latest").write_text("global_step5")
+    sources = [nodes[0] / source.name for source in SAME[:2]]
+    zckpt.average(sources, tmp_path / "a.safetensors", roots=[nodes[1]])
+    zckpt.average(SAME[:2], tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()

@@ -1,0 +1,190 @@
+"""Models in FullyShardedDataParallel: each rank saves its elements, and takes them back at any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
+
+import zckpt
+from tests.fsdp_training.training import STEPS, made, step, truth
+from tests.gloo import run
+from zckpt.errors import UnsupportedError, UsageError
+
+Found = dict[str, torch.Tensor]
+
+PAIRS = [
+    ("fsdp1 orig", 2, "fsdp1", 3),
+    ("fsdp1", 3, "fsdp1 grad", 2),
+    ("fsdp1 grad orig", 2, "fsdp2", 3),
+    ("fsdp2", 2, "fsdp1 orig", 4),
+    ("fsdp1 hsdp orig", 4, "fsdp1 whole orig", 2),
+    ("fsdp1 whole", 2, "fsdp1 hsdp", 4),
+    ("fsdp1 fine mesh orig", 3, "fsdp1 fine orig", 1),
+]
+"""How a model is wrapped that is saved, at how many ranks, and into what it is loaded."""
+
+
+def train_and_save(rank: int, world_size: int, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+    torch.set_num_threads(1)
+    model, optimizer, scheduler = trained(wrap, world_size, seed=0)
+    zckpt.save(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler, step=STEPS)
+    found = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    return found, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
+
+
+def trained(wrap: str, world_size: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model, optimizer, scheduler = made(wrap, world_size, seed)
+    for number in range(STEPS):
+        step(model, optimizer, scheduler, number)
+    return model, optimizer, scheduler
+
+
+def load_and_train(rank: int, world_size: int, wrap: str, folder: Path) -> tuple[Found, list[float]]:
+    torch.set_num_threads(1)
+    model, optimizer, scheduler = made(wrap, world_size, seed=1)
+    model(torch.zeros(1, 3, dtype=torch.int64))  # leaves whole parameters in memory, which are old afterwards
+    restored = zckpt.load(folder / "saved", model=model, optimizer=optimizer, scheduler=scheduler)
+    assert restored.step == STEPS
+    found = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    return found, [step(model, optimizer, scheduler, STEPS + number) for number in range(2)]
+
+
+@pytest.mark.parametrize(("wrap", "ranks", "into", "other"), PAIRS)
+def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(
+    wrap: str, ranks: int, into: str, other: int, tmp_path: Path
+) -> None:
+    [(expected, losses), *_] = run(train_and_save, ranks, wrap, tmp_path)
+    [(found, then), *_] = run(load_and_train, other, into, tmp_path)
+    same = {key for key in expected if "frozen" not in key or key.startswith("weight/")}  # a unit is trained as a whole
+    assert same <= found.keys()
+    assert [key for key in same if not torch.equal(found[key], expected[key])] == []
+    alike = "fsdp2" in wrap + into or ("orig" in wrap) == ("orig" in into)
+    assert then[: 2 if alike else 1] == pytest.approx(losses[: 2 if alike else 1], rel=1e-6)
+    opened = zckpt.open(tmp_path / "saved")
+    for key, one in expected.items():
+        slot, _, name = key.partition("/")
+        if slot != "step" and "head.weight" not in name:
+            assert torch.equal(opened.read(name, slot), one), key
+
+
+class Pieces(nn.Module):
+    """A unit, and a parameter that is in none; a frozen one, one of one element, and a buffer that is kept low."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1, bias=False))
+        self.body[1].requires_grad_(requires_grad=False)
+        self.alone = nn.Linear(1, 3)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.register_buffer("mean", torch.rand(3))
+        self.register_buffer("gone", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.alone(self.body(x).float()) * self.scale + self.mean).square().mean()
+
+
+def pieces(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Mixed precision, a module that is left out, several param groups."""
+    torch.manual_seed(seed)
+    net = Pieces()
+    model = FullyShardedDataParallel(
+        net,
+        ignored_modules=[net.alone],
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
+        cpu_offload=CPUOffload(offload_params=False),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if "bias" in name], "lr": 0.01},
+        {"params": [p for name, p in model.named_parameters() if "bias" not in name], "lr": 0.02},
+    ]
+    return model, torch.optim.Adam(groups)
+
+
+def own_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of what this rank has, by torch's names."""
+    every = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {name: one.detach().clone() for name, one in every.items()}
+    for name, one in model.named_parameters():
+        for key, value in optimizer.state.get(one, {}).items():
+            if one.numel():
+                found[f"{key} {name}"] = value.clone()
+    return found
+
+
+def several_groups(rank: int, world_size: int, folder: Path) -> None:
+    model, optimizer = pieces(0)
+    data = torch.rand(6, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        model(data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zckpt.save(folder / "saved", model=model, optimizer=optimizer)
+    saved = own_state(model, optimizer)
+    other, its = pieces(1)
+    zckpt.load(folder / "saved", model=other, optimizer=its)
+    found = own_state(other, its)
+    assert found.keys() == saved.keys()
+    changed = [key for key in saved if not torch.equal(found[key], saved[key])]
+    assert changed == [name for name in saved if name.endswith("gone")]
+    assert [group["lr"] for group in its.param_groups] == [0.01, 0.02]
+    model(data).backward()
+    other(data).backward()
+    optimizer.step()
+    its.step()
+    after = own_state(other, its)
+    assert all(torch.equal(after[key], one) for key, one in own_state(model, optimizer).items() if "gone" not in key)
+
+
+def test_units_beside_parameters_that_are_in_none(tmp_path: Path) -> None:
+    run(several_groups, 3, tmp_path)
+    opened = zckpt.open(tmp_path / "saved")
+    assert [sorted(group.parameters) for group in opened.param_groups] == [
+        ["alone.bias", "body.0.bias"], ["alone.weight", "body.0.weight", "body.1.weight", "scale"]
+    ]  # fmt: skip
+    assert opened.parameters["body.0.weight"].shape == (3, 5)
+
+
+def refused(rank: int, world_size: int, folder: Path) -> None:
+    model, optimizer, _ = made("fsdp1", world_size)
+    with pytest.raises(UsageError, match="give the model that the optimizer was made for"):
+        zckpt.save(folder / "saved", optimizer=optimizer)
+    with (
+        FullyShardedDataParallel.summon_full_params(model),
+        pytest.raises(UsageError, match="outside of forward, backward and summon_full_params"),
+    ):
+        zckpt.save(folder / "saved", model=model)
+    different, its, scheduler = made("fsdp1 orig", world_size)
+    step(different, its, scheduler, 0)
+    for name, parameter in different.named_parameters():
+        if name.endswith("norm.weight") and parameter in its.state:
+            its.state[parameter]["step"] += 1
+    zckpt.save(folder / "steps", model=different, optimizer=its)
+    with pytest.raises(UsageError, match="whose flat parameter has only one"):
+        zckpt.load(folder / "steps", model=model, optimizer=optimizer, strict=False)
+
+
+def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
+    run(refused, 2, tmp_path)
+    assert not (tmp_path / "saved").exists()
+
+
+class Own(nn.Linear):
+    def _save_to_state_dict(self, *args: Any) -> None:
+        super()._save_to_state_dict(*args)
+
+
+def own_state_dict(rank: int, world_size: int, folder: Path) -> None:
+    model = FullyShardedDataParallel(nn.Sequential(Own(2, 2)), device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="state dict of its own making"):
+        zckpt.save(folder / "saved", model=model)
+
+
+def test_a_state_dict_of_a_modules_own_making_is_refused(tmp_path: Path) -> None:
+    run(own_state_dict, 2, tmp_path)

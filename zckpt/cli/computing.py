@@ -1,0 +1,100 @@
+"""The verbs that compute what they write: `average`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zckpt.cli.options import ByteSize, comma_separated, show, source_options, write_options
+from zckpt.cli.streams import reporter
+from zckpt.errors import UsageError
+
+
+@click.command("average")
+@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--target", "-t", type=click.Path(path_type=Path), required=True, help="What to write.")
+@click.option(
+    "--weights",
+    metavar="W,...",
+    help="One for each SOURCE, in any unit; the sum is divided by theirs. Default: all the same.",
+)
+@click.option(
+    "--ema",
+    type=float,
+    metavar="D",
+    help="Exponential average in the order given, oldest first: D x what it was + (1 - D) x the next.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
+    help="Element type of trained parameters; frozen ones and buffers keep theirs. "
+    "Default: float32 where a SOURCE has masters, else the weights' own.",
+)
+@click.option(
+    "--slots",
+    multiple=True,
+    metavar="all|SLOT,...",
+    help="Also average these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
+)
+@click.option(
+    "--from-last",
+    multiple=True,
+    metavar="GLOB",
+    help="Take these tensors from the last SOURCE: integers, say, that are not the same in all. May be repeated.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["duplicate", "drop"]),
+    default="duplicate",
+    show_default=True,
+    help="Write a tied parameter under all its names, or its owner's only.",
+)
+@click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+@click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+)
+@click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
+@write_options
+@source_options
+def average_command(
+    sources: tuple[Path, ...],
+    target: Path,
+    weights: str | None,
+    slots: tuple[str, ...],
+    from_last: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    writing: dict[str, Any],
+    where: dict[str, Any],
+    **options: Any,  # noqa: ANN401  # what click gives
+) -> None:
+    """Write the mean of checkpoints of one model, of any formats and world sizes, as one model.
+
+    Masters count where there are some, else weights; computed in float32 and rounded once. TARGET is named as that of
+    consolidate: x.safetensors, x.pt, or a directory. Of several SOURCEs, --root is a folder that holds all of them.
+    """
+    from zckpt.operations.average import average
+
+    done = average(
+        sources,
+        target,
+        weights=_numbers(weights),
+        slots=comma_separated(slots),
+        from_last=from_last,
+        reporter=reporter("average", quiet=quiet),
+        **options,
+        **writing,
+        **where,
+    )
+    show(done, as_json=as_json, quiet=quiet)
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError as error:
+        raise UsageError("unusable --weights", expected="numbers with commas between them", found=text) from error

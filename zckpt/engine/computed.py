@@ -1,0 +1,119 @@
+"""Slots whose elements are in no file: a function computes them, block by block, from extents of slots that are.
+
+To a plan they are slots like any other. What fills a hole for one are the copies that its inputs need; what comes out
+of a block is cast to the hole's type, once. A function sees flat elements, and never where or how anything lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from zckpt.errors import LayoutError
+from zckpt.state import Extent, Slot
+
+if TYPE_CHECKING:
+    from zckpt.engine.cast import Array
+
+BLOCK_NBYTES = 1 << 20
+"""Computed at once where a function leaves it open: what it needs of several inputs stays in the cache of a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What a block needs: an extent of a slot, read as `dtype`."""
+
+    slot: Slot
+    extent: Extent
+    dtype: str
+
+
+class Function(Protocol):
+    """What computes the elements of a slot; in any thread, or another process, so it must be picklable.
+
+    The planner asks for `inputs` of each block, in order; a worker calls `compute` with as many callables.
+    """
+
+    @property
+    def step(self) -> int | None:
+        """Elements that are always computed together, from a multiple of it on: their values depend on no other cut.
+
+        None: any number of them can be computed, with the same values.
+        """
+
+    @property
+    def width(self) -> int:
+        """Bytes that an element takes in each of the buffers that `compute` has at once, of which there are few."""
+
+    def inputs(self, start: int, numel: int) -> Sequence[Input]:
+        """Return what elements [start, start + numel) of the flattened tensor are computed from."""
+
+    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+        """Return the elements of a block, flat.
+
+        Parameters
+        ----------
+        inputs : sequence of callable
+            One for each of the block's: reads it, and returns its elements, flat, in memory that may be written to.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Slot):
+    """A slot whose elements a function computes; it has no spans of its own.
+
+    Parameters
+    ----------
+    function : Function
+    """
+
+    function: Function = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements of a computed slot that are computed at once; of them [skipped, skipped + kept) are used.
+
+    Parameters
+    ----------
+    start, numel, skipped, kept : int, elements
+    inputs : tuple of Input
+    """
+
+    start: int
+    numel: int
+    skipped: int
+    kept: int
+    inputs: tuple[Input, ...]
+
+
+def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:
+    """Return the first element and the number of those that are computed for an extent of a computed slot.
+
+    Raises
+    ------
+    LayoutError
+        The extent is no range of the flattened tensor.
+    """
+    if extent.sizes != slot.shape:
+        raise LayoutError(
+            f"{slot.name} is computed, and can only be written whole, or cut as ZeRO cuts",
+            expected=slot.shape,
+            found=f"a box of {extent.sizes}",
+        )
+    step = slot.function.step or 1
+    low, high = extent.start - extent.start % step, -(-(extent.start + extent.numel) // step) * step
+    return low, min(high, slot.numel) - low
+
+
+def blocks(slot: Computed, extent: Extent, most: int) -> Iterator[Block]:
+    """Cut an extent of a computed slot into blocks that need buffers of at most `most` bytes, if `step` allows."""
+    start, numel = range_of(slot, extent)
+    end = extent.start + extent.numel
+    count = slot.function.step or max(min(most, BLOCK_NBYTES) // slot.function.width, 1)
+    for low in range(start, start + numel, count):
+        high = min(low + count, start + numel)
+        first, last = max(low, extent.start), min(high, end)
+        inputs = tuple(slot.function.inputs(low, high - low))
+        yield Block(low, high - low, first - low, last - first, inputs)

@@ -1,0 +1,133 @@
+"""The function that adds a product of two small matrices to a slot: W + scale * (left @ right), rounded once.
+
+W is seen as a matrix: its first dimension, and all others. Whole rows of it are computed together, as many in each
+block whoever asks, since a product of matrices may be summed in another order where their sizes differ. The right
+factor, which every block of a tensor needs whole, is kept while others of it are computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.computed import BLOCK_NBYTES, Input
+from zckpt.state import Extent, Slot
+from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from zckpt.engine.cast import Array
+
+KEPT_NBYTES = 1 << 25
+"""Of right factors that are kept: workers are at two or three tensors at once, whose factors have few rows each."""
+
+
+class Kept:
+    """Right factors that were read, the last ones that were used; another process begins with none.
+
+    Parameters
+    ----------
+    most : int, bytes
+    """
+
+    def __init__(self, most: int = KEPT_NBYTES) -> None:
+        self._most = most
+        self._found: OrderedDict[int, tuple[Slot, Array]] = OrderedDict()  # by the identity of slots, which these keep
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[int]]:
+        """Return how to make another one."""
+        return Kept, (self._most,)
+
+    def get(self, slot: Slot, read: Callable[[], Array]) -> Array:
+        """Return the elements of a slot, which are read if they are not kept; nobody may write to them."""
+        with self._lock:
+            if id(slot) in self._found:
+                self._found.move_to_end(id(slot))
+                return self._found[id(slot)][1]
+        values = read()
+        with self._lock:
+            self._found[id(slot)] = slot, values
+            while len(self._found) > 1 and sum(array.nbytes for _, array in self._found.values()) > self._most:
+                self._found.popitem(last=False)
+        return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """What a slot is after a product of two matrices has been added to it.
+
+    Parameters
+    ----------
+    base : Slot
+        At least 1-d.
+    left, right : Slot
+        Of shapes (rows, rank, ...) and (rank, columns, ...), the former with a last dimension of 1 or none; where
+        `transposed`, of shapes (rank, rows) and (columns, rank).
+    scale : float
+    dtype : {"float32", "float64"}
+        In which it is computed.
+    transposed : bool
+    kept : Kept
+        Shared by all tensors of an operation.
+    """
+
+    base: Slot
+    left: Slot
+    right: Slot
+    scale: float
+    dtype: str
+    transposed: bool
+    kept: Kept
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.base.shape[1:])
+
+    @property
+    def rank(self) -> int:
+        """Columns of the left factor."""
+        return self.left.shape[0] if self.transposed else self.left.shape[1]
+
+    @property
+    def step(self) -> int:
+        """Elements of as many rows as are computed together."""
+        return max(BLOCK_NBYTES // itemsize(self.dtype) // max(self.columns, 1), 1) * max(self.columns, 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element, as it is computed or as the slot has it."""
+        return max(itemsize(self.dtype), itemsize(self.base.dtype))
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return the rows of the slot, those of the left factor, and the right factor."""
+        first, count = start // max(self.columns, 1), numel // max(self.columns, 1)
+        rank = self.rank
+        left = Extent.flat(self.left.shape, first * rank, count * rank)
+        if self.transposed:
+            left = Extent((0, first), (rank, count), 0, rank * count)
+        extents = Extent.flat(self.base.shape, start, numel), left, Extent.whole(self.right.shape)
+        slots = self.base, self.left, self.right
+        return [Input(slot, extent, self.dtype) for slot, extent in zip(slots, extents, strict=True)]
+
+    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+        """Return rows of the slot with the product added."""
+        read_base, read_left, read_right = inputs
+        right = self.kept.get(self.right, read_right)
+        left = read_left()
+        if self.transposed:
+            left, right = left.reshape(self.rank, -1).T, right.reshape(-1, self.rank).T
+        else:
+            left, right = left.reshape(-1, self.rank), right.reshape(self.rank, -1)
+        found: Array = np.matmul(left, right)
+        found *= numpy_dtype(self.dtype).type(self.scale)
+        total = read_base()
+        total += found.reshape(-1)
+        return total

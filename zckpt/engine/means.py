@@ -1,0 +1,108 @@
+"""Functions that compute a slot as the mean of several: weighted, or exponential. Every step is rounded, as torch's is.
+
+Mean     w0*x0 + w1*x1 + ...  / (w0 + w1 + ...)         a model soup, or the last checkpoints of a run
+Decayed  m = x0;  m = d*m + (1-d)*x1; ...               what an average that is kept during training does
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zckpt.engine.cast import numpy_dtype
+from zckpt.engine.computed import Input
+from zckpt.state import Extent, Slot
+from zckpt.state.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from zckpt.engine.cast import Array
+
+Inputs = Sequence[Callable[[], "Array"]]
+
+
+@dataclass(frozen=True, slots=True)
+class _OfSeveral:
+    """A function of the same elements of several slots of one shape.
+
+    Parameters
+    ----------
+    slots : tuple of Slot
+    dtype : {"float32", "float64"}
+        In which it is computed.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: str
+
+    @property
+    def step(self) -> None:
+        """Any elements can be computed by themselves."""
+        return
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element, as it is computed or as the widest of the slots has it."""
+        return max(itemsize(dtype) for dtype in (self.dtype, *(slot.dtype for slot in self.slots)))
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return the same elements of each slot."""
+        return [Input(slot, Extent.flat(slot.shape, start, numel), self.dtype) for slot in self.slots]
+
+
+@dataclass(frozen=True, slots=True)
+class Mean(_OfSeveral):
+    """The mean of slots, summed in their order and divided by the sum of the weights; equal weights count as 1.
+
+    Parameters
+    ----------
+    weights : tuple of float
+        One for each slot.
+    """
+
+    weights: tuple[float, ...]
+
+    def compute(self, inputs: Inputs) -> Array:
+        """Return the mean of a block."""
+        number = numpy_dtype(self.dtype).type
+        alike = len(set(self.weights)) == 1
+        weights = [1.0] * len(self.weights) if alike else self.weights
+        total = _weighted(weights[0], inputs[0], number)
+        for weight, read in zip(weights[1:], inputs[1:], strict=True):
+            total += _weighted(weight, read, number)
+        whole = number(math.fsum(weights))
+        if whole != 1.0:
+            total /= whole
+        return total
+
+
+def _weighted(weight: float, read: Callable[[], Array], number: Callable[[float], float]) -> Array:
+    values = read()
+    if weight != 1.0:
+        values *= number(weight)
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Decayed(_OfSeveral):
+    """The exponential mean of slots: of what was there, `decay` stays, and 1 - `decay` of the next slot is added.
+
+    Parameters
+    ----------
+    decay : float
+    """
+
+    decay: float
+
+    def compute(self, inputs: Inputs) -> Array:
+        """Return the mean of a block."""
+        number = numpy_dtype(self.dtype).type
+        first, *others = inputs
+        total = first()
+        for read in others:
+            values = read()
+            total *= number(self.decay)
+            values *= number(1 - self.decay)
+            total += values
+        return total

@@ -1,0 +1,96 @@
+"""Other names for the tensors of a checkpoint, and maps: two ways to name and arrange the same weights.
+
+It knows nothing of files and of no program but by the documents in `shipped/`. A checkpoint comes in under the names of
+its source and goes out under others; elements stay where they lie, and the planner copies them from there.
+
+    renames     regular expressions and prefixes
+    document    a map, as JSON says it
+    axes        how the elements of a tensor are arranged: "(heads half two) in"
+    sizes       what the letters are, from the tensors' shapes and a configuration
+    match       which rules of a map the names of a checkpoint follow, and in which direction
+    arrange     the spans of a tensor that is put together from others
+    apply       a checkpoint under the other names
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.naming.renames import Renaming
+from zckpt.state import Checkpoint
+from zckpt.state.names import renamed
+
+MapSource = str | os.PathLike[str] | Mapping[str, object]
+"""The name of a shipped map, a JSON file, or what such a file holds."""
+
+Config = str | os.PathLike[str] | Mapping[str, object]
+"""A JSON file with the numbers of a model (`config.json`, `params.json`), or what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """What the user wants a checkpoint's tensors to be called, and how they are to be arranged.
+
+    It is applied in this order: `strip_prefix`, `rename`, `map`, `add_prefix`.
+
+    Parameters
+    ----------
+    rename : sequence of (str, str)
+        Regular expressions and what each becomes wherever it is found in a name, with groups.
+    strip_prefix, add_prefix : str or None
+        Taken off the names that have it; put before all.
+    map : str, path-like, mapping or None
+        A shipped map by its name, or a file. It goes in the direction that fits the names.
+    map_config : path-like, mapping or None
+        Numbers that shapes do not tell (heads, groups of them); by default the source's own configuration.
+    """
+
+    rename: Sequence[tuple[str, str]] = ()
+    strip_prefix: str | None = None
+    add_prefix: str | None = None
+    map: MapSource | None = None
+    map_config: Config | None = None
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.rename or self.strip_prefix or self.add_prefix or self.map is not None)
+
+    def of(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+        """Return a checkpoint under its new names, and what to know about them.
+
+        Parameters
+        ----------
+        checkpoint : Checkpoint
+            Stays as it is. Its inventory speaks of its own names: it is to be taken before.
+
+        Raises
+        ------
+        UsageError
+            A pattern finds nothing, or two tensors would have one name; or a map does not fit.
+        UnsupportedError
+            State that a map cannot arrange.
+        SourceError
+            Parts of one tensor have state that contradicts itself.
+        """
+        if not self.changes:
+            return checkpoint, ()
+        changed, notes = replace(checkpoint), list[str]()
+        before = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename))
+        renamed(changed, before.of(changed))
+        if self.map is not None:
+            from zckpt.naming.apply import mapped
+            from zckpt.naming.document import read_map
+            from zckpt.naming.sizes import read_config
+
+            config = read_config(self.map_config, changed)
+            changed, notes = mapped(changed, read_map(self.map), config)
+        renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
+        changed.origin, changed.wrapped = None, {}  # of names that are no longer so
+        return changed, tuple(notes)
+
+
+AS_IT_IS = Naming()
+"""Changes nothing."""

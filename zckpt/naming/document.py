@@ -1,0 +1,275 @@
+"""A map as a JSON document says it; docs/maps.md describes it.
+
+{"sides": ["huggingface", "meta"],
+ "sizes": {"heads": ["num_attention_heads", "n_heads"], "half": "head_dim/2", ...},
+ "rules": [{"huggingface": "model.norm.weight", "meta": "norm.weight"},
+           {"huggingface": {"model.layers.{l}.self_attn.q_proj.weight": "(heads two half) in"},
+            "meta": {"layers.{l}.attention.wq.weight": "(heads half two) in"}}, ...],
+ "tied": {"meta": {"output.weight": "tok_embeddings.weight"}},
+ "order": {"meta": ["tok_embeddings.weight", "layers.{l}.attention.wq.weight", ...]},
+ "ignored": {"meta": ["rope.freqs"]}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import NoReturn, TypeGuard
+
+from zckpt.errors import UsageError
+from zckpt.naming.axes import Axes, parse_axes
+
+_INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+MAXIMUM_NBYTES = 1 << 22
+"""Of a map, or a configuration."""
+
+KEYS = frozenset({"about", "sides", "sizes", "rules", "tied", "order", "ignored"})
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The names of like tensors, `model.layers.{l}.mlp.up_proj.weight`, and how their elements are arranged.
+
+    Parameters
+    ----------
+    text : str
+    axes : Axes or None
+        None: as they are on the other side.
+    """
+
+    text: str
+    axes: Axes | None
+    pattern: re.Pattern[str] = field(compare=False, repr=False)
+
+    @property
+    def indices(self) -> tuple[str, ...]:
+        """The letters in the name."""
+        return tuple(self.pattern.groupindex)
+
+    def name(self, indices: Mapping[str, int]) -> str:
+        """Return the name with numbers for its letters."""
+        return _INDEX.sub(lambda match: str(indices[match[1]]), self.text)
+
+    def letters(self) -> set[str]:
+        """Return the letters of the name and of the axes."""
+        return {*self.indices, *(factor.name for axis in self.axes or () for factor in axis)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Tensors of one side that are the same elements as those of the other.
+
+    Parameters
+    ----------
+    sides : pair of tuple of Template
+    padded : tuple of str
+        Letters of which one side may have more values: these are padding, zero where they are added.
+    """
+
+    sides: tuple[tuple[Template, ...], tuple[Template, ...]]
+    padded: tuple[str, ...]
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The letters that are in all names: the rule holds for each number of theirs by itself."""
+        every = [template.indices for side in self.sides for template in side]
+        return tuple(one for one in every[0] if all(one in other for other in every))
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """Two ways to name and arrange the same weights.
+
+    Parameters
+    ----------
+    name : str
+    about : str
+    sides : pair of str
+    sizes : dict of str to tuple of str
+        For each letter or name, expressions of which the first that can be told counts.
+    rules : tuple of Rule
+    tied : pair of dict of str to str
+        Names of a side that are, where no rule gives them, other names of others.
+    order : pair of tuple of Template
+        The tensors in the order of each side's program; may be empty.
+    ignored : pair of tuple of Template
+        Tensors of a side that the other needs not, for they follow from its configuration.
+    """
+
+    name: str
+    about: str
+    sides: tuple[str, str]
+    sizes: dict[str, tuple[str, ...]]
+    rules: tuple[Rule, ...]
+    tied: tuple[dict[str, str], dict[str, str]]
+    order: tuple[tuple[Template, ...], tuple[Template, ...]]
+    ignored: tuple[tuple[Template, ...], tuple[Template, ...]]
+
+
+def shipped() -> list[str]:
+    """Return the names of the maps that come with zckpt."""
+    folder = resources.files("zckpt.naming").joinpath("shipped")
+    return sorted(one.name.removesuffix(".json") for one in folder.iterdir() if one.name.endswith(".json"))
+
+
+def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
+    """Return a map: a shipped one by its name, or that of a file.
+
+    Raises
+    ------
+    UsageError
+        There is none, or it is malformed.
+    """
+    if isinstance(source, Mapping):
+        return parse_map(source, "the map")
+    name = os.fspath(source)
+    if name in shipped():
+        text = resources.files("zckpt.naming").joinpath("shipped").joinpath(f"{name}.json").read_text(encoding="utf-8")
+        return parse_map(json.loads(text), name)
+    if not Path(name).is_file():
+        raise UsageError(f"no map {name}", expected=f"a JSON file, or {', '.join(shipped())}")
+    return parse_map(read_json(name), name)
+
+
+def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
+    """Return what a JSON file holds, which must be an object.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAXIMUM_NBYTES + 1)
+        found = json.loads(data.decode("utf-8")) if len(data) <= MAXIMUM_NBYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError("cannot be read", path=path, expected="JSON", found=str(error)) from error
+    if not isinstance(found, dict):
+        raise UsageError("cannot be used", path=path, expected=f"a JSON object of at most {MAXIMUM_NBYTES} bytes")
+    return found
+
+
+def parse_map(document: Mapping[str, object], name: str) -> Map:
+    """Return the map that a document says; errors are those of `read_map`."""
+    strange = sorted(document.keys() - KEYS)
+    if strange:
+        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted(KEYS)))
+    sides = document.get("sides")
+    if not _is_texts(sides) or len(sides) != 2 or sides[0] == sides[1]:
+        _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
+    first, second = sides
+    rules = document.get("rules")
+    if not isinstance(rules, list) or not rules:
+        _refuse(name, "unusable rules", "a list of them")
+    sizes = {key: _sizes(value, f"{name}: size {key}") for key, value in _mapping(document, "sizes", name).items()}
+    parsed = tuple(_rule(one, (first, second), f"{name}: rule {number}") for number, one in enumerate(rules, 1))
+    tied, order, ignored = (_mapping(document, key, name) for key in ("tied", "order", "ignored"))
+    for key, one in (("tied", tied), ("order", order), ("ignored", ignored)):
+        if one.keys() - {first, second}:
+            _refuse(name, f"unusable {key}", f"{first} and {second}")
+    return Map(
+        name,
+        str(document.get("about", "")),
+        (first, second),
+        sizes,
+        parsed,
+        (_aliases(tied.get(first, {}), name), _aliases(tied.get(second, {}), name)),
+        (_templates(order.get(first, []), name), _templates(order.get(second, []), name)),
+        (_templates(ignored.get(first, []), name), _templates(ignored.get(second, []), name)),
+    )
+
+
+def _refuse(where: str, message: str, expected: str) -> NoReturn:
+    raise UsageError(f"{where}: {message}", expected=expected)
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+
+
+def _mapping(document: Mapping[str, object], key: str, where: str) -> dict[str, object]:
+    found = document.get(key, {})
+    if not isinstance(found, dict):
+        _refuse(where, f"unusable {key}", "an object")
+    return found
+
+
+def _aliases(value: object, where: str) -> dict[str, str]:
+    if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
+        _refuse(where, "unusable tied", "names by names")
+    return value
+
+
+def _templates(value: object, where: str) -> tuple[Template, ...]:
+    if not _is_texts(value):
+        _refuse(where, "unusable names", "a list of them")
+    return tuple(template(text, None, where) for text in value)
+
+
+def _sizes(value: object, where: str) -> tuple[str, ...]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(one, (str, int)) and not isinstance(one, bool) for one in found):
+        _refuse(where, "unusable", "an expression, or a list of which the first that can be told counts")
+    return tuple(str(one) for one in found)
+
+
+def template(text: str, axes: str | None, where: str) -> Template:
+    """Return a template; errors are those of `read_map`."""
+    seen: set[str] = set()
+    pattern, end = "", 0
+    for match in _INDEX.finditer(text):
+        again = match[1] in seen
+        pattern += re.escape(text[end : match.start()]) + (
+            rf"(?P={match[1]})" if again else f"(?P<{match[1]}>0|[1-9][0-9]*)"
+        )
+        seen.add(match[1])
+        end = match.end()
+    pattern += re.escape(text[end:])
+    return Template(text, None if axes is None else parse_axes(axes, f"{where}: {text}"), re.compile(pattern))
+
+
+def _rule(value: object, names: tuple[str, str], where: str) -> Rule:
+    if (
+        not isinstance(value, dict)
+        or value.keys() - {*names, "padded"}
+        or names[0] not in value
+        or names[1] not in value
+    ):
+        _refuse(where, "unusable", f"{names[0]} and {names[1]}, and perhaps padded")
+    padded = value.get("padded", [])
+    if not _is_texts(padded) or len(padded) > 1:
+        _refuse(where, "unusable padded", "a list of one letter")
+    sides = (_side(value[names[0]], where), _side(value[names[1]], where))
+    rule = Rule(sides, tuple(padded))
+    every = [*sides[0], *sides[1]]
+    if any(one.axes is None for one in every):
+        if len(every) != 2 or any(one.axes is not None for one in every):
+            _refuse(where, "some tensors have no arrangement", "that of all, or of none where one tensor is one")
+        if set(every[0].indices) != set(every[1].indices):
+            _refuse(where, f"{every[0].text} and {every[1].text} have other letters", "the same in both names")
+        return rule
+    letters = [one.letters() for one in every]
+    for one, own in zip(every, letters, strict=True):
+        axes = [factor.name for axis in one.axes or () for factor in axis]
+        if own != letters[0] or set(axes) & set(one.indices):
+            _refuse(where, f"{one.text} has other letters than {every[0].text}", "each once, in the name or the axes")
+    if set(padded) - letters[0]:
+        _refuse(where, "unusable padded", f"letters of {', '.join(sorted(letters[0]))}")
+    return rule
+
+
+def _side(value: object, where: str) -> tuple[Template, ...]:
+    if isinstance(value, str) and value:
+        return (template(value, None, where),)
+    if not isinstance(value, dict) or not value or not _is_texts(list(value)):
+        _refuse(where, "unusable", "a name, or arrangements by name")
+    if not all(isinstance(axes, str) for axes in value.values()):
+        _refuse(where, "unusable", 'arrangements such as "(heads half two) in"')
+    return tuple(template(text, axes, where) for text, axes in value.items())

@@ -1,0 +1,201 @@
+"""What the letters of a rule are: from the shapes of the tensors, and from the configuration of the model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import UsageError, listed
+from zckpt.naming.axes import Factor, evaluated, names_in
+from zckpt.naming.document import Map, Rule, Template, read_json
+from zckpt.state import Checkpoint
+from zckpt.torchfile import FromFile
+from zckpt.torchfile.nodes import Object
+
+FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
+"""Where programs keep a model's numbers, in a checkpoint's folder or the one around it."""
+
+INSIDE = ("text_config", "llm_config")
+"""Where the configuration of a model of several keeps that of its language model."""
+
+
+def read_config(given: str | os.PathLike[str] | Mapping[str, object] | None, checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the whole numbers of a model's configuration: the one given, or that of the checkpoint's program.
+
+    Raises
+    ------
+    UsageError
+        A file was given that cannot be read, or one is there that cannot be.
+    """
+    if isinstance(given, Mapping):
+        return _numbers(given)
+    if given is not None:
+        return _numbers(read_json(given))
+    folders = dict.fromkeys(
+        path if path.is_dir() else path.parent
+        for path in map(Path, (checkpoint.source, checkpoint.opened))
+        if path.name
+    )
+    for folder in dict.fromkeys([*folders, *(folder.parent for folder in folders)]):
+        for name in FILES:
+            if (folder / name).is_file():
+                return _numbers(read_json(folder / name))
+    arguments = checkpoint.metadata.get("args")  # Megatron-LM's
+    node = arguments.node if isinstance(arguments, FromFile) else arguments
+    if isinstance(node, Object) and isinstance(node.state, dict):
+        node = node.state
+    return _numbers({str(key): value for key, value in node.items()}) if isinstance(node, dict) else {}
+
+
+def _numbers(config: Mapping[str, object]) -> dict[str, int]:
+    inner = [one for key in INSIDE if isinstance(one := config.get(key), Mapping)]
+    return {key: value for one in [*inner, config] for key, value in one.items() if type(value) is int}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of one side of a rule: its template, the numbers in its name, its name, and its shape if it is there."""
+
+    template: Template
+    indices: Mapping[str, int]
+    name: str
+    shape: tuple[int, ...] | None = None
+
+
+class Sizes:
+    """The letters of one rule for some tensors.
+
+    Parameters
+    ----------
+    map_ : Map
+    rule : Rule
+    config : mapping of str to int
+    tensors : sequence of Tensor
+        That are there.
+
+    Raises
+    ------
+    UsageError
+        A letter cannot be told, or a tensor has another shape than the rule says.
+    """
+
+    def __init__(self, map_: Map, rule: Rule, config: Mapping[str, int], tensors: Sequence[Tensor]) -> None:
+        self._map, self._config, self._tensors = map_, config, tensors
+        self._where = map_.name
+        self._solved: dict[str, int] = {}
+        self._asked: set[str] = set()
+        self._late = {name for factor in _factors(rule) if factor.name in rule.padded for name in _names_of(factor)}
+        for letter in {letter for one in tensors for letter in one.indices} - set(rule.shared):
+            self._solved[letter] = 1 + max(one.indices.get(letter, 0) for one in tensors)
+        self._solve()
+        late, self._late = self._late, set()
+        for factor in _factors(rule):
+            if factor.name in rule.padded:  # what nothing tells is as many as there are: no padding
+                known = [size for name in _names_of(factor) if (size := self.of(name)) is not None]
+                for name in _names_of(factor) if known else ():
+                    self._solved.setdefault(name, self._configured(name) or max(known))
+        self._solve()
+        self._check(rule, late)
+
+    def of(self, name: str) -> int | None:
+        """Return the size of a letter or name; None if it is not known."""
+        if name in self._solved:
+            return self._solved[name]
+        return None if name in self._late else self._configured(name)
+
+    def _configured(self, name: str) -> int | None:
+        if name in self._asked:
+            return None
+        self._asked.add(name)
+        try:
+            for one in self._map.sizes.get(name, ()):
+                found = evaluated(one, self._named_in_config, f"{self._where}: size {name}")
+                if found is not None:
+                    return found
+        finally:
+            self._asked.discard(name)
+        return None
+
+    def _named_in_config(self, name: str) -> int | None:
+        return self._config[name] if name in self._config else self.of(name)
+
+    def bounds(self, factor: Factor) -> tuple[int, int]:
+        """Return from which to below which value a factor goes."""
+        found = []
+        for expression, default in ((factor.low, "0"), (factor.high, factor.name)):
+            value = evaluated(expression or default, self.of, self._where)
+            if value is None:
+                raise self._unknown(expression or default)
+            found.append(value)
+        return found[0], found[1]
+
+    def total(self, letter: str) -> int:
+        """Return how many values a letter has."""
+        found = self.of(letter)
+        if found is None:
+            raise self._unknown(letter)
+        return found
+
+    def _unknown(self, expression: str) -> UsageError:
+        name = next((one for one in names_in(expression) if self.of(one) is None), expression)
+        texts = self._map.sizes.get(name, ())
+        return UsageError(
+            f"{self._where}: the shapes of {listed([one.name for one in self._tensors])} do not tell {name}",
+            expected=f"a configuration with {' or '.join(texts)}" if texts else f"a size {name} in the map",
+            advice="give --map-config FILE, the model's config.json or params.json",
+        )
+
+    def _solve(self) -> None:
+        """Tell sizes from shapes, as long as there is a dimension with one that is not known."""
+        progress = True
+        while progress:
+            progress = False
+            for one in self._tensors:
+                axes = one.template.axes or ()
+                for axis, size in zip(axes, one.shape or (), strict=False):
+                    progress = self._solve_axis(axis, size) or progress
+
+    def _solve_axis(self, axis: Sequence[Factor], size: int) -> bool:
+        values = [evaluated(factor.numel, self.of, self._where) for factor in axis]
+        known = math.prod(value for value in values if value is not None)
+        unknown = [factor.numel for factor, value in zip(axis, values, strict=True) if value is None]
+        if len(unknown) != 1 or not unknown[0].isidentifier() or known < 1 or size % known:
+            return False
+        self._solved[unknown[0]] = size // known
+        return True
+
+    def _check(self, rule: Rule, late: set[str]) -> None:
+        for factor in _factors(rule):
+            low, high = self.bounds(factor)
+            if not 0 <= low <= high <= self.total(factor.name):
+                raise UsageError(
+                    f"{self._where}: there are not so many {factor.name}",
+                    expected=f"at most {self.total(factor.name)}",
+                    found=f"{low} to {high}",
+                    advice="the configuration is of another model" if late else None,
+                )
+        for one in self._tensors:
+            expected = self.shape(one.template)
+            if one.shape != expected:
+                letters = {f.name for axis in one.template.axes or () for f in axis}
+                raise UsageError(
+                    f"{self._where}: {one.name} has another shape",
+                    expected=f"{expected} with {', '.join(f'{name}={self.of(name)}' for name in sorted(letters))}",
+                    found=one.shape,
+                    advice="is the configuration that of this model?",
+                )
+
+    def shape(self, template: Template) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(math.prod(high - low for low, high in map(self.bounds, axis)) for axis in template.axes or ())
+
+
+def _factors(rule: Rule) -> list[Factor]:
+    return [factor for side in rule.sides for one in side for axis in one.axes or () for factor in axis]
+
+
+def _names_of(factor: Factor) -> list[str]:
+    return list(dict.fromkeys([factor.name, *names_in(factor.low or ""), *names_in(factor.high or "")]))

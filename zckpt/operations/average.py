@@ -1,0 +1,221 @@
+"""The mean of several checkpoints of one model: a model soup, the last checkpoints of a run, an exponential average."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.means import Decayed, Mean
+from zckpt.errors import UsageError, listed
+from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.operations.combined import Combined, Rule, combined
+from zckpt.operations.computed import check_none_lost, write_computed
+from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.open import Source, named, opened
+from zckpt.operations.target import How, about
+from zckpt.state import Checkpoint, Slot
+
+LEAST_SUM = 1e-6
+"""Of weights: they are divided by their sum, which must be more than what is left of weights that cancel out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Averaged(Consolidated):
+    """What `average` wrote.
+
+    Parameters
+    ----------
+    sources : tuple of dict
+        Of each source what it is, and its `weight` in the mean; all weights together are 1.
+    num_averaged, num_equal, num_from_last : int
+        Tensors of the model that are means, that are the same in all sources, and that are the last one's.
+    """
+
+    sources: tuple[dict[str, object], ...]
+    num_averaged: int
+    num_equal: int
+    num_from_last: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        return {
+            **Consolidated.as_dict(self),
+            "sources": list(self.sources),
+            "num_averaged": self.num_averaged,
+            "num_equal": self.num_equal,
+            "num_from_last": self.num_from_last,
+        }
+
+
+def average(
+    sources: Sequence[Source],
+    target: str | os.PathLike[str],
+    *,
+    weights: Sequence[float] | None = None,
+    ema: float | None = None,
+    dtype: str | None = None,
+    slots: str | Sequence[str] = (),
+    from_last: Sequence[str] = (),
+    tied: str = "duplicate",
+    exclude_frozen: bool = False,
+    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    verify: bool = False,
+    weight_check: bool = True,
+    checksums: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Averaged:
+    """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
+
+    Of every source the masters count if it has them, else the weights. The mean is computed in float32 (float64 where a
+    source has float64) and rounded once, to the target's type.
+
+    Parameters
+    ----------
+    sources : sequence of path-like or Checkpoint
+        Two or more.
+    target : path-like
+        As for `consolidate`.
+    weights : sequence of float, optional
+        One for each source, in any unit: the sum is divided by theirs. Negative ones subtract. By default all the same.
+    ema : float, optional
+        Instead of weights: an exponential average over the sources in their order, oldest first. What it was stays by
+        this factor, and 1 - `ema` of the next source is added.
+    dtype : {"float32", "bfloat16", "float16", "keep"}, optional
+        As for `consolidate`; sources of different types without masters give float32.
+    slots : "all" or sequence of str
+        Slots of the optimizer that are averaged too, as `consolidate` writes them; every source must have them. Param
+        groups, steps and hyperparameters are the last source's.
+    from_last : sequence of str
+        Shell patterns of names: these tensors are not averaged but the last source's. Tensors of integers, bools,
+        complex numbers and 8-bit floats must be the same in all sources, or be named here.
+    tied, exclude_frozen, max_shard_size
+        As for `consolidate`. Names that are one parameter in every source stay one.
+    verify : bool
+        Compute everything once more after writing, and compare every byte.
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
+        As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
+        another node.
+
+    Returns
+    -------
+    Averaged
+
+    Raises
+    ------
+    UsageError
+        An option that cannot be used; the sources are not of one model.
+    SourceError
+        A source cannot be read or contradicts itself.
+    TargetError
+        The target exists or cannot be written.
+    """
+    rule, shares = _rule(len(sources), weights, ema)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size)
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
+    found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
+    dropped = check_none_lost(found, drop)
+    mean = combined(found, rule, slots=slots, from_last=from_last)
+    _check_equal(mean, found, memory)
+    done, num_tensors, verified = write_computed(
+        mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
+    )
+    num_equal = sum(one.tied_to is None for one in mean.checkpoint.tensors()) - mean.num_computed - mean.num_from_last
+    return Averaged(
+        **{**done.fields(), "verified": verified, "notes": (*done.notes, *_notes(mean, shares, num_equal))},
+        num_tensors=num_tensors,
+        sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
+        num_averaged=mean.num_computed,
+        num_equal=num_equal,
+        num_from_last=mean.num_from_last,
+    )
+
+
+def _opened(
+    sources: Sequence[Source], roots: Sequence[str | os.PathLike[str]], where: dict[str, Any]
+) -> list[Checkpoint]:
+    """Return the checkpoints; where they are to be found is said of those that are not open yet, if there are any."""
+    paths = [one for one in sources if not isinstance(one, Checkpoint)]
+    found = []
+    for one in sources:
+        if isinstance(one, Checkpoint):
+            found.append(opened(one) if paths else opened(one, roots=roots, **where))
+        else:
+            same = roots if len(paths) == 1 else [Path(root) / Path(one).name for root in roots]
+            found.append(opened(one, roots=same, **where))
+    return found
+
+
+def _rule(count: int, weights: Sequence[float] | None, ema: float | None) -> tuple[Rule, list[float]]:
+    """Return how a mean is computed, and the share of each source in it."""
+    if count < 2:
+        raise UsageError("a mean needs several checkpoints", expected="two or more", found=count)
+    if ema is not None:
+        if weights is not None:
+            raise UsageError("weights and an exponential average exclude each other", expected="--weights or --ema")
+        if not 0 <= ema <= 1:
+            raise UsageError("unusable decay", expected="a number from 0 to 1", found=ema)
+        shares = [ema ** (count - 1)] + [(1 - ema) * ema ** (count - 1 - i) for i in range(1, count)]
+        return partial(_decayed, ema), shares
+    used = [1.0] * count if weights is None else [float(one) for one in weights]
+    if len(used) != count:
+        raise UsageError("as many weights as checkpoints are needed", expected=count, found=len(used))
+    if not all(map(math.isfinite, used)):
+        raise UsageError("unusable weights", expected="finite numbers", found=", ".join(map(str, used)))
+    total = math.fsum(used)
+    if abs(total) <= LEAST_SUM * max(map(abs, used)):
+        raise UsageError("the weights add up to nothing, by which the sum is divided", found=", ".join(map(str, used)))
+    return partial(_mean, tuple(used)), [one / total for one in used]
+
+
+def _mean(weights: tuple[float, ...], slots: tuple[Slot, ...], dtype: str) -> Mean:
+    return Mean(slots, dtype, weights)
+
+
+def _decayed(decay: float, slots: tuple[Slot, ...], dtype: str) -> Decayed:
+    return Decayed(slots, dtype, decay)
+
+
+def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> None:
+    """Raise UsageError if what is not averaged differs between sources."""
+    from zckpt.compare.slots import differences
+
+    shown = [one for one, _ in mean.equal]
+    different = differences(shown, memory=memory)
+    if not different:
+        return
+    first = mean.equal[different[0].index]
+    labels = list(dict.fromkeys(one.label.partition("/")[2] for one in different))
+    raise UsageError(
+        f"{listed(labels)}: not the same as in {named(sources[0])}, and a mean would mean nothing",
+        path=named(sources[first[1]]),
+        expected=" and ".join(dict.fromkeys(first[0].dtypes)) + " that is the same in all",
+        advice=f"--from-last '{labels[0]}' takes the last one's",
+    )
+
+
+def _notes(mean: Combined, shares: Sequence[float], num_equal: int) -> list[str]:
+    notes = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
+    if num_equal:
+        notes.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
+    if mean.num_from_last:
+        notes.append(f"not averaged but the last one's: {mean.num_from_last}")
+    return notes

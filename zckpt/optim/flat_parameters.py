@@ -1,0 +1,209 @@
+"""Models in FullyShardedDataParallel (FSDP1): which elements of which parameter this rank has, and in which memory.
+
+It alone knows how that class keeps parameters: those of a unit lie end to end in one flat parameter, of which each rank
+has a share. torch keeps, for each parameter of a unit, where it begins in this rank's share and with which of its
+elements (`_shard_param_infos`; torch 2.0 to 2.13). With `use_orig_params` the optimizer has the parameters, views of
+the share, and else the flat parameter.
+
+Nothing is gathered, and no state dict is asked for: that would bring every unit together on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.state import Extent
+
+EXTRA_STATE = "_extra_state"
+"""The end of the key under which a module keeps what is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A parameter of a unit, as this rank has it.
+
+    Parameters
+    ----------
+    shape : torch.Size
+        Of the whole parameter.
+    extent : Extent or None
+        What this rank has of it; None: nothing.
+    tensor : Tensor
+        Those elements, flat, in the memory of the rank's share.
+    offset : int, elements
+        Where they begin in what the optimizer steps: the rank's share of the unit, or of the parameter.
+    ranks : tuple of int or None
+        The ranks, in the world, that have the same; None: all.
+    requires_grad : bool
+    """
+
+    shape: torch.Size
+    extent: Extent | None
+    tensor: torch.Tensor
+    offset: int
+    ranks: tuple[int, ...] | None
+    requires_grad: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its element type."""
+        return self.tensor.dtype
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer has anything of it, on some rank."""
+        return self.requires_grad and self.shape.numel() > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What each tensor that an optimizer steps has the elements of, with names; and all names in the model's order."""
+
+    held: Mapping[torch.Tensor, list[tuple[str, Member]]] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class FlatModel:
+    """A model in FullyShardedDataParallel.
+
+    `parameters` are by all of their names, with what wrappers put there, in the model's order; `state` is what else a
+    state dict has; `steps` is what an optimizer has instead of members.
+    """
+
+    parameters: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    steps: dict[torch.Tensor, list[Member]] = field(default_factory=dict)
+
+
+def is_flat(model: nn.Module) -> bool:
+    """Tell whether FullyShardedDataParallel is in a model, or around it."""
+    return any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
+
+
+def flat_model(model: nn.Module) -> FlatModel:
+    """Return the tensors of a model; what forward has gathered is let go.
+
+    Raises
+    ------
+    UsageError
+        Whole parameters are gathered right now, as in `summon_full_params`.
+    UnsupportedError
+        Parameters are DTensors in units, or a module has a state dict of its own making.
+    """
+    found = FlatModel()
+    held: dict[tuple[int, str], Member] = {}
+    for wrapper in model.modules():
+        if isinstance(wrapper, FullyShardedDataParallel) and wrapper._handle is not None:
+            held.update(_members(wrapper, found))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            raise UnsupportedError(
+                f"{prefix} has a state dict of its own making, and is in FullyShardedDataParallel",
+                found=torch.typename(module),
+                advice="use fully_shard",
+            )
+        names = [name for owner, name in held if owner == id(module)]
+        for name in names:
+            found.parameters[_joined(prefix, name)] = held[id(module), name]
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in names and not _is_flattened(parameter):
+                found.parameters[_joined(prefix, name)] = parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.state[_joined(prefix, name)] = buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found.state[_joined(prefix, EXTRA_STATE)] = module.get_extra_state()
+    return found
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _is_flattened(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter is a unit's flat one, or a view of it."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
+def check_named(parameter: torch.Tensor) -> None:
+    """Raise UsageError where FullyShardedDataParallel has a parameter whose model is not given."""
+    if _is_flattened(parameter):
+        raise UsageError(
+            "a parameter of the optimizer is in FullyShardedDataParallel, and the model is not given",
+            advice="give the model that the optimizer was made for",
+        )
+
+
+def _members(wrapper: FullyShardedDataParallel, into: FlatModel) -> Iterator[tuple[tuple[int, str], Member]]:
+    """Yield a unit's parameters by module and name there, tied ones under every name; note what the optimizer has."""
+    handle: Any = wrapper._handle
+    flat = handle.flat_param
+    local = _local(wrapper)
+    ranks = _having(wrapper)
+    stepped = flat._params
+    firsts: dict[tuple[int, str], Member] = {}
+    for index, (its, shape, info) in enumerate(
+        zip(flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True)
+    ):
+        start, count, first = _range(info)
+        extent = Extent((0,) * len(shape), tuple(shape), first, count) if count or not shape.numel() else None
+        parameter = flat if stepped is None else stepped[index]
+        offset = start if stepped is None else 0
+        elements = local[start : start + count]
+        one = Member(torch.Size(shape), extent, elements, offset, ranks, parameter.requires_grad)
+        firsts[id(its.module), its.param_name] = one
+        into.steps.setdefault(parameter, []).append(one)
+    yield from firsts.items()
+    for tied in flat._shared_param_infos:
+        yield (id(tied.module), tied.param_name), firsts[id(tied.prim_module), tied.prim_param_name]
+
+
+def _range(info: Any) -> tuple[int, int, int]:  # torch's class is private
+    """Return where a parameter begins in a rank's share, how many elements it has there, and the first of them."""
+    if not info.in_shard:
+        return 0, 0, 0
+    return int(info.offset_in_shard), max(int(info.numel_in_shard), 0), int(info.intra_param_start_idx)
+
+
+def _local(wrapper: FullyShardedDataParallel) -> torch.Tensor:
+    """Return this rank's share of a unit's flat parameter, which parameters are views of from now on."""
+    from torch.distributed.fsdp._common_utils import HandleTrainingState
+    from torch.distributed.fsdp._runtime_utils import _reshard
+
+    handle: Any = wrapper._handle
+    flat = handle.flat_param
+    if any(extension is not None for extension in flat._param_extensions):
+        raise UnsupportedError(
+            "FullyShardedDataParallel has parameters that are DTensors", advice="use fully_shard on such a mesh"
+        )
+    if handle._training_state != HandleTrainingState.IDLE:
+        raise UsageError(
+            "parameters in FullyShardedDataParallel are gathered right now",
+            found=handle._training_state.name,
+            advice="save and load outside of forward, backward and summon_full_params",
+        )
+    local: torch.Tensor = getattr(flat, "_local_shard", flat)  # before the first forward it is the flat one itself
+    if local is not flat:
+        _reshard(wrapper, handle, handle.uses_sharded_strategy)  # a forward may have left whole parameters in memory
+        if handle._use_orig_params:
+            handle._writeback_orig_params()  # a program may have given a parameter other memory
+    return local.detach().view(-1)
+
+
+def _having(wrapper: FullyShardedDataParallel) -> tuple[int, ...] | None:
+    """Return the ranks, in the world, that have the same elements of a unit; None for all."""
+    handle: Any = wrapper._handle
+    if not handle.uses_sharded_strategy:
+        same = dist.get_process_group_ranks(handle.process_group)
+        return None if len(same) == dist.get_world_size() else tuple(sorted(same))
+    between = getattr(wrapper, "_inter_node_pg", None)  # of the hybrid strategies
+    return (dist.get_rank(),) if between is None else tuple(sorted(dist.get_process_group_ranks(between)))
