@@ -328,6 +328,23 @@ def test_what_is_written_is_what_is_read(written: Callable[..., Path], tmp_path:
     assert zckpt.diff(source, tmp_path / "back").equal
 
 
+def test_every_rank_keeps_its_random_state(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    for rank in range(2):
+        path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
+        torch.save({**torch.load(path), "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}, path)
+    done = zckpt.convert(folder, tmp_path / "more", to="fsdp-rank-files", world_size=3)
+    assert "rng: ranks from 2 on have none, as the source has no such rank" in done.notes
+    zckpt.convert(tmp_path / "more", tmp_path / "one", to="fsdp-rank-files", world_size=1)
+    zckpt.convert(tmp_path / "one", tmp_path / "back", to="fsdp-rank-files", world_size=2)
+    for name, ranks in (("more", 3), ("one", 1), ("back", 2)):
+        for rank in range(ranks):
+            found = torch.load(tmp_path / name / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+            assert (found["rank"], found["world_size"]) == (rank, ranks)
+            assert ("rng" in found) == (rank < 2)
+            assert rank > 1 or found["rng"]["cpu"].tolist() == [rank]
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     target = tmp_path / "out"
     for options, said in (
@@ -362,3 +379,10 @@ def test_lost_metadata_of_a_state_dict_is_no_loss(written: Callable[..., Path], 
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     resaved(folder, "model", OrderedDict)
     assert_slots_are_those_of(folder, LLAMA)
+
+
+def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
+    zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
+    assert zckpt.diff(source, tmp_path / "ranks").equal
+    assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None

@@ -29,6 +29,7 @@ BUILT_IN = {
     "dcp": "zckpt.formats.dcp",
     "consolidated": "zckpt.formats.consolidated",
     "zero-redundancy": "zckpt.formats.zero_redundancy",
+    "meta": "zckpt.formats.meta",  # a file of its several is one of torch's
     "torch": "zckpt.formats.torch_files",
 }
 """The module of each format, which has it in `FORMATS`. The order is that in which they are asked."""

@@ -47,8 +47,10 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     _describe_mesh(checkpoint, model)
     if directory.optimizers:
         known = names if own is None else _recorded(checkpoint, own, names)
-        attach(checkpoint, model, read_optimizers(checkpoint, directory.optimizers), known)
-    tie_as_configured(checkpoint, model, directory.path)
+        optimizer = read_optimizers(checkpoint, directory.optimizers)
+        attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
+    if own is None:
+        tie_as_configured(checkpoint, model, directory.path)
     read_copies(checkpoint, directory.path)
     _read_extras(checkpoint, directory)
     _read_beside(checkpoint, directory)
