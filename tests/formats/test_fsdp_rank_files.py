@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -240,6 +241,42 @@ def test_ranks_that_contradict_each_other_are_refused(written: Callable[..., Pat
         zckpt.open(swapped)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_model_that_verl_saves_once_more_is_a_copy(
+    dtype: torch.dtype, written: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    checkpoint = zckpt.open(folder)
+    whole = {name: checkpoint.read(name, "weight").to(dtype) for name in checkpoint.parameters}
+    (folder / "huggingface").mkdir()
+    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
+    assert not take_inventory(zckpt.open(folder)).left_out
+    assert zckpt.verify(folder, deep=True).sound
+    whole["model.norm.weight"] += 1
+    save_file({name: one.clone() for name, one in whole.items()}, folder / "huggingface" / "model.safetensors")
+    assert zckpt.verify(folder, deep=True).sound == (dtype is torch.bfloat16)
+    save_file({"other": whole["model.norm.weight"]}, folder / "huggingface" / "model.safetensors")
+    assert zckpt.open(folder).duplicates == checkpoint.duplicates
+
+
+def test_what_is_not_certain_keeps_its_number(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+
+    def only_three(tree: Any) -> Any:
+        group = {**tree["param_groups"][0], "params": [0, 1, 2]}
+        return {"state": {number: tree["state"][number] for number in range(3)}, "param_groups": [group]}
+
+    resaved(folder, "optim", only_three)
+    checkpoint = zckpt.open(folder)
+    assert checkpoint.unnamed
+    assert any("give --names FILE" in warning for warning in checkpoint.warnings)
+    zckpt.consolidate(folder, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedError, match="the names of some are not known"):
+        zckpt.convert(folder, tmp_path / "other", to="fsdp-rank-files")
+    names = zckpt.open(FIXTURES / LLAMA).param_groups[0].parameters[:3]
+    assert zckpt.open(folder, names=names).param_groups[0].parameters == names
+
+
 FLAT = {"fsdp_version": 1, "groups": "one", "units": "model.layers.*"}
 
 
@@ -291,6 +328,23 @@ def test_what_is_written_is_what_is_read(written: Callable[..., Path], tmp_path:
     assert zckpt.diff(source, tmp_path / "back").equal
 
 
+def test_every_rank_keeps_its_random_state(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
+    for rank in range(2):
+        path = folder / f"extra_state_world_size_2_rank_{rank}.pt"
+        torch.save({**torch.load(path), "rng": {"cpu": torch.tensor([rank])}, "rank": rank, "world_size": 2}, path)
+    done = zckpt.convert(folder, tmp_path / "more", to="fsdp-rank-files", world_size=3)
+    assert "rng: ranks from 2 on have none, as the source has no such rank" in done.notes
+    zckpt.convert(tmp_path / "more", tmp_path / "one", to="fsdp-rank-files", world_size=1)
+    zckpt.convert(tmp_path / "one", tmp_path / "back", to="fsdp-rank-files", world_size=2)
+    for name, ranks in (("more", 3), ("one", 1), ("back", 2)):
+        for rank in range(ranks):
+            found = torch.load(tmp_path / name / f"extra_state_world_size_{ranks}_rank_{rank}.pt")
+            assert (found["rank"], found["world_size"]) == (rank, ranks)
+            assert ("rng" in found) == (rank < 2)
+            assert rank > 1 or found["rng"]["cpu"].tolist() == [rank]
+
+
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     target = tmp_path / "out"
     for options, said in (
@@ -325,3 +379,10 @@ def test_lost_metadata_of_a_state_dict_is_no_loss(written: Callable[..., Path], 
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     resaved(folder, "model", OrderedDict)
     assert_slots_are_those_of(folder, LLAMA)
+
+
+def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "dcp_fsdp2_dp2" / "ckpt"  # DCP has both names of a tied parameter, as two
+    zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
+    assert zckpt.diff(source, tmp_path / "ranks").equal
+    assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None

@@ -133,5 +133,5 @@ def test_what_another_verb_does_is_named(tmp_path: Path) -> None:
     refused(5, "reshard", FIXTURES / "pp2_s1_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
     refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
     refused(5, "strip", FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", tmp_path / "out", "--optimizer",
-            words=("zckpt convert",))  # fmt: skip
+            words=("zckpt consolidate",))  # fmt: skip
     assert list(tmp_path.iterdir()) == []

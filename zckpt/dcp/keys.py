@@ -27,7 +27,7 @@ from zckpt.errors import UsageError
 from zckpt.formats.dcp.optimizer import split_key
 from zckpt.formats.dcp.tree import GROUPS, PARAMS, STATE
 from zckpt.formats.dcp.write_items import items
-from zckpt.formats.torch_files.reader import OPTIMIZER_KEYS, STATE_DICT_KEYS
+from zckpt.formats.torch_files.content import OPTIMIZER_KEYS, STATE_DICT_KEYS
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.state import MASTER, WEIGHT, Parameter, ParamGroup, Scalar, Slot

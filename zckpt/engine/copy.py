@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.boxes import SpanIndexes, row_major
+from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.computed import Block, Computed, Function, Input, blocks
 from zckpt.engine.plan import Copy, Fill, Strided, fill
@@ -25,6 +25,9 @@ from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
+
+LARGE_NBYTES = 1 << 16
+"""From this size on what lies end to end in the target is written by itself: what is between is not waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +88,8 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     if isinstance(hole.slot, Computed):
         yield from _computed(one, hole.slot, most)
         return
-    if all(_is_dense(copy) for copy in one.copies):
-        for copy in one.copies:
+    if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
+        for copy in (part for whole in one.copies for part in _dense(whole)):
             for cut in _cut(copy, most_bytewise if copy.is_bytewise else most):
                 yield Piece(cut.offset, cut.nbytes, (cut,))
         return
@@ -106,39 +109,46 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
 
 
 def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most: int) -> Iterator[Piece]:
-    """Cut bytes [start, end) of the target, which the copies fill together, into windows of whole rows.
+    """Cut bytes [start, end) of the target, which the copies fill together, into windows.
 
-    Rows lie on a grid that begins at `origin`, where the first element of the hole's box is or would be. A row that
-    is larger than `most` is cut in the same way, along the next dimension.
+    They are whole rows, on a grid that begins at `origin`, where the first element of the hole's box is or would be, as
+    long as a row is not larger than `most`.
     """
     step = max(copy.strides[0] for copy in copies)
+    if step > most:
+        step, origin = itemsize(copies[0].target_dtype), start
     size = max(most // step, 1) * step
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
-        within = tuple(one for copy in copies if (one := _window(copy, origin, window, window + size)) is not None)
+        within = tuple(one for copy in copies for one in _window(copy, low, high))
         if len(within) == 1 and _is_dense(within[0]):
             yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
-        elif high - low > most:
-            yield from _interleaved([_without_row(one, step) for one in within], window, low, high, most)
         else:
             yield Piece(low, high - low, within)
 
 
-def _without_row(copy: Copy, step: int) -> Copy:
-    """Return a copy that lies within one row of `step` bytes, without the dimension that counts rows."""
-    if copy.strides[0] != step:
-        return copy
-    if len(copy.shape) > 1:
-        return _rows(copy, 0, 1, drop=True)
-    size = itemsize(copy.source_dtype)
-    sources = tuple(Strided(s.path, s.offset, (size,)) for s in copy.sources)
-    return replace(copy, sources=sources, strides=(itemsize(copy.target_dtype),))
-
-
 def _is_dense(copy: Copy) -> bool:
     """Tell whether a copy's target is contiguous."""
-    size = itemsize(copy.target_dtype)
-    return copy.strides == tuple(step * size for step in row_major(copy.shape))
+    return _dense_nbytes(copy) == copy.nbytes
+
+
+def _dense_nbytes(copy: Copy) -> int:
+    """Return how many bytes of a copy lie end to end in the target."""
+    nbytes = itemsize(copy.target_dtype)
+    for size, stride in zip(reversed(copy.shape), reversed(copy.strides), strict=True):
+        if stride != nbytes and size != 1:
+            break
+        nbytes *= size
+    return nbytes
+
+
+def _dense(copy: Copy) -> Iterator[Copy]:
+    """Yield the contiguous rows of a copy's target, each as a copy."""
+    if _is_dense(copy):
+        yield copy
+        return
+    for index in range(copy.shape[0]):
+        yield from _dense(_rows(copy, index, 1, drop=True))
 
 
 def _cut(copy: Copy, most: int) -> Iterator[Copy]:
@@ -161,16 +171,22 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
-def _window(copy: Copy, origin: int, low: int, high: int) -> Copy | None:
-    """Return the rows of a copy that lie in bytes [low, high) of the target, or None.
-
-    Rows of all copies lie on one grid that begins at `origin`, and windows are whole numbers of them.
-    """
+def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
+    """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
-    base = copy.offset - (copy.offset - origin) % step
-    first = max(-(-(low - base) // step), 0)
-    last = min(-(-(high - base) // step), copy.shape[0])
-    return _rows(copy, first, last - first) if first < last else None
+    inner = itemsize(copy.target_dtype) + sum(
+        (n - 1) * s for n, s in zip(copy.shape[1:], copy.strides[1:], strict=True)
+    )
+    first = max((low - inner - copy.offset) // step + 1, 0)
+    last = min(-(-(high - copy.offset) // step), copy.shape[0])
+    whole = max(-(-(low - copy.offset) // step), first)
+    end = max(min((high - inner - copy.offset) // step + 1, last), whole)
+    for index in range(first, min(whole, last)):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
+    if whole < end:
+        yield _rows(copy, whole, end - whole)
+    for index in range(max(end, first), last):
+        yield from _window(_rows(copy, index, 1, drop=True), low, high)
 
 
 def _rows(copy: Copy, first: int, count: int, *, drop: bool = False) -> Copy:

@@ -308,7 +308,7 @@ class Format(Protocol):
 
         expected = ", ".join(one.name for one in formats() if type(one).strip is not Format.strip)
         raise UnsupportedError("nothing can be taken out of this format", path=checkpoint.source, expected=expected,
-                               found=self.name, advice="use `zckpt convert`")  # fmt: skip
+                               found=self.name, advice="`zckpt consolidate` writes the model alone")  # fmt: skip
 
     def recut(self, job: Job) -> TargetFiles:
         """Return the files of a checkpoint of this format, cut for other ranks.

@@ -156,12 +156,14 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _unknown(path: Path) -> SourceError:
+    from zckpt.formats.registry import formats
+
     names = [entry.name for entry in _entries(path)]
     found = ", ".join(names[:SHOWN_NAMES]) + (f" and {len(names) - SHOWN_NAMES} more" if names[SHOWN_NAMES:] else "")
     return UnknownFormatError(
         "no checkpoint recognised",
         path=path,
-        expected="a directory of DeepSpeed, torch DCP, ZeroRedundancyOptimizer, safetensors or zckpt",
+        expected=f"one of: {', '.join(one.title for one in formats())}",
         found=found or "nothing",
     )
 

@@ -19,7 +19,8 @@ from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.remainder import KEY, remainder, remainder_rules, restore
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import attach, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.state_dicts import optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot
 from zckpt.state.dtypes import is_floating
@@ -118,7 +119,7 @@ def lay_out(
     """
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
     entries = [safetensors_file.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
-    files = safetensors_file.lay_out_directory(entries, max_shard_size)
+    files = safetensors_file.lay_out_directory(entries, max_shard_size, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))

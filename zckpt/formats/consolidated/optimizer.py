@@ -21,7 +21,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
-from zckpt.formats.torch_files.optimizer import OPTIMIZER as OF
+from zckpt.formats.torch_files.state_dicts import OPTIMIZER as OF
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer

@@ -22,7 +22,7 @@ from typing import TypeGuard
 from zckpt.errors import DamagedFileError
 from zckpt.formats.dcp.items import ObjectItem, TensorItem
 from zckpt.formats.dcp.metadata import MAXIMUM_DEPTH, Keys
-from zckpt.formats.torch_files.reader import STATE_DICT_KEYS
+from zckpt.formats.torch_files.content import STATE_DICT_KEYS
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state.names import aligned, bare_names
 from zckpt.torchfile import FromFile, each, walk_tensors

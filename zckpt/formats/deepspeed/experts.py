@@ -25,7 +25,8 @@ from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedE
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach
+from zckpt.formats.torch_files.optimizer import attach
+from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import TorchFile
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.shards import ModelShard
-from zckpt.formats.torch_files.optimizer import OptimizerState, Sample, attach, parse
+from zckpt.formats.torch_files.optimizer import Sample, attach
+from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile

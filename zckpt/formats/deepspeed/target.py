@@ -201,8 +201,8 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     check_world_size(options.world_size)
     if origin is None or not origin.members:
         raise UnsupportedError("only DeepSpeed checkpoints of ZeRO-1, 2 and 3 are resharded",
-                               path=checkpoint.source, found=checkpoint.format,
-                               advice="use `zckpt convert --to deepspeed`")  # fmt: skip
+                               path=checkpoint.source, found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+                               advice="use `zckpt convert --to deepspeed --stage`")  # fmt: skip
     first = origin.members[0]
     stage = first.stage if options.stage is None else options.stage
     if stage not in STAGES:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.torch_files.optimizer import optimizer_rules
+from zckpt.formats.torch_files.state_dicts import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Scalar
 from zckpt.state.checkpoint import RankValue

@@ -62,7 +62,8 @@ def _from_elsewhere(job: Job) -> TargetFiles:
             f"{'--world-size' if options.world_size is None else '--stage'} is needed to write a DeepSpeed checkpoint "
             f"from this source",
             path=checkpoint.source,
-            found=checkpoint.format,
+            expected="a number of ranks" if options.world_size is None else "1, 2 or 3",
+            found=f"{checkpoint.format}, {'of no stage of ZeRO' if stage is None else f'ZeRO stage {stage}'}",
         )
     if stage not in STAGES:
         raise UsageError("unknown ZeRO stage", expected="1, 2 or 3", found=stage)

@@ -10,6 +10,8 @@ directory   which files those are            held, mesh    what one rank's file 
 model       names, buffers, ties             cut           what all ranks have, as spans
 optimizer   values by number                 units         which parameters FSDP1 has wrapped together
 readings    whose state each number is       attach        that state, given to its parameters
+extra       each rank's other state          copies        the model once more, beside the files
+writer      the files for other ranks        dtensors, flat, groups, own
 """
 
 from __future__ import annotations

@@ -19,8 +19,21 @@ from zckpt.state.spans import CutSpans
 Slots = dict[str, Slot]
 
 
-def attach(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Sequence[str] | None) -> None:
+def attach(
+    checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Sequence[str] | None, *, ties_are_known: bool
+) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Has the model's parameters.
+    model : Model
+    optimizer : Optimizer
+    names : sequence of str or None
+        In the optimizer's order.
+    ties_are_known : bool
+        Whether a file says which names are of one parameter: then equal bytes do not.
 
     Raises
     ------
@@ -29,7 +42,7 @@ def attach(checkpoint: Checkpoint, model: Model, optimizer: Optimizer, names: Se
     """
     copies = shard_groups(model, len(optimizer.files.paths))
     reading = readings(checkpoint, model, optimizer, copies[0], names)
-    for alias, owner in reading.ties:
+    for alias, owner in () if ties_are_known else reading.ties:
         tie(checkpoint, alias, owner)
     checkpoint.is_numbered = names is None and all(isinstance(key, int) for group in optimizer.keys for key in group)
     checkpoint.details["optimizer_state"] = reading.kind

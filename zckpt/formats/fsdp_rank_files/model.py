@@ -10,7 +10,7 @@ from zckpt.codes import WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import Held, RankReader, elements, rules_of
-from zckpt.formats.torch_files.reader import EXTRA_STATE
+from zckpt.formats.torch_files.content import EXTRA_STATE
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, identity_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter
 from zckpt.state.dtypes import is_floating

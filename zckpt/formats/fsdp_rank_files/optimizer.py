@@ -16,7 +16,7 @@ from zckpt.codes import HYPERPARAMETERS_DIFFER
 from zckpt.errors import DamagedFileError, LayoutError
 from zckpt.formats.fsdp_rank_files.cut import RankFiles
 from zckpt.formats.fsdp_rank_files.held import PLAIN, Held, RankReader, elements, rules_of
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer, optimizer_rules
+from zckpt.formats.torch_files.state_dicts import looks_like_optimizer, optimizer_rules
 from zckpt.formats.torch_files.tensors import describe, read_scalars, with_scalars
 from zckpt.state import Checkpoint, Scalar
 from zckpt.state.inventory import COPY, IMPLIED, Rule

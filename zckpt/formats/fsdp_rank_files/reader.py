@@ -8,6 +8,7 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError
 from zckpt.formats.deepspeed.values import keep_others
 from zckpt.formats.fsdp_rank_files.attach import attach
+from zckpt.formats.fsdp_rank_files.copies import read_copies
 from zckpt.formats.fsdp_rank_files.directory import CONFIG_NAME, FORMAT, LORA_NAME, OWN_NAME, Directory
 from zckpt.formats.fsdp_rank_files.extra import KEYS, OF_ITS_RANK
 from zckpt.formats.fsdp_rank_files.model import Model, read_models
@@ -46,8 +47,11 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     _describe_mesh(checkpoint, model)
     if directory.optimizers:
         known = names if own is None else _recorded(checkpoint, own, names)
-        attach(checkpoint, model, read_optimizers(checkpoint, directory.optimizers), known)
-    tie_as_configured(checkpoint, model, directory.path)
+        optimizer = read_optimizers(checkpoint, directory.optimizers)
+        attach(checkpoint, model, optimizer, known, ties_are_known=own is not None)
+    if own is None:
+        tie_as_configured(checkpoint, model, directory.path)
+    read_copies(checkpoint, directory.path)
     _read_extras(checkpoint, directory)
     _read_beside(checkpoint, directory)
     _claim(checkpoint, directory)

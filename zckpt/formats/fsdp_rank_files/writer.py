@@ -32,7 +32,7 @@ from zckpt.formats.fsdp_rank_files.directory import (
     rank_name,
 )
 from zckpt.formats.fsdp_rank_files.dtensors import RankTensors, Target, plain_tensor
-from zckpt.formats.fsdp_rank_files.extra import extra_state, of_single_ranks
+from zckpt.formats.fsdp_rank_files.extra import extra_state, of_single_ranks, ranks_with_state
 from zckpt.formats.fsdp_rank_files.flat import flat_state, shard
 from zckpt.formats.fsdp_rank_files.groups import ONE, one_group
 from zckpt.formats.fsdp_rank_files.own import own_tree
@@ -263,6 +263,7 @@ def _notes(checkpoint: Checkpoint, target: Target) -> list[str]:
     """Say what a program has to know that loads the files."""
     notes = [f"for meshes of {target.device} devices, in the form of torch 2.13 and newer"]
     own = of_single_ranks(checkpoint)
-    if own and target.world_size > checkpoint.world_size:
-        notes.append(f"{listed(own)}: ranks from {checkpoint.world_size} on have none, as the source has no such rank")
+    ranks = ranks_with_state(checkpoint)
+    if own and target.world_size > ranks:
+        notes.append(f"{listed(own)}: ranks from {ranks} on have none, as the source has no such rank")
     return notes

@@ -1,6 +1,5 @@
-"""The state dict of a `torch.optim` optimizer: {state: {number: {slot: value}}, param_groups: [{params, ...}]}.
+"""The state of torch's optimizers, given to a checkpoint's parameters: by names where a file has them.
 
-Its parameters are numbers, counted over all groups in order; newer files may also hold their names (`param_names`).
 Where a file has no names, they are deduced from the model's tensors with their shapes, the shapes of the optimizer's
 state, and the order of both: each param group lists its parameters in the model's order, or sorted by name. A name is
 given only where both readings give the same one; a number stays a number otherwise.
@@ -10,121 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.torch_files.tensors import read_scalars, slot_of, with_scalars
+from zckpt.errors import DamagedFileError, UsageError, listed
+from zckpt.formats.torch_files.gathered import lost_in_gathering
+from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, agree
+from zckpt.formats.torch_files.tensors import read_scalars, slot_of
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
-from zckpt.state.inventory import IMPLIED, STATE, Rule
 from zckpt.state.names import aligned
-from zckpt.torchfile import Tensor, brief
+from zckpt.torchfile import Tensor
 
 Fits = Callable[[int, str], bool]
 """Whether the optimizer's parameter with this number can be the model's tensor with this name."""
 
-OPTIMIZER = "optimizer"
-"""Under which a param group that zckpt wrote says which of several optimizers it is of."""
-
 Sample = Callable[[Tensor, str], bool]
 """Whether a master rounds to the model's tensor of this name, as far as a sample of both can tell."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerState:
-    """A torch optimizer's state dict.
-
-    Parameters
-    ----------
-    state : dict of int to dict
-        Slot to value, by parameter number.
-    groups : list of dict
-        Param groups, `params` included.
-    masters : dict of int to Tensor
-        fp32 masters by parameter number, where the file has them.
-    """
-
-    state: dict[int, dict[str, object]]
-    groups: list[dict[str, Any]]
-    masters: dict[int, Tensor]
-
-    @property
-    def numbers(self) -> list[list[int]]:
-        """The parameter numbers of each group."""
-        return [[int(n) for n in g["params"]] for g in self.groups]
-
-    @property
-    def every_number(self) -> list[int]:
-        """The parameter numbers of all groups."""
-        return [number for numbers in self.numbers for number in numbers]
-
-    @property
-    def recorded_names(self) -> list[str]:
-        """The names that the file gives its parameters, in the order of their numbers; some or all may be missing."""
-        found = [group.get("param_names") for group in self.groups]
-        return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
-
-    def tensors(self, number: int) -> dict[str, Tensor]:
-        """Return the tensors in the state of a parameter, by slot."""
-        return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
-
-
-def optimizer_rules(*path: str) -> tuple[Rule, ...]:
-    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
-    return (
-        Rule((*path, "state", "*", "*"), STATE, "single values of a parameter"),
-        Rule((*path, "param_groups", "*", "params", "**"), IMPLIED, "numbers of the parameters"),
-        Rule((*path, "param_groups", "*", "param_names", "**"), IMPLIED, "names of the parameters"),
-        Rule((*path, "param_groups", "*", "*", "**"), STATE, "hyperparameters"),
-    )
-
-
-def looks_like_optimizer(node: object) -> bool:
-    """Tell whether a node is a torch optimizer's state dict."""
-    return isinstance(node, dict) and isinstance(node.get("state"), dict) and isinstance(node.get("param_groups"), list)
-
-
-def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerState:
-    """Bring a state dict to one form.
-
-    Parameters
-    ----------
-    node : object
-        The state dict.
-    path : str
-    masters : sequence of Tensor
-        One for each parameter, in order; empty where there are none.
-
-    Raises
-    ------
-    DamagedFileError
-        It is not the state dict of a torch optimizer.
-    """
-    if not isinstance(node, dict) or not looks_like_optimizer(node):
-        raise DamagedFileError(
-            "unexpected content", path=path, expected="an optimizer's state dict", found=type(node).__name__
-        )
-    groups: list[dict[str, Any]] = []
-    for group in node["param_groups"]:
-        params = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(params, (list, tuple)) or not all(type(n) is int for n in params):
-            raise DamagedFileError(
-                "unreadable param group", path=path, expected="a list of numbers in `params`", found=brief(params)
-            )
-        groups.append(with_scalars(group, path))
-    numbers = [n for group in groups for n in group["params"]]
-    known = set(numbers)
-    state = {}
-    for key, slots in node["state"].items():
-        number = int(key) if isinstance(key, str) and key.isdecimal() else key  # as `dcp_to_torch_save` leaves them
-        if number not in known or not isinstance(slots, dict):
-            raise DamagedFileError("state of a parameter that is in no group", path=path, found=brief(key))
-        state[int(number)] = {str(key): value for key, value in slots.items()}
-    if len(set(numbers)) != len(numbers) or (masters and len(masters) != len(numbers)):
-        raise DamagedFileError(
-            "masters and param groups disagree", path=path, expected=f"{len(numbers)} parameters", found=len(masters)
-        )
-    return OptimizerState(state, groups, dict(zip(numbers, masters, strict=True)) if masters else {})
 
 
 def attach(
@@ -134,6 +32,7 @@ def attach(
     *,
     names: Sequence[str] | None = None,
     sample: Sample | None = None,
+    certain: Mapping[int, str] | None = None,
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -150,6 +49,8 @@ def attach(
         Names by number, from the user.
     sample : callable, optional
         Tells by values whether a master belongs to a weight.
+    certain : mapping of int to str, optional
+        The names that are certain, by number, where they have been found already.
 
     Raises
     ------
@@ -158,7 +59,10 @@ def attach(
     """
     unnamed = []
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
-    found = {} if labels else _names(checkpoint, optimizer, names, sample, path)
+    found = {} if labels else certain
+    if found is None:
+        found = _names(checkpoint, optimizer, names, sample, path)
+    labels |= {number: name for number, name in optimizer.names.items() if number not in found}
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
         for number in numbers:
@@ -166,7 +70,7 @@ def attach(
             name = found.get(number)
             if name is None:
                 name = labels.get(number, str(number))
-                shape = _shape(optimizer, number) or ()
+                shape = optimizer.shape(number) or ()
                 if slots or state:
                     unnamed += [] if number in labels else [number]
                     checkpoint.unnamed[name] = Parameter(name, shape, "float32", slots, index, state=state)
@@ -180,6 +84,13 @@ def attach(
         hyperparameters = {key: value for key, value in group.items() if key not in known}
         common = _common(optimizer, numbers, path)
         checkpoint.param_groups.append(ParamGroup(hyperparameters, members, common, of))
+    foreign = [name for name in optimizer.names.values() if name in checkpoint.unnamed and checkpoint.parameters]
+    if foreign:
+        checkpoint.warnings.append(
+            f"the optimizer has state of {listed(foreign)}, which the model has not; it is kept under these names"
+        )
+    lost = lost_in_gathering(optimizer, path) if optimizer.names else None
+    checkpoint.warnings += [lost] if lost else []
     if unnamed:
         shown = ", ".join(map(str, unnamed[:8])) + (" ..." if len(unnamed) > 8 else "")
         checkpoint.warnings.append(
@@ -199,15 +110,6 @@ def _slots(optimizer: OptimizerState, number: int, path: str) -> tuple[dict[str,
         else:
             state[key] = value
     return slots, state
-
-
-def _shape(optimizer: OptimizerState, number: int) -> tuple[int, ...] | None:
-    """Return the shape of a parameter as its state shows it: the largest of its tensors."""
-    if number in optimizer.masters:
-        return optimizer.masters[number].shape
-    tensors = optimizer.tensors(number)
-    shapes = [t.shape for key, t in tensors.items() if key != "step"] or [t.shape for t in tensors.values()]
-    return max(shapes, key=lambda s: (len(s), s), default=None)
 
 
 def _common(optimizer: OptimizerState, numbers: Sequence[int], path: str) -> dict[str, object]:
@@ -232,13 +134,15 @@ def _names(
     path: str,
 ) -> dict[int, str]:
     numbers = optimizer.every_number
+    if len(optimizer.names) == len(numbers):
+        return _by_name(checkpoint, optimizer, names, path)
     recorded = _aligned(checkpoint, optimizer.recorded_names)
     if names is None and len(recorded) == len(numbers) and _are_those(checkpoint, optimizer, recorded):
         names = recorded
     candidates = {p.name: p for p in checkpoint.parameters.values() if p.tied_to is None}
     if names is None:
         checkpoint.is_numbered = True
-        return deduce_names(optimizer.numbers, list(candidates), _fits(optimizer, candidates, sample))
+        return deduce_names(optimizer.numbers, list(candidates), _fits(checkpoint, optimizer, candidates, sample))
     if len(names) != len(numbers) or len(set(names)) != len(names):
         raise UsageError(
             "unusable parameter names",
@@ -249,12 +153,35 @@ def _names(
     found = {}
     for number, name in zip(numbers, _aligned(checkpoint, names), strict=True):
         owner = candidates.get(name) or _owner(checkpoint, name, path)
-        shape = _shape(optimizer, number)
-        if shape is not None and not _agree(shape, owner.shape):
+        shape = optimizer.shape(number)
+        if shape is not None and not agree(shape, owner.shape):
             raise UsageError(
                 f"parameter {number} of the optimizer is not {name}",
                 path=path,
                 expected=f"shape {owner.shape}",
+                found=shape,
+            )
+        found[number] = owner.name
+    return found
+
+
+def _by_name(
+    checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequence[str] | None, path: str
+) -> dict[int, str]:
+    """Return the model's names of parameters that the file has by name; what the model has not is not among them."""
+    own = list(optimizer.names.values())
+    if names is not None and _aligned(checkpoint, names) != _aligned(checkpoint, own):
+        raise UsageError("the file has names of its optimizer's parameters", path=path, advice="leave --names out")
+    found: dict[int, str] = {}
+    for number, name in zip(optimizer.names, _aligned(checkpoint, own), strict=True):
+        if name not in checkpoint.parameters:
+            continue
+        owner, shape = checkpoint.owner(name), optimizer.shape(number)
+        if owner.name in found.values() or (shape is not None and not agree(shape, owner.shape)):
+            raise DamagedFileError(
+                f"the optimizer's state of {name} is not that of the model's parameter",
+                path=path,
+                expected=f"shape {owner.shape}, once",
                 found=shape,
             )
         found[number] = owner.name
@@ -280,10 +207,10 @@ def _are_those(checkpoint: Checkpoint, optimizer: OptimizerState, names: Sequenc
     if len(set(names)) != len(names):
         return False
     for number, name in zip(optimizer.every_number, names, strict=True):
-        shape = _shape(optimizer, number)
+        shape = optimizer.shape(number)
         if name not in checkpoint.parameters:
             return False
-        if shape is not None and not _agree(shape, checkpoint.parameters[name].shape):
+        if shape is not None and not agree(shape, checkpoint.parameters[name].shape):
             return False
     return True
 
@@ -294,20 +221,16 @@ def _owner(checkpoint: Checkpoint, name: str, path: str) -> Parameter:
     return checkpoint.owner(name)
 
 
-def _agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
-    if len(state) == len(parameter):
-        return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
-    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
-
-
 def _fits(
-    optimizer: OptimizerState, candidates: Mapping[str, Parameter], sample: Sample | None
+    checkpoint: Checkpoint, optimizer: OptimizerState, candidates: Mapping[str, Parameter], sample: Sample | None
 ) -> Callable[[int, str], bool]:
     known: dict[tuple[int, str], bool] = {}
-    shapes = {n: _shape(optimizer, n) for n in optimizer.every_number}
+    shapes = {n: optimizer.shape(n) for n in optimizer.every_number}
+    own = dict(zip(optimizer.names, _aligned(checkpoint, list(optimizer.names.values())), strict=True))
 
     def fits(number: int, name: str) -> bool:
+        if not name.startswith(optimizer.scopes.get(number, "")) or own.get(number, name) != name:
+            return False
         shape = shapes[number]
         if shape is None:
             return True
@@ -323,7 +246,9 @@ def _fits(
     return fits
 
 
-def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def deduce_names(
+    groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits, *, sorted_too: bool = True
+) -> dict[int, str]:
     """Return the names that are certain, by the optimizer's number.
 
     Parameters
@@ -333,6 +258,8 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
     names : sequence of str
         The model's tensors that an optimizer could own, in the model's order.
     fits : callable
+    sorted_too : bool
+        Whether groups may also list their parameters sorted by name.
     """
     certain: dict[int, str] = {}
     while True:
@@ -341,7 +268,7 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
         for group in groups:
             own = {certain[number] for number in group if number in certain}
             free = [name for name in names if name not in taken or name in own]
-            found.update(_deduce_group(group, free, fits))
+            found.update(_deduce_group(group, [free, sorted(free)] if sorted_too else [free], fits))
         if len(set(found.values())) < len(found):
             return _without_conflicts(found)
         if found == certain:
@@ -355,9 +282,9 @@ def _without_conflicts(found: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in found.items() if counts[name] == 1}
 
 
-def _deduce_group(group: Sequence[int], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def _deduce_group(group: Sequence[int], orders: Sequence[Sequence[str]], fits: Fits) -> dict[int, str]:
     readings = []
-    for order in (list(names), sorted(names)):
+    for order in orders:
         earliest = _leftmost(group, order, fits)
         if earliest is None:
             continue

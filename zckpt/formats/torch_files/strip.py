@@ -18,7 +18,7 @@ from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 

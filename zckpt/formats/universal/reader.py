@@ -14,7 +14,7 @@ from zckpt.formats.deepspeed.per_parameter import FrozenPadding
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, Shapes
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others
 from zckpt.formats.remainder import KEY, remainder_rules, restore
-from zckpt.formats.torch_files.optimizer import optimizer_rules
+from zckpt.formats.torch_files.state_dicts import optimizer_rules
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried, describe, slot_of
 from zckpt.formats.universal.directory import FOLDER, MASTER_STEM, OPTIMIZER_NAME, SUFFIX
 from zckpt.formats.universal.folders import StoredFolder, read_folder

@@ -15,7 +15,7 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.optimizer import looks_like_optimizer
+from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
 from zckpt.storage.ownership import Owned
 from zckpt.torchfile import TorchFile, read_torchfile
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from zckpt.codes import HYPERPARAMETERS_DIFFER, OTHER_WORLD_SIZE, WRONG_RANK
 from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError
-from zckpt.formats.torch_files.optimizer import OptimizerState, attach, deduce_names, optimizer_rules, parse
+from zckpt.formats.torch_files.optimizer import attach, deduce_names
+from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.zero_redundancy.directory import optimizer_key
 from zckpt.state import Checkpoint, ParamGroup, Scalar, Topology

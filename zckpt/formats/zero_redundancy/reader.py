@@ -13,7 +13,7 @@ from pathlib import Path
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnknownFormatError, UnsupportedError
 from zckpt.formats.remainder import remainder_rules, restore
 from zckpt.formats.torch_files import reader as torch_reader
-from zckpt.formats.torch_files.optimizer import OptimizerState, optimizer_rules, parse
+from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rules, parse
 from zckpt.formats.torch_files.tensors import as_mapping, carried, describe, slot_of
 from zckpt.formats.zero_redundancy.directory import FORMAT, KEY, OPTIMIZER_NAME, Directory, find
 from zckpt.formats.zero_redundancy.ranks import (

@@ -1,0 +1,318 @@
+"""Optimizers of torch files in every form: by name, flattened, several in one file, and of several models."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+)
+
+import zckpt
+from tests.fsdp_training.training import STEPS, made, step, truth
+from tests.gloo import run
+from zckpt.errors import DamagedFileError, UsageError
+
+
+def body(*sizes: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+def stepped(model: nn.Module, *optimizers: torch.optim.Optimizer, wide: int = 5) -> None:
+    for _ in range(2):
+        model(torch.ones(3, wide)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+
+
+def assert_state(
+    path: Path, model: nn.Module, optimizers: dict[str | None, torch.optim.Optimizer], prefix: str = ""
+) -> Any:
+    """Hold what is read against the live objects, bit by bit, and the inventory against nothing left out."""
+    opened = zckpt.open(path)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(opened.read(prefix + name, "weight"), parameter)
+        for called, optimizer in optimizers.items():
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                assert torch.equal(opened.read(prefix + name, slot), value), (name, slot)
+                group = opened.param_groups[opened.parameters[prefix + name].group]
+                assert group.optimizer == called
+    items = zckpt.inspect(path, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+    return opened
+
+
+# --- by name
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_get_state_dict_has_names_that_nothing_has_to_be_deduced_of(flat: bool, tmp_path: Path) -> None:
+    model = body(5, 4, 4, 4)  # three shapes that fit several parameters
+    model[1].requires_grad_(requires_grad=False)
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim], "lr": 0.1 / dim} for dim in (2, 1)]
+    optimizer = torch.optim.AdamW(groups, amsgrad=True)
+    stepped(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    torch.save({"app": weights, "optim": state, "epoch": 3}, tmp_path / "c.pt")
+    opened = assert_state(tmp_path / "c.pt", model, {None: optimizer})
+    assert opened.warnings == []
+    assert [(group.hyperparameters["lr"], len(group.parameters)) for group in opened.param_groups] == [
+        (0.05, 3),
+        (0.1, 3),
+    ]
+    torch.manual_seed(3)
+    again = body(5, 4, 4, 4)
+    again[1].requires_grad_(requires_grad=False)
+    groups = [{"params": [p for p in again.parameters() if p.dim() == dim]} for dim in (2, 1)]
+    other = torch.optim.AdamW(groups, amsgrad=True)
+    zckpt.load(tmp_path / "c.pt", model=again, optimizer=other)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for slot, value in optimizer.state.get(ours, {}).items():
+            assert torch.equal(value, other.state[theirs][slot])
+
+
+def gathered(rank: int, world_size: int, wrap: str, folder: Path) -> Any:
+    model, optimizer, scheduler = made(wrap, world_size)
+    for number in range(STEPS):
+        step(model, optimizer, scheduler, number)
+    held = {key: one.clone() for key, one in truth(model, optimizer).items()}
+    configs = FullStateDictConfig(), FullOptimStateDictConfig()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        weights = model.state_dict()
+        state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": state}, folder / "c.pt")
+        torch.save(state, folder / "optimizer.pt")
+    torch.distributed.barrier()
+    return held
+
+
+def test_the_full_state_of_flat_parameters(tmp_path: Path) -> None:
+    held = run(gathered, 3, "fsdp1", tmp_path)[0]
+    opened = zckpt.open(tmp_path / "c.pt")
+    for key, one in held.items():
+        slot, _, name = key.partition("/")
+        if "head.weight" not in name:
+            assert torch.equal(opened.read(name, slot), one), key
+    assert opened.warnings == []
+    alone = zckpt.open(tmp_path / "optimizer.pt")
+    assert torch.equal(alone.read("layers.1.up.bias", "exp_avg"), held["exp_avg/layers.1.up.bias"])
+
+
+def test_a_warning_where_torch_has_lost_all_slots_but_one(tmp_path: Path) -> None:
+    run(gathered, 2, "fsdp1 orig", tmp_path)
+    state = torch.load(tmp_path / "optimizer.pt")["state"]
+    lost = all(torch.equal(one["exp_avg"], one["exp_avg_sq"]) for one in state.values())
+    warnings = zckpt.open(tmp_path / "c.pt").warnings
+    assert lost == any("are equal bit for bit: FSDP1 with use_orig_params=True" in text for text in warnings)
+    for one in state.values():
+        one["exp_avg_sq"] = one["exp_avg"].clone()
+    torch.save(state, tmp_path / "weights.pt")
+    torch.save({"state": state, "param_groups": [{"lr": 1.0, "params": list(state)}]}, tmp_path / "equal.pt")
+    assert "all slots but the last are lost" in zckpt.open(tmp_path / "equal.pt").warnings[0]
+
+
+def named_file(tmp_path: Path, state: dict[str, Any], params: list[Any]) -> Path:
+    path = tmp_path / "c.pt"
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": params}]}
+    torch.save({"model": {"w": torch.ones(3), "v": torch.ones(2)}, "optimizer": optimizer}, path)
+    return path
+
+
+def test_state_of_what_the_model_has_not_is_kept_and_said(tmp_path: Path) -> None:
+    state = {"w": {"m": torch.arange(3.0)}, "gone": {"m": torch.arange(4.0)}}
+    opened = zckpt.open(named_file(tmp_path, state, ["w", "v", "gone"]))
+    assert torch.equal(opened.read("gone", "m"), torch.arange(4.0))
+    assert opened.param_groups[0].parameters == ["w", "v", "gone"]
+    assert opened.warnings == ["the optimizer has state of gone, which the model has not; it is kept under these names"]
+
+
+@pytest.mark.parametrize(
+    ("state", "params", "words"),
+    [
+        ({"w": {"m": torch.ones(7)}}, ["w"], "not that of the model's parameter"),
+        ({"w": {"m": torch.ones(3)}}, ["w", "w"], "have a parameter twice"),
+        ({"w": {"m": torch.ones(3)}}, ["w", 1], "have a parameter twice, or names and numbers"),
+        ({"z": {"m": torch.ones(3)}}, ["w"], "in no group"),
+    ],
+)
+def test_names_that_contradict(state: Any, params: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DamagedFileError, match=words):
+        zckpt.open(named_file(tmp_path, state, params))
+
+
+def test_other_names_than_the_files_are_refused(tmp_path: Path) -> None:
+    path = named_file(tmp_path, {"w": {"m": torch.ones(3)}}, ["w"])
+    assert zckpt.open(path, names=["w"]).warnings == []
+    with pytest.raises(UsageError, match="leave --names out"):
+        zckpt.open(path, names=["v"])
+
+
+# --- several optimizers of a model
+
+
+def muon_and_adamw(seed: int) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    torch.manual_seed(seed)
+    model = body(5, 7, 3)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [{"params": [model[0].bias], "lr": 0.3}, {"params": [model[1].bias]}]
+    return model, [torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.2)]
+
+
+@pytest.mark.parametrize("key", ["optimizer", "optimizers", "optimizer_states"])
+def test_a_list_of_optimizers_each_numbered_from_0(key: str, tmp_path: Path) -> None:
+    model, optimizers = muon_and_adamw(0)
+    stepped(model, *optimizers)
+    path = tmp_path / "c.pt"
+    torch.save({"state_dict": model.state_dict(), key: [one.state_dict() for one in optimizers]}, path)
+    opened = assert_state(path, model, {"0": optimizers[0], "1": optimizers[1]})
+    assert opened.warnings == []
+    assert [group.hyperparameters["lr"] for group in opened.param_groups] == [0.1, 0.3, 0.2]
+    zckpt.convert(path, tmp_path / "z", to="zckpt")
+    for source in (path, tmp_path / "z"):
+        again, others = muon_and_adamw(1)
+        zckpt.load(source, model=again, optimizer=others)
+        for optimizer, other in zip(optimizers, others, strict=True):
+            theirs = [p for group in other.param_groups for p in group["params"]]
+            ours = [p for group in optimizer.param_groups for p in group["params"]]
+            for one, its in zip(ours, theirs, strict=True):
+                assert torch.equal(one, its)
+                assert all(torch.equal(value, other.state[its][slot]) for slot, value in optimizer.state[one].items())
+
+
+def test_a_dict_of_optimizers_by_name(tmp_path: Path) -> None:
+    model, [muon, adamw] = muon_and_adamw(0)
+    stepped(model, muon, adamw)
+    path = tmp_path / "c.pt"
+    optimizers = {"muon": muon.state_dict(), "adamw": adamw.state_dict()}
+    torch.save({"model": model.state_dict(), "optimizer": optimizers, "step": 2}, path)
+    assert_state(path, model, {"muon": muon, "adamw": adamw})
+    again, [first, second] = muon_and_adamw(1)
+    zckpt.load(path, model=again, optimizer={"adamw": second, "muon": first})
+    assert torch.equal(second.state[again[1].bias]["exp_avg"], adamw.state[model[1].bias]["exp_avg"])
+    again, [first, second] = muon_and_adamw(1)
+    with pytest.raises(UsageError, match="optimizers of other names"):
+        zckpt.load(path, model=again, optimizer=[first, second])
+
+
+def test_optimizers_that_have_one_child_each(tmp_path: Path) -> None:
+    """As Lightning keeps a GAN: shapes alone leave two readings of the third layer."""
+    model = nn.ModuleDict({"generator": body(5, 4, 4, 6), "discriminator": body(5, 4, 4, 4)})
+    optimizers = [torch.optim.Adam(model[name].parameters(), lr=0.1) for name in ("generator", "discriminator")]
+    for name, optimizer in zip(model, optimizers, strict=True):
+        stepped(model[name], optimizer)
+    path = tmp_path / "c.ckpt"
+    root = {"state_dict": model.state_dict(), "optimizer_states": [one.state_dict() for one in optimizers], "loops": {}}
+    torch.save(root, path)
+    opened = assert_state(path, model, {"0": optimizers[0], "1": optimizers[1]})
+    assert opened.warnings == []
+
+
+# --- several models
+
+
+def gan(low: int = 4) -> tuple[dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    models = {"generator": body(5, 4, 4), "discriminator": body(5, low, 1)}
+    optimizers = {f"optimizer_{name[0]}": torch.optim.Adam(one.parameters(), lr=0.1) for name, one in models.items()}
+    for model, optimizer in zip(models.values(), optimizers.values(), strict=True):
+        stepped(model, optimizer)
+    return models, optimizers
+
+
+def gan_file(path: Path, models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Optimizer]) -> Path:
+    every = {**models, **optimizers}
+    torch.save({key: one.state_dict() for key, one in every.items()} | {"epoch": 4}, path)
+    return path
+
+
+def test_two_models_and_the_optimizer_of_each(tmp_path: Path) -> None:
+    models, optimizers = gan()
+    path = gan_file(tmp_path / "c.pt", models, optimizers)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        opened = assert_state(path, models[model], {optimizer: optimizers[optimizer]}, prefix=f"{model}.")
+    assert opened.warnings == [
+        "several models (generator, discriminator); names of their tensors begin with their keys"
+    ]
+    assert opened.metadata == {"epoch": 4}
+    again = nn.ModuleDict({name: body(5, 4, 4) if name[0] == "g" else body(5, 4, 1) for name in models})
+    others = {key: torch.optim.Adam(one.parameters()) for key, one in zip(optimizers, again.values(), strict=True)}
+    zckpt.load(path, model=again, optimizer=others)
+    ours = optimizers["optimizer_d"].state[models["discriminator"][1].bias]
+    assert torch.equal(others["optimizer_d"].state[again["discriminator"][1].bias]["exp_avg"], ours["exp_avg"])
+
+
+def test_equal_models_are_told_apart_by_their_keys(tmp_path: Path) -> None:
+    models = {"netG": body(5, 4), "netD": body(5, 4), "netG_ema": body(5, 4)}
+    optimizers = {
+        "optD": torch.optim.Adam(models["netD"].parameters()),
+        "optG": torch.optim.Adam(models["netG"].parameters()),
+    }
+    stepped(models["netG"], optimizers["optG"])
+    stepped(models["netD"], optimizers["optD"])
+    path = gan_file(tmp_path / "c.pt", models, optimizers)
+    assert_state(path, models["netD"], {"optD": optimizers["optD"]}, prefix="netD.")
+    assert_state(path, models["netG"], {"optG": optimizers["optG"]}, prefix="netG.")
+
+
+def test_nothing_is_guessed_where_two_models_fit(tmp_path: Path) -> None:
+    models = {"left": body(5, 4), "right": body(5, 4)}
+    optimizers = {
+        "one": torch.optim.Adam(models["left"].parameters()),
+        "two": torch.optim.Adam(models["right"].parameters()),
+    }
+    stepped(models["left"], optimizers["one"])
+    stepped(models["right"], optimizers["two"])
+    path = gan_file(tmp_path / "c.pt", models, optimizers)
+    opened = zckpt.open(path)
+    assert len(opened.unnamed) == 4
+    assert any("one may be the optimizer of several models (left, right)" in text for text in opened.warnings)
+    names = [f"{side}.0.{kind}" for side in ("left", "right") for kind in ("weight", "bias")]
+    given = zckpt.open(path, names=names)
+    expected = optimizers["two"].state[models["right"][0].bias]["exp_avg"]
+    assert torch.equal(given.read("right.0.bias", "exp_avg"), expected)
+
+
+def test_one_optimizer_of_an_encoder_and_a_decoder(tmp_path: Path) -> None:
+    models = nn.ModuleDict({"encoder": body(5, 4), "decoder": body(4, 5)})
+    optimizer = torch.optim.Adam(models.parameters())
+    models["decoder"](models["encoder"](torch.ones(2, 5))).sum().backward()
+    optimizer.step()
+    path = gan_file(tmp_path / "c.pt", dict(models.items()), {"optimizer": optimizer})
+    assert_state(path, models, {None: optimizer})
+
+
+def test_what_composer_writes(tmp_path: Path) -> None:
+    """The layout of composer 0.32 (`State.state_dict`), from its source."""
+    model = nn.ModuleDict({"model": body(5, 4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model["model"], optimizer)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    inner = {
+        "model": weights,
+        "optimizers": {"DecoupledAdamW": state},
+        "schedulers": {"LambdaLR": {"last_epoch": 2}},
+        "algorithms": [("EMA", {"smoothing": 0.9, "buffer": torch.arange(4)})],
+        "timestamp": {"Timestamp": {"epoch": 1, "batch": 22}},
+        "run_name": "r",
+    }
+    root = {"state": inner, "rng": [{"python": (3, (1, 2), None), "torch": torch.arange(8, dtype=torch.uint8)}]}
+    torch.save(root, tmp_path / "ep1-ba22-rank0.pt")
+    opened = assert_state(tmp_path / "ep1-ba22-rank0.pt", model, {None: optimizer})
+    assert opened.step == 22
+    zckpt.convert(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z", to="zckpt")
+    there = zckpt.open(tmp_path / "z")
+    assert there.metadata.keys() == {"state", "rng"}
+    assert zckpt.diff(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z").equal

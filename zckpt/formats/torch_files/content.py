@@ -1,0 +1,370 @@
+"""Which dicts of a file are models, which are optimizers, and which optimizer is whose. Reads nothing.
+
+{name: tensor}                                               a model, by itself
+{"model": {...}, "optimizer": {...}, ...}                    under any keys
+{"state": {"model": ..., "optimizers": {...}}, "rng": ...}   or in one dict below them, as Composer keeps them
+{"optimizer": [{...}, {...}]}, {"optimizers": {"a": {...}}}  several optimizers of one model: all are read
+{"generator": ..., "discriminator": ..., "optimizer_g": ..., "optimizer_d": ...}
+                                                             several models: the names of each get its key in front
+
+Of several dicts of tensors one is the model if its key is a usual one and no optimizer needs another (the others are
+averages of it, or targets). An optimizer belongs to the model whose parameters it can have by their number and shapes;
+where these leave several, by its key; else its parameters keep their numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zckpt.formats.torch_files.state_dicts import (
+    OptimizerState,
+    agree,
+    joined,
+    looks_flattened,
+    looks_like_optimizer,
+    optimizer_rules,
+    parse,
+    unflattened,
+)
+from zckpt.formats.torch_files.tensors import identity_of
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import STATE, Rule
+from zckpt.state.names import aligned
+from zckpt.torchfile import Tensor
+
+STATE_DICT_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "weights")
+"""Keys under which programs keep the model, most usual first; decides only where several dicts of tensors are there."""
+
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optimizer_states", "optimizers", "optim", "optimizer_state")
+
+AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "target", "shadow", "old", "best"})
+"""What keys of models say that no optimizer has."""
+
+EXTRA_STATE = "_extra_state"
+"""What the name of a module's extra state ends with, be it a tensor or not (torch 2.13, `Module.get_extra_state`)."""
+
+Node = Mapping[object, object]
+Shapes = Mapping[str, tuple[int, ...]]
+"""Of a model's parameters, by name; a tied one once."""
+
+
+@dataclass(slots=True)
+class Held:
+    """An optimizer of a file: where it is, what it is called among several, and its state."""
+
+    path: tuple[object, ...]
+    state: OptimizerState
+    is_flat: bool
+    name: str = ""
+    scope: str = ""
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """What is known of the values in it."""
+        place = tuple(str(step) for step in self.path)
+        return (Rule((*place, "**"), STATE, "hyperparameters"),) if self.is_flat else optimizer_rules(*place)
+
+
+@dataclass(slots=True)
+class Content:
+    """What a file has.
+
+    Parameters
+    ----------
+    models : dict of str to mapping
+        By what is put before names; of one model nothing is.
+    keys : set
+        Under which the models are.
+    optimizers : list of Held
+    root, base : mapping
+        The whole file, and the dict in which all these are; the same, or under `base_key` in it.
+    """
+
+    models: dict[str, Node] = field(default_factory=dict)
+    keys: set[object] = field(default_factory=set)
+    optimizers: list[Held] = field(default_factory=list)
+    root: Node = field(default_factory=dict)
+    base: Node = field(default_factory=dict)
+    base_key: object = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> dict[object, object]:
+        """All models' tensors, by the names that they get."""
+        if list(self.models) == [""]:
+            return dict(self.models[""])
+        return {f"{prefix}{name}": one for prefix, model in self.models.items() for name, one in model.items()}
+
+    @property
+    def state(self) -> OptimizerState | None:
+        """All optimizers as one."""
+        if not self.optimizers:
+            return None
+        [first, *others] = self.optimizers
+        if not others and not first.scope:
+            return first.state
+        return joined((one.name if others else None, one.scope, one.state) for one in self.optimizers)
+
+    @property
+    def others(self) -> dict[object, object]:
+        """What the file holds besides the tensors of models and the optimizers: every value once.
+
+        What a model's dict has that is no tensor stays under the name that the dict has in the file.
+        """
+        if any(not one.path for one in self.optimizers):
+            return {}  # the file is an optimizer, and nothing else
+        gone = {one.path[0 if self.base_key is None else 1] for one in self.optimizers}
+        rest: dict[object, object] = {}
+        for key, value in self.base.items():
+            if key in self.keys:
+                extra = _without_tensors(value)
+                rest.update({key: extra} if extra else {})
+            elif key not in gone and not (None in self.keys and isinstance(value, Tensor)):
+                rest[key] = value
+        if self.base_key is None:
+            return rest
+        return {key: value if key != self.base_key else rest for key, value in self.root.items()}
+
+
+def _without_tensors(model: object) -> dict[object, object]:
+    found = model if isinstance(model, Mapping) else {}
+    return {key: value for key, value in found.items() if not isinstance(value, Tensor)}
+
+
+def content_of(root: Node, path: Path) -> Content:
+    """Find models and optimizers.
+
+    Raises
+    ------
+    DamagedFileError
+        What looks like an optimizer is none.
+    """
+    found = Content(root=root, base=root)
+    models, optimizers = _models(root), _optimizers(root, (), path)
+    if not models and not optimizers:
+        below = [key for key, value in root.items() if isinstance(value, dict) and _models(value)]
+        if len(below) == 1:
+            inner = root[below[0]]
+            found.base = inner if isinstance(inner, dict) else {}
+            found.base_key = below[0]
+            models, optimizers = _models(found.base), _optimizers(found.base, (below[0],), path)
+    shapes = {key: shapes_of(model) for key, model in models.items()}
+    _choose_optimizers(found, optimizers, shapes)
+    _choose_models(found, models, shapes)
+    return found
+
+
+# --- what is there
+
+
+def is_state_dict(node: object) -> bool:
+    """Tell a dict of tensors; what a module keeps as its extra state may be anything."""
+    if not isinstance(node, dict) or not all(isinstance(key, str) for key in node):
+        return False
+    values = [value for key, value in node.items() if isinstance(value, Tensor) or not key.endswith(EXTRA_STATE)]
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
+
+
+def is_trainable(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements can be trained."""
+    return is_floating(tensor.dtype) or tensor.dtype.startswith("complex")
+
+
+def is_running_statistic(name: str, model: Node) -> bool:
+    """Tell whether an entry is a batch norm's running mean or variance: the integer count next to it says so."""
+    module, _, last = name.rpartition(".")
+    count = model.get(f"{module}.num_batches_tracked" if module else "num_batches_tracked")
+    return last in ("running_mean", "running_var") and isinstance(count, Tensor) and not is_trainable(count)
+
+
+def shapes_of(model: Node) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what an optimizer could have of a model."""
+    found: dict[tuple[object, ...], tuple[str, tuple[int, ...]]] = {}
+    for name, one in model.items():
+        if isinstance(one, Tensor) and is_trainable(one) and not is_running_statistic(str(name), model):
+            found.setdefault(identity_of(one) if one.numel else (name,), (str(name), one.shape))
+    return dict(found.values())
+
+
+def _models(base: Node) -> dict[object, Node]:
+    """Return dicts of tensors by key; what is mostly tensors itself is one, under None."""
+    if is_state_dict(base):
+        return {None: base}
+    found: dict[object, Node] = {key: one for key, one in base.items() if isinstance(one, dict) and is_state_dict(one)}
+    if found:
+        return found
+    tensors = {key: value for key, value in base.items() if isinstance(value, Tensor)}
+    mostly = len(tensors) * 2 > len(base) and not looks_like_optimizer(base) and not looks_flattened(base)
+    return {None: tensors} if mostly else {}
+
+
+def _optimizers(base: Node, at: tuple[object, ...], path: Path) -> dict[object, list[Held]]:
+    """Return optimizers by key: one under it, or a list or a dict of them. A base that is one is under None."""
+    if _is_optimizer(base):
+        return {None: [_held(base, at, path)]}
+    found: dict[object, list[Held]] = {}
+    for key, value in base.items():
+        if _is_optimizer(value):
+            found[key] = [_held(value, (*at, key), path)]
+        elif isinstance(value, list) and value and all(map(_is_optimizer, value)):
+            found[key] = [_held(one, (*at, key, number), path, str(number)) for number, one in enumerate(value)]
+        elif isinstance(value, dict) and value and all(map(_is_optimizer, value.values())):
+            found[key] = [_held(one, (*at, key, name), path, str(name)) for name, one in value.items()]
+    return found
+
+
+def _is_optimizer(node: object) -> bool:
+    return looks_like_optimizer(node) or looks_flattened(node)
+
+
+def _held(node: object, place: tuple[object, ...], path: Path, name: str = "") -> Held:
+    flat = isinstance(node, dict) and looks_flattened(node)
+    state = parse(unflattened(node, str(path)) if flat and isinstance(node, dict) else node, str(path))
+    return Held(place, state, flat, name)
+
+
+# --- what belongs together
+
+
+def _choose_optimizers(
+    found: Content, optimizers: Mapping[object, list[Held]], models: Mapping[object, Shapes]
+) -> None:
+    """Take all optimizers if the models can have them all, else the most usual one."""
+    if not optimizers:
+        return
+    key = next((key for key in OPTIMIZER_KEYS if key in optimizers), next(iter(optimizers)))
+    every = [one for where, several in optimizers.items() for one in several if where == key or _says_anything(one)]
+    union = _union({key: model for key, model in models.items() if not _words(key) & AVERAGES} or models)
+    if not models or can_have(union, [one.state for one in every], named=False):
+        found.optimizers = every
+    elif can_have(union, [one.state for one in optimizers[key]], named=False):
+        found.optimizers = optimizers[key]
+    else:
+        found.optimizers = optimizers[key][:1]
+        if len(optimizers[key]) > 1:
+            found.warnings.append(f"{key} holds {len(optimizers[key])} optimizers; the first one is read")
+    if len(optimizers) > 1:
+        for where, several in optimizers.items():
+            for one in several:
+                one.name = f"{where}.{one.name}" if one.name else str(where)
+
+
+def _says_anything(held: Held) -> bool:
+    """Tell whether an optimizer shows anything of its parameters, by which they can be told."""
+    return bool(held.state.names) or any(held.state.shape(number) is not None for number in held.state.every_number)
+
+
+def _choose_models(found: Content, models: Mapping[object, Node], shapes: Mapping[object, Shapes]) -> None:
+    """Take the model that is meant, or all of them; and say of each optimizer what names of it begin with."""
+    usual = [key for key in STATE_DICT_KEYS if key in models]
+    plain = [key for key in models if not _words(key) & AVERAGES]
+    one = next(iter(usual or (plain if len(plain) == 1 else [])), None)
+    several = [held for held in found.optimizers if len(models) > 1]
+    if one is not None and len(several) > 1:
+        alone = can_have(shapes[one], [held.state for held in several])
+        one = one if alone else None
+    if len(models) == 1 or one is not None:
+        key = next(iter(models)) if one is None else one
+        found.models, found.keys = {"": models[key]}, {key}
+        if len(models) > 1:
+            found.warnings.append(
+                f"several dicts of tensors ({', '.join(map(str, models))}); the model is taken to be {key!r}"
+            )
+        _by_children(found.optimizers, shapes[key])
+        return
+    found.models, found.keys = {f"{key}.": model for key, model in models.items()}, set(models)
+    if models:
+        found.warnings.append(
+            f"several models ({', '.join(map(str, models))}); names of their tensors begin with their keys"
+        )
+    for held in found.optimizers if models else ():
+        _find_model(found, held, shapes)
+
+
+def _union(models: Mapping[object, Shapes]) -> dict[str, tuple[int, ...]]:
+    return {f"{key}.{name}": shape for key, model in models.items() for name, shape in model.items()}
+
+
+def _find_model(found: Content, held: Held, models: Mapping[object, Shapes]) -> None:
+    """Say which of several models an optimizer is of, or warn."""
+    fitting = [key for key, shapes in models.items() if can_have(shapes, [held.state])]
+    total = len(held.state.every_number)
+    called = held.name or str(held.path[-1] if held.path else "")
+    narrower: list[Callable[[object], bool]] = [
+        lambda key: is_called_like(called, str(key)),
+        lambda key: len(models[key]) == total,
+        lambda key: not _words(key) & AVERAGES,
+    ]
+    for rule in narrower:
+        if len(fitting) > 1:
+            fitting = [key for key in fitting if rule(key)] or fitting
+    if len(fitting) == 1:
+        held.scope = f"{fitting[0]}."
+    elif fitting or not can_have(_union(models), [held.state]):
+        found.warnings.append(
+            f"{called} may be the optimizer of several models ({', '.join(map(str, fitting or models))}), and nothing "
+            f"says of which (give --names FILE, one name a line in the optimizers' order)"
+        )
+
+
+def _by_children(optimizers: Sequence[Held], shapes: Shapes) -> None:
+    """Where each of several optimizers has all parameters of one child of the model, and of no other, say of which."""
+    children: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        child, dot, rest = name.partition(".")
+        children.setdefault(f"{child}{dot}", {})[rest or child] = shape
+    if len(optimizers) < 2 or any(held.state.recorded_names for held in optimizers):
+        return
+    found = [
+        [
+            child
+            for child, its in children.items()
+            if len(its) == len(held.state.every_number) and can_have(its, [held.state])
+        ]
+        for held in optimizers
+    ]
+    if all(len(one) == 1 for one in found) and len({one[0] for one in found}) == len(found):
+        for held, [child] in zip(optimizers, found, strict=True):
+            held.scope = child
+
+
+def can_have(shapes: Shapes, optimizers: Iterable[OptimizerState], *, named: bool = True) -> bool:
+    """Tell whether optimizers' parameters can all be different ones of a model, by their number, shapes and names."""
+    needed: Counter[tuple[int, ...]] = Counter()
+    free = 0
+    have = Counter(shapes.values())
+    for one in optimizers:
+        own = list(one.names.values())
+        if named and own and not aligned(shapes, own):
+            return False
+        for number in one.every_number:
+            shape = one.shape(number)
+            if shape is None:
+                free += 1
+            elif shape in have:
+                needed[shape] += 1
+            elif any(agree(shape, whole) for whole in have):
+                free += 1
+            else:
+                return False
+    return needed <= have and needed.total() + free <= have.total()
+
+
+_USUAL = frozenset(
+    {"optimizer", "optimizers", "optim", "opt", "state", "states", "dict", "model", "net", "network", "sd"}
+)
+
+
+def _words(key: object) -> set[str]:
+    """Return the words of a key: `netG_state` has "net", "g" and "state"."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", str(key))}
+
+
+def is_called_like(optimizer: str, model: str) -> bool:
+    """Tell whether an optimizer's key says of which model it is: `optimizer_d`, `optD`, `disc_opt`; `discriminator`."""
+    ours, theirs = _words(optimizer) - _USUAL, _words(model) - _USUAL
+    return any(a.startswith(b) or b.startswith(a) for a in ours for b in theirs)

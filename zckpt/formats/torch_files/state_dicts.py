@@ -1,0 +1,223 @@
+"""The state dict of a `torch.optim` optimizer, in each of its forms, and several as one.
+
+{state: {number: {slot: value}}, param_groups: [{params: [number, ...], ...}]}     `Optimizer.state_dict()`
+{state: {name: {slot: value}}, param_groups: [{params: [name, ...], ...}]}         FSDP1's full one, `get_state_dict`
+{"state.NAME.SLOT": value, "param_groups.NAME.KEY": value}                         the same, flattened
+
+Numbers are counted over all groups in order; newer files may also hold names with them (`param_names`). Names of the
+second form are the model's own, without doubt. The third does not say which group a parameter is in: those with the
+same values are one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zckpt.errors import DamagedFileError
+from zckpt.formats.torch_files.tensors import with_scalars
+from zckpt.state.inventory import IMPLIED, STATE, Rule
+from zckpt.torchfile import Digests, Tensor, brief
+
+OPTIMIZER = "optimizer"
+"""Under which a param group that zckpt wrote says which of several optimizers it is of."""
+
+STATE_KEY, GROUPS_KEY = "state", "param_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """A torch optimizer's state dict.
+
+    Parameters
+    ----------
+    state : dict of int to dict
+        Slot to value, by parameter number.
+    groups : list of dict
+        Param groups, `params` included.
+    masters : dict of int to Tensor
+        fp32 masters by parameter number, where the file has them.
+    names : dict of int to str
+        Of the parameters that the file has by name. They are numbered here in the order of the groups.
+    scopes : dict of int to str
+        What the names of parameters that are numbered are known to begin with.
+    """
+
+    state: dict[int, dict[str, object]]
+    groups: list[dict[str, Any]]
+    masters: dict[int, Tensor] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    scopes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[list[int]]:
+        """The parameter numbers of each group."""
+        return [[int(n) for n in g["params"]] for g in self.groups]
+
+    @property
+    def every_number(self) -> list[int]:
+        """The parameter numbers of all groups."""
+        return [number for numbers in self.numbers for number in numbers]
+
+    @property
+    def recorded_names(self) -> list[str]:
+        """The names that the file gives its parameters, in the order of their numbers; some or all may be missing."""
+        if len(self.names) == len(self.every_number):
+            return list(self.names.values())
+        found = [group.get("param_names") for group in self.groups]
+        return [str(name) for names in found if isinstance(names, (list, tuple)) for name in names]
+
+    def tensors(self, number: int) -> dict[str, Tensor]:
+        """Return the tensors in the state of a parameter, by slot."""
+        return {key: value for key, value in self.state.get(number, {}).items() if isinstance(value, Tensor)}
+
+    def shape(self, number: int) -> tuple[int, ...] | None:
+        """Return the shape of a parameter as its state shows it: the largest of its tensors."""
+        if number in self.masters:
+            return self.masters[number].shape
+        tensors = self.tensors(number)
+        shapes = [t.shape for key, t in tensors.items() if key != "step"] or [t.shape for t in tensors.values()]
+        return max(shapes, key=lambda s: (len(s), s), default=None)
+
+
+def agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
+    """Tell whether state of this shape can belong to a parameter: per element, or factored over some dimensions."""
+    if len(state) == len(parameter):
+        return all(own in (1, whole) for own, whole in zip(state, parameter, strict=True))
+    return len(state) < max(len(parameter), 1) and set(state) <= set(parameter)
+
+
+def optimizer_rules(*path: str) -> tuple[Rule, ...]:
+    """Return the inventory's rules for an optimizer's state dict that lies under some keys of a file's tree."""
+    return (
+        Rule((*path, STATE_KEY, "*", "*"), STATE, "single values of a parameter"),
+        Rule((*path, GROUPS_KEY, "*", "params", "**"), IMPLIED, "numbers or names of the parameters"),
+        Rule((*path, GROUPS_KEY, "*", "param_names", "**"), IMPLIED, "names of the parameters"),
+        Rule((*path, GROUPS_KEY, "*", "*", "**"), STATE, "hyperparameters"),
+    )
+
+
+def looks_like_optimizer(node: object) -> bool:
+    """Tell whether a node is a torch optimizer's state dict."""
+    return isinstance(node, dict) and isinstance(node.get(STATE_KEY), dict) and isinstance(node.get(GROUPS_KEY), list)
+
+
+def looks_flattened(node: object) -> bool:
+    """Tell whether a node is one whose keys are joined."""
+    if not isinstance(node, dict) or not node or not all(isinstance(key, str) for key in node):
+        return False
+    kinds = {key.partition(".")[0] for key in node if key.count(".") > 1}
+    return kinds <= {STATE_KEY, GROUPS_KEY} and GROUPS_KEY in kinds and all(key.count(".") > 1 for key in node)
+
+
+def parse(node: object, path: str, masters: Sequence[Tensor] = ()) -> OptimizerState:
+    """Bring a state dict to one form.
+
+    Parameters
+    ----------
+    node : object
+        The state dict.
+    path : str
+    masters : sequence of Tensor
+        One for each parameter, in order; empty where there are none.
+
+    Raises
+    ------
+    DamagedFileError
+        It is not the state dict of a torch optimizer.
+    """
+    if not isinstance(node, dict) or not looks_like_optimizer(node):
+        raise DamagedFileError(
+            "unexpected content", path=path, expected="an optimizer's state dict", found=type(node).__name__
+        )
+    groups = [with_scalars(_group(group, path), path) for group in node[GROUPS_KEY]]
+    labels = [label for group in groups for label in _listed(group)]
+    if len({type(label) for label in labels}) > 1 or len(set(labels)) != len(labels):
+        raise DamagedFileError("param groups have a parameter twice, or names and numbers", path=path)
+    names = dict(enumerate(label for label in labels if isinstance(label, str)))
+    by_label: dict[object, int] = {label: number for number, label in names.items()}
+    by_label = by_label or {label: label for label in labels}
+    for group in groups:
+        group["params"] = [by_label[label] for label in _listed(group)]
+    state = {}
+    for key, slots in node[STATE_KEY].items():
+        digits = isinstance(key, str) and key.isdecimal() and not names  # as `dcp_to_torch_save` leaves them
+        number = by_label.get(int(key) if digits else key)
+        if not isinstance(number, int) or not isinstance(slots, dict):
+            raise DamagedFileError("state of a parameter that is in no group", path=path, found=brief(key))
+        state[number] = {str(slot): value for slot, value in slots.items()}
+    if masters and len(masters) != len(labels):
+        raise DamagedFileError(
+            "masters and param groups disagree", path=path, expected=f"{len(labels)} parameters", found=len(masters)
+        )
+    found = dict(zip(by_label.values(), masters, strict=True)) if masters else {}
+    return OptimizerState(state, groups, found, names)
+
+
+def _group(node: object, path: str) -> dict[object, object]:
+    params = node.get("params") if isinstance(node, dict) else None
+    if (
+        not isinstance(node, dict)
+        or not isinstance(params, (list, tuple))
+        or not all(type(one) in (int, str) for one in params)
+    ):
+        raise DamagedFileError(
+            "unreadable param group", path=path, expected="a list of numbers or names in `params`", found=brief(params)
+        )
+    return node
+
+
+def _listed(group: Mapping[str, Any]) -> list[Any]:
+    return list(group["params"])
+
+
+def unflattened(node: Mapping[str, object], path: str) -> dict[str, object]:
+    """Return a state dict whose keys are joined as one of names; what it keeps once a parameter is once a group.
+
+    Raises
+    ------
+    DamagedFileError
+        State of a parameter of which it has no hyperparameters.
+    """
+    state: dict[str, dict[str, object]] = {}
+    values: dict[str, dict[str, object]] = {}
+    for key, value in node.items():
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        (state if kind == STATE_KEY else values).setdefault(name, {})[last] = value
+    strange = [name for name in state if name not in values]
+    if strange:
+        raise DamagedFileError("state of a parameter that has no hyperparameters", path=path, found=brief(strange[0]))
+    groups: dict[bytes, dict[str, Any]] = {}
+    digests = Digests()
+    for name, its in values.items():
+        read = with_scalars({str(key): value for key, value in its.items()}, path)
+        groups.setdefault(digests.of(read), {**read, "params": []})["params"].append(name)
+    return {STATE_KEY: state, GROUPS_KEY: list(groups.values())}
+
+
+def joined(several: Iterable[tuple[str | None, str, OptimizerState]]) -> OptimizerState:
+    """Return several optimizers as one, their parameters numbered from the first on; groups say of which they are.
+
+    Parameters
+    ----------
+    several : iterable of (str or None, str, OptimizerState)
+        The name of each, and what the names of its parameters are to begin with.
+    """
+    found = OptimizerState({}, [])
+    for optimizer, scope, one in several:
+        first = len(found.every_number)
+        new = {number: first + at for at, number in enumerate(one.every_number)}
+        found.state.update({new[number]: slots for number, slots in one.state.items()})
+        found.masters.update({new[number]: master for number, master in one.masters.items()})
+        found.names.update({new[number]: scope + name for number, name in one.names.items()})
+        found.scopes.update(dict.fromkeys(new.values(), scope))
+        for group in one.groups:
+            its = {**group, "params": [new[number] for number in group["params"]]}
+            if optimizer is not None:
+                its[OPTIMIZER] = optimizer
+            if scope and isinstance(group.get("param_names"), (list, tuple)):
+                its["param_names"] = [f"{scope}{name}" for name in group["param_names"]]
+            found.groups.append(its)
+    return found
