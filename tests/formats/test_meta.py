@@ -1,0 +1,129 @@
+"""Meta's files of Llama: slices of any number of ranks are the whole model, and what fits no rule is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from zckpt.errors import LayoutError, ShardError, UnsupportedError
+
+DIM, HEADS, KEYS, WORDS, HIDDEN = 32, 16, 8, 48, 40
+PARAMS = {"dim": DIM, "n_layers": 2, "n_heads": HEADS, "n_kv_heads": KEYS, "vocab_size": WORDS, "norm_eps": 1e-5}
+CUT = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
+
+Tensors = dict[str, torch.Tensor]
+
+
+def llama() -> Tensors:
+    """Return a model as one rank of `llama/model.py` has it."""
+    torch.manual_seed(0)
+    head = DIM // HEADS
+    shapes = {"tok_embeddings": (WORDS, DIM), "norm": (DIM,), "output": (WORDS, DIM)}
+    for layer in range(2):
+        at = f"layers.{layer}"
+        shapes |= {f"{at}.attention.{one}": (n * head, DIM) for one, n in (("wq", HEADS), ("wk", KEYS), ("wv", KEYS))}
+        shapes |= {f"{at}.attention.wo": (DIM, HEADS * head), f"{at}.feed_forward.w2": (DIM, HIDDEN)}
+        shapes |= {f"{at}.feed_forward.{one}": (HIDDEN, DIM) for one in ("w1", "w3")}
+        shapes |= {f"{at}.attention_norm": (DIM,), f"{at}.ffn_norm": (DIM,)}
+    found = {f"{name}.weight": torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    return {**found, "rope.freqs": torch.rand(head // 2)}
+
+
+def write(folder: Path, whole: Tensors, ranks: int, *, embedding: int, params: dict[str, object] | None = None) -> Path:
+    folder.mkdir()
+    for rank in range(ranks):
+        mine = {}
+        for name, tensor in whole.items():
+            kind = name.split(".")[-2]
+            cut = embedding if kind == "tok_embeddings" else CUT.get(kind)
+            mine[name] = tensor.clone() if cut is None else tensor.chunk(ranks, cut)[rank].clone()
+        torch.save(mine, folder / f"consolidated.{rank:02d}.pth")
+    (folder / "params.json").write_text(json.dumps(PARAMS | (params or {})))
+    return folder
+
+
+@pytest.mark.parametrize("embedding", [0, 1], ids=["llama3", "llama2"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_slices_are_the_whole_model(ranks: int, embedding: int, tmp_path: Path) -> None:
+    whole = llama()
+    unsaid = {"vocab_size": -1} if embedding else {}  # the tokenizer's, in Llama 1 and 2
+    source = write(tmp_path / "m", whole, ranks, embedding=embedding, params=unsaid)
+    opened = zckpt.open(source)
+    assert {one.name for one in opened.tensors()} == whole.keys()
+    assert [name for name, one in whole.items() if not torch.equal(opened.read(name), one)] == []
+    assert list(opened.buffers) == ["rope.freqs"]
+    items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+    zckpt.convert(source, tmp_path / "z", to="zckpt")
+    there = zckpt.open(tmp_path / "z")
+    assert all(torch.equal(there.read(name), one) for name, one in whole.items())
+    assert there.metadata["params"]["n_kv_heads"] == KEYS
+
+
+def changed(folder: Path, rank: int, name: str, tensor: torch.Tensor | None) -> None:
+    path = folder / f"consolidated.{rank:02d}.pth"
+    content = torch.load(path)
+    content.pop(name)
+    torch.save(content if tensor is None else {**content, name: tensor}, path)
+
+
+def test_copies_are_compared(tmp_path: Path) -> None:
+    source = write(tmp_path / "m", llama(), 2, embedding=0)
+    assert zckpt.verify(source, deep=True).findings == []
+    changed(source, 1, "norm.weight", torch.ones(DIM, dtype=torch.bfloat16))
+    [finding] = zckpt.verify(source, deep=True).findings
+    assert "norm.weight" in finding.title + str(finding.as_dict())
+
+
+def test_one_of_several_files_is_not_the_model(tmp_path: Path) -> None:
+    source = write(tmp_path / "m", llama(), 2, embedding=0)
+    with pytest.raises(ShardError, match="is one of 2 files of a model") as raised:
+        zckpt.open(source / "consolidated.00.pth")
+    assert str(source) in str(raised.value.advice)
+    alone = write(tmp_path / "one", llama(), 1, embedding=0)
+    assert zckpt.open(alone / "consolidated.00.pth").format == "torch"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        (
+            "layers.0.attention.wk.weight",
+            torch.ones(KEYS * DIM // HEADS, DIM),
+            "layers.0.attention.wk.weight is not 1/2",
+        ),
+        (
+            "layers.1.feed_forward.w2.weight",
+            torch.ones(DIM + 1, HIDDEN // 2),
+            "layers.1.feed_forward.w2.weight is not 1/2",
+        ),
+        ("tok_embeddings.weight", torch.ones(WORDS // 2, DIM // 2), "tok_embeddings.weight is not 1/2"),
+    ],
+)
+def test_a_shape_that_fits_no_cut_is_refused(name: str, tensor: torch.Tensor, words: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "m", llama(), 2, embedding=0)
+    for rank in range(2):
+        changed(source, rank, name, tensor)
+    with pytest.raises(LayoutError, match=words):
+        zckpt.open(source)
+
+
+def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "m", llama(), 4, embedding=1)
+    (source / "consolidated.02.pth").rename(tmp_path / "kept")
+    with pytest.raises(ShardError, match=r"expected consolidated.02.pth"):
+        zckpt.open(source)
+    (tmp_path / "kept").rename(source / "consolidated.02.pth")
+    changed(source, 3, "norm.weight", None)
+    with pytest.raises(LayoutError, match=r"norm.weight is not as in consolidated.00.pth"):
+        zckpt.open(source)
+    unknown = write(tmp_path / "u", {**llama(), "vision.patch.weight": torch.ones(4, 4)}, 2, embedding=0)
+    with pytest.raises(UnsupportedError, match=r"vision.patch.weight is cut by no rule"):
+        zckpt.open(unknown)
+    (unknown / "params.json").unlink()
+    with pytest.raises(ShardError, match=r"has no params.json"):
+        zckpt.open(unknown)

@@ -1,0 +1,137 @@
+"""Meta's files as a Checkpoint: slices are spans of the whole tensors, copies are held against the first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zckpt.errors import DamagedFileError, LayoutError, ShardError
+from zckpt.formats.meta import PARAMS_NAME
+from zckpt.formats.meta.cut import Sizes, cut_dimension
+from zckpt.formats.torch_files.content import is_trainable
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of, span_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Topology
+from zckpt.state.inventory import Claim
+from zckpt.storage.files import is_file
+from zckpt.torchfile import Tensor, TorchFile, read_torchfile
+
+PARAMS = "params"
+"""Under which the metadata have the content of `params.json`."""
+
+MAXIMUM_NBYTES = 1 << 20
+"""Of `params.json`, which has some hundred bytes."""
+
+BUFFER = "rope.freqs"
+
+
+def read(directory: Path, files: Mapping[int, Path]) -> Checkpoint:
+    """Read the structure of a model.
+
+    Parameters
+    ----------
+    directory : Path
+    files : mapping of int to Path
+        By rank.
+
+    Raises
+    ------
+    ShardError
+        A rank's file is missing.
+    SourceError
+        Files are damaged, contradict each other, or hold what no rule is known for.
+    """
+    missing = [rank for rank in range(max(files)) if rank not in files]
+    if missing:
+        raise ShardError(
+            "a file of the model is missing",
+            path=directory,
+            expected=f"consolidated.{missing[0]:02d}.pth",
+            found=f"{len(files)} files up to {max(files):02d}",
+        )
+    checkpoint = Checkpoint(str(directory), "meta", topology=Topology(tp=len(files)))
+    params = _params(directory / PARAMS_NAME)
+    if params is not None:
+        checkpoint.metadata[PARAMS] = params
+        checkpoint.claims[str(directory / PARAMS_NAME)] = Claim("carried", f"as {PARAMS} of the metadata")
+    elif len(files) > 1:
+        raise ShardError(
+            "has no params.json, which says how its tensors are cut", path=directory, advice="put it beside the files"
+        )
+    every = [read_torchfile(path) for path in files.values()]
+    contents = [by_name(as_mapping(one.root, one.path, "a dict of tensors"), one.path) for one in every]
+    _check_alike(every, contents)
+    _add(checkpoint, every, contents, Sizes.of(params or {}))
+    others = {name: value for name, value in contents[0].items() if not isinstance(value, Tensor)}
+    checkpoint.metadata |= {name: carried(every[0], value) for name, value in others.items() if name != PARAMS}
+    checkpoint.files += [describe(one, "model", mp_rank=rank) for rank, one in enumerate(every)]
+    return checkpoint
+
+
+def _params(path: Path) -> dict[str, object] | None:
+    if not is_file(path):
+        return None
+    try:
+        found = json.loads(path.read_bytes()) if path.stat().st_size <= MAXIMUM_NBYTES else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedFileError("cannot be read", path=path, expected="the model's sizes as JSON") from error
+    if not isinstance(found, dict):
+        raise DamagedFileError("unexpected content", path=path, expected="the model's sizes as JSON")
+    return found
+
+
+def _check_alike(files: Sequence[TorchFile], contents: Sequence[Mapping[str, object]]) -> None:
+    """Raise LayoutError unless all ranks have the same tensors, of the same shapes and types."""
+    first = _shapes(contents[0])
+    for file, content in zip(files[1:], contents[1:], strict=True):
+        its = _shapes(content)
+        if its != first:
+            name = next(one for one in [*first, *its] if first.get(one) != its.get(one))
+            raise LayoutError(
+                f"{name} is not as in {Path(files[0].path).name}",
+                path=file.path,
+                expected=first.get(name, "nothing"),
+                found=its.get(name, "nothing"),
+            )
+
+
+def _shapes(content: Mapping[str, object]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (one.shape, one.dtype) for name, one in content.items() if isinstance(one, Tensor)}
+
+
+def _add(
+    checkpoint: Checkpoint, files: Sequence[TorchFile], contents: Sequence[Mapping[str, object]], sizes: Sizes
+) -> None:
+    ranks = len(files)
+    output = contents[0].get("output.weight")
+    vocabulary = output.shape[0] * ranks if isinstance(output, Tensor) and output.shape else None
+    for name, tensor in contents[0].items():
+        if not isinstance(tensor, Tensor):
+            continue
+        cut = None if ranks == 1 else cut_dimension(name, tensor.shape, ranks, sizes, vocabulary, files[0].path)
+        slices = [one for content in contents if isinstance(one := content[name], Tensor)]
+        is_buffer = name.endswith(BUFFER) or not is_trainable(tensor)
+        if cut is None:
+            slot = slot_of(WEIGHT, tensor, files[0].path)
+            kind = "buffer" if is_buffer else "parameter"
+            checkpoint.duplicates += [
+                Duplicate(kind, name, name, slot_of(WEIGHT, one, file.path), slot, rank)
+                for rank, (file, one) in enumerate(zip(files, slices, strict=True))
+                if rank and one.numel
+            ]
+        else:
+            slot = _joined(slices, cut, files)
+        section = checkpoint.buffers if is_buffer else checkpoint.parameters
+        section[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+
+
+def _joined(slices: Sequence[Tensor], cut: int, files: Sequence[TorchFile]) -> Slot:
+    """Return a tensor of which each file has a slice."""
+    size = slices[0].shape[cut]
+    shape = tuple(n * len(slices) if at == cut else n for at, n in enumerate(slices[0].shape))
+    spans = []
+    for rank, (one, file) in enumerate(zip(slices, files, strict=True)):
+        offsets = tuple(rank * size if at == cut else 0 for at in range(len(shape)))
+        if one.numel:
+            spans.append(span_of(one, file.path, Extent(offsets, one.shape, 0, one.numel)))
+    return Slot(WEIGHT, slices[0].dtype, shape, tuple(spans))
