@@ -232,7 +232,7 @@ def _optimizer_file(
     if chosen == ["all"]:
         chosen = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in chosen if name not in available]
-    if unknown or not available:
+    if unknown or not (available or any(one.state for one in checkpoint.parameters.values())):
         raise UsageError(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
             path=checkpoint.source,
