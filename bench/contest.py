@@ -43,10 +43,11 @@ while memory.tell() + len(block) <= nbytes:
 
 @dataclass
 class Timing:
-    """The runs of one command: wall time in seconds, peak memory in MB (10^6 bytes)."""
+    """The runs of one command: wall and CPU time in seconds, peak memory in MB (10^6 bytes)."""
 
     seconds: list[float] = field(default_factory=list)
     peaks: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -99,6 +100,7 @@ def run(command: Sequence[str], timing: Timing | None = None) -> None:
         _check(child, command, errors)
     if timing is not None:
         timing.seconds.append(seconds)
+        timing.cpu.append(usage.ru_utime + usage.ru_stime)
         timing.peaks.append(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6)
 
 

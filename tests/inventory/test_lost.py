@@ -51,12 +51,12 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -> Path:
-    """What Hugging Face's Trainer leaves without DeepSpeed."""
+    """What Hugging Face's Trainer leaves without DeepSpeed, and a file that nothing reads."""
     model, optimizer = trained
     directory = tmp_path / "checkpoint-1"
     directory.mkdir()
     save_file(dict(model.state_dict()), directory / "model.safetensors", {"format": "pt"})
-    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
+    torch.save(optimizer.state_dict(), directory / "optimizer_old.pt")
     torch.save({"last_epoch": 1, "_last_lr": [1e-3]}, directory / "scheduler.pt")
     torch.save({"cpu": torch.get_rng_state(), "python": (3, (1, 2), None)}, directory / "rng_state.pth")
     for name in ("config.json", "tokenizer.json", "trainer_state.json"):
@@ -69,9 +69,9 @@ def trainers(trained: tuple[nn.Module, torch.optim.Optimizer], tmp_path: Path) -
 
 
 def test_optimizer_beside_a_model_that_nothing_reads_is_an_error_and_shown(trainers: Path) -> None:
-    assert lost(trainers) == ["optimizer.pt"]
-    assert [one["file"] for one in inspected(trainers)["left_out"]] == ["optimizer.pt"]
-    assert "left out: optimizer.pt (nothing has read its 8 tensors)" in succeeded("inspect", trainers).stdout
+    assert lost(trainers) == ["optimizer_old.pt"]
+    assert [one["file"] for one in inspected(trainers)["left_out"]] == ["optimizer_old.pt"]
+    assert "left out: optimizer_old.pt (nothing has read its 8 tensors)" in succeeded("inspect", trainers).stdout
     assert codes(trainers) == (1, {"ZC-131"})
 
 
@@ -80,19 +80,19 @@ def test_convert_refuses_what_would_be_lost_and_writes_without_it_if_it_is_named
     to: str, trainers: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
-    line = refused(3, "convert", trainers, target, "--to", to, words=("optimizer.pt", "--drop 'optimizer.pt'"))
+    line = refused(3, "convert", trainers, target, "--to", to, words=("optimizer_old.pt", "--drop 'optimizer_old.pt'"))
     assert str(trainers) in line
     assert not target.exists()
     done = succeeded("convert", trainers, target, "--to", to, "--drop", "optim*", "--json")
-    assert json.loads(done.stdout)["dropped"] == ["optimizer.pt (nothing has read its 8 tensors)"]
+    assert json.loads(done.stdout)["dropped"] == ["optimizer_old.pt (nothing has read its 8 tensors)"]
     assert lost(target) == []
 
 
 def test_consolidate_refuses_it_too_and_says_what_it_dropped(trainers: Path, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
-    refused(3, "consolidate", trainers, target, words=("optimizer.pt",))
-    done = succeeded("consolidate", trainers, target, "--drop", "optimizer.pt")
-    assert "dropped optimizer.pt (nothing has read its 8 tensors)" in done.stderr
+    refused(3, "consolidate", trainers, target, words=("optimizer_old.pt",))
+    done = succeeded("consolidate", trainers, target, "--drop", "optimizer_old.pt")
+    assert "dropped optimizer_old.pt (nothing has read its 8 tensors)" in done.stderr
     assert load_file(target).keys() == load_file(trainers / "model.safetensors").keys()
 
 
@@ -104,12 +104,12 @@ def test_pattern_that_names_nothing_is_refused(trainers: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("to", TARGETS)
 def test_scheduler_and_random_states_beside_a_model_go_along(to: str, trainers: Path, tmp_path: Path) -> None:
-    (trainers / "optimizer.pt").unlink()
+    (trainers / "optimizer_old.pt").unlink()
     zckpt.convert(trainers, tmp_path / "target", to=to)
     found = zckpt.open(tmp_path / "target")
     assert found.metadata["scheduler"] == {"last_epoch": 1, "_last_lr": [1e-3]}
     assert "rng_state" in found.metadata
-    assert {item.about for item in inventory(trainers).of(CARRIED)} == {"scheduler", "rng_state"}
+    assert {item.about for item in inventory(trainers).of(CARRIED)} == {"scheduler", "rng_state", "trainer_state"}
 
 
 def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) -> None:
@@ -118,22 +118,21 @@ def test_files_of_other_kinds_are_foreign_by_rules_with_names(trainers: Path) ->
         "README.md": "notes",
         "config.json": "a configuration of the model",
         "tokenizer.json": "a tokenizer",
-        "trainer_state.json": "the Trainer's account of the training",
     }
 
 
 def test_checkpoints_below_a_final_model_and_other_programs_models_are_foreign(trainers: Path) -> None:
     final = trainers.parent / "final"
     shutil.copytree(trainers, final)
-    (final / "optimizer.pt").unlink()
+    (final / "optimizer_old.pt").unlink()
     shutil.copytree(trainers, final / "checkpoint-1")
     (final / "onnx").mkdir()
     (final / "onnx" / "model.onnx").write_bytes(b"another program's")
     about = {item.file: item.about for item in inventory(final).of(FOREIGN)}
-    assert about["checkpoint-1/optimizer.pt"] == "another checkpoint"
+    assert about["checkpoint-1/optimizer_old.pt"] == "another checkpoint"
     assert about["onnx/model.onnx"] == "a model for another program"
     assert lost(final) == []
-    (final / "onnx" / "head.pt").write_bytes((trainers / "optimizer.pt").read_bytes())
+    (final / "onnx" / "head.pt").write_bytes((trainers / "optimizer_old.pt").read_bytes())
     assert lost(final) == ["onnx/head.pt"]
 
 
@@ -299,7 +298,7 @@ def test_optimizer_in_a_models_directory_is_read_with_it(tmp_path: Path) -> None
 
 def test_page_names_what_is_left_out(trainers: Path, tmp_path: Path) -> None:
     succeeded("inspect", trainers, "--html", tmp_path / "page.html")
-    assert "Left out: optimizer.pt (nothing has read its 8 tensors)" in (tmp_path / "page.html").read_text()
+    assert "Left out: optimizer_old.pt (nothing has read its 8 tensors)" in (tmp_path / "page.html").read_text()
 
 
 # --- the whole list ---------------------------------------------------------------------------------------------------

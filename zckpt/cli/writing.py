@@ -50,6 +50,12 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
+)
 @naming_options
 @write_options
 @source_options
@@ -61,6 +67,7 @@ def consolidate_command(
     tied: str,
     exclude_frozen: bool,
     max_shard_size: int,
+    config: Path | None,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -69,9 +76,9 @@ def consolidate_command(
 ) -> None:
     """Turn a sharded checkpoint into one model.
 
-    TARGET x.safetensors is one file, x.pt or x.bin a torch state dict, any other name a directory of
-    safetensors shards with an index, as Hugging Face lays it out. Names that end as other programs' files do
-    (.gguf, .onnx, .ckpt, ...) are refused.
+    TARGET x.safetensors is one file, x.pt or x.bin a torch state dict, any other name a directory as Hugging Face
+    lays it out, for from_pretrained: safetensors, with the config.json and tokenizer that SOURCE has. Names that end as
+    other programs' files do (.gguf, .onnx, .ckpt, ...) are refused.
     """
     from zckpt.operations.consolidate import consolidate
 
@@ -83,6 +90,7 @@ def consolidate_command(
         tied=tied,
         exclude_frozen=exclude_frozen,
         max_shard_size=max_shard_size,
+        config=config,
         reporter=reporter("consolidate", quiet=quiet),
         **naming,
         **writing,

@@ -16,7 +16,7 @@ from functools import partial
 
 import numpy as np
 
-from zckpt.engine.boxes import SpanIndexes, row_major
+from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.computed import Block, Computed, Function, Input, blocks
 from zckpt.engine.plan import Copy, Fill, Strided, fill
@@ -25,6 +25,13 @@ from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
+
+LARGE_NBYTES = 1 << 16
+"""From this size on what lies end to end in the target is written by itself: what is between is not waited for."""
+
+
+CAST_NBYTES = 1 << 17
+"""Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +92,8 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     if isinstance(hole.slot, Computed):
         yield from _computed(one, hole.slot, most)
         return
-    if all(_is_dense(copy) for copy in one.copies):
-        for copy in one.copies:
+    if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
+        for copy in (part for whole in one.copies for part in _dense(whole)):
             for cut in _cut(copy, most_bytewise if copy.is_bytewise else most):
                 yield Piece(cut.offset, cut.nbytes, (cut,))
         return
@@ -118,20 +125,34 @@ def _interleaved(copies: Sequence[Copy], origin: int, start: int, end: int, most
     for window in range(start - (start - origin) % size, end, size):
         low, high = max(window, start), min(window + size, end)
         within = tuple(one for copy in copies for one in _window(copy, low, high))
-        if all(_is_dense(one) for one in within) and len(within) * LARGE_NBYTES <= max(high - low, LARGE_NBYTES):
-            yield from (Piece(one.offset, one.nbytes, (one,)) for whole in within for one in _cut(whole, most))
+        if len(within) == 1 and _is_dense(within[0]):
+            yield from (Piece(one.offset, one.nbytes, (one,)) for one in _cut(within[0], most))
         else:
             yield Piece(low, high - low, within)
 
 
-LARGE_NBYTES = 1 << 16
-"""What lies end to end in the target is written by itself from this size on."""
-
-
 def _is_dense(copy: Copy) -> bool:
     """Tell whether a copy's target is contiguous."""
-    size = itemsize(copy.target_dtype)
-    return copy.strides == tuple(step * size for step in row_major(copy.shape))
+    return _dense_nbytes(copy) == copy.nbytes
+
+
+def _dense_nbytes(copy: Copy) -> int:
+    """Return how many bytes of a copy lie end to end in the target."""
+    nbytes = itemsize(copy.target_dtype)
+    for size, stride in zip(reversed(copy.shape), reversed(copy.strides), strict=True):
+        if stride != nbytes and size != 1:
+            break
+        nbytes *= size
+    return nbytes
+
+
+def _dense(copy: Copy) -> Iterator[Copy]:
+    """Yield the contiguous rows of a copy's target, each as a copy."""
+    if _is_dense(copy):
+        yield copy
+        return
+    for index in range(copy.shape[0]):
+        yield from _dense(_rows(copy, index, 1, drop=True))
 
 
 def _cut(copy: Copy, most: int) -> Iterator[Copy]:
@@ -262,9 +283,24 @@ def _elements_of(one: Input, sources: Sources) -> Array:
     hole = Hole(0, one.slot.name, one.slot, one.extent, one.dtype)
     for piece in pieces(Fill(hole, tuple(fill(hole))), hole.nbytes, hole.nbytes):
         into = view[piece.offset : piece.offset + piece.nbytes]
+        source = piece.copies[0].sources[0]
         if piece.is_bytewise:
-            source = piece.copies[0].sources[0]
             sources.read(source.path, source.offset, into)
+        elif len(piece.copies) == 1 and piece.copies[0].is_plain:
+            start = piece.offset // result.itemsize
+            _read_cast(piece.copies[0], sources, result[start : start + piece.copies[0].numel])
         else:
             into[:] = elements(piece, sources)
     return result
+
+
+def _read_cast(copy: Copy, sources: Sources, into: Array) -> None:
+    """Read elements that lie end to end as another type, through a buffer that stays in the cache."""
+    dtype = numpy_dtype(copy.source_dtype)
+    step = CAST_NBYTES // dtype.itemsize
+    buffer: Array = np.empty(min(step, copy.numel), dtype)
+    for at in range(0, copy.numel, step):
+        some = buffer[: min(step, copy.numel - at)]
+        sources.read(copy.sources[0].path, copy.sources[0].offset + at * dtype.itemsize, some.view(np.uint8).data)
+        with np.errstate(over="ignore", invalid="ignore"):
+            into[at : at + len(some)] = some

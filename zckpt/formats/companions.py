@@ -1,17 +1,19 @@
 """The files that programs put next to a checkpoint, in the directory that was opened: carried, or copies of weights.
 
 DIR/scheduler.pt, rng_state_R.pth, training_args.bin     Hugging Face's Trainer
+DIR/trainer_state.json                                   its own account: steps, epochs, what was logged
 DIR/scheduler.bin, random_states_R.pkl, sampler.bin      Accelerate
 DIR/model.safetensors, pytorch_model.bin                 the weights once more, next to a directory of DeepSpeed's
 DIR/sharded/shard-R-model-N-of-M.safetensors             the pieces that torch put together into the files above
 
-Files of the first two kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
+Files of the first three kinds are kept whole in the metadata, under their names without the suffix. A model's file is a
 copy as far as its names, shapes and types are those of what was read, and `verify --deep` compares it with that; any
 other tensor of it has been read by no one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -22,8 +24,10 @@ from zckpt.engine.targets import Hole, TargetFile
 from zckpt.errors import SourceError
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Slot, SourceFile, Span
+from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.durable import interrupted
+from zckpt.storage.files import read_whole
 from zckpt.torchfile import Tensor, read_torchfile
 
 CARRIED = re.compile(
@@ -32,6 +36,10 @@ CARRIED = re.compile(
 )
 
 COPIED = re.compile(r"(?:pytorch_)?model(?:-[0-9]+-of-[0-9]+)?\.(?:safetensors|bin)")
+TRAINER_STATE = "trainer_state.json"
+MAXIMUM_JSON_NBYTES = 1 << 28
+"""Of the Trainer's account: it grows with every step that is logged."""
+
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SHARDED = "sharded"
 
@@ -57,6 +65,8 @@ def read_companions(checkpoint: Checkpoint, directory: Path) -> None:
             continue
         if CARRIED.fullmatch(entry.name):
             _carry(checkpoint, path)
+        elif entry.name == TRAINER_STATE:
+            _carry_json(checkpoint, path)
         elif COPIED.fullmatch(entry.name):
             copies = _copy(checkpoint, path) or copies
     if copies:
@@ -75,6 +85,17 @@ def _carry(checkpoint: Checkpoint, path: Path) -> None:
     checkpoint.files.append(describe(file, METADATA_ROLE))
     key = path.stem if path.stem not in checkpoint.metadata else path.name
     checkpoint.metadata.setdefault(key, carried(file, file.root))
+
+
+def _carry_json(checkpoint: Checkpoint, path: Path) -> None:
+    """Keep an object of JSON; one that is not is no account of the Trainer's."""
+    try:
+        found = json.loads(read_whole(str(path), most=MAXIMUM_JSON_NBYTES))
+    except (SourceError, ValueError, RecursionError):
+        return
+    if isinstance(found, dict) and path.stem not in checkpoint.metadata:
+        checkpoint.metadata[path.stem] = found
+        checkpoint.claims[str(path)] = Claim(CARRIED_AS_IS, path.stem)
 
 
 def _copy(checkpoint: Checkpoint, path: Path) -> bool:

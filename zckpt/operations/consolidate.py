@@ -10,6 +10,7 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
+from zckpt.formats.assets import ADAPTER_CONFIG, copies_of, find_assets
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -26,7 +27,10 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
+from zckpt.state.names import PEFT
 from zckpt.storage.ownership import Owned, check_replaceable
+
+ADAPTER_NAME = "adapter_model.safetensors"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
@@ -48,6 +52,8 @@ class Chosen:
     tied: str = "duplicate"
     exclude_frozen: bool = False
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES
+    config: str | os.PathLike[str] | None = None
+    takes_assets: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("dtype", self.dtype, (None, *DTYPES))
@@ -82,6 +88,7 @@ def consolidate(
     tied: str = "duplicate",
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
@@ -106,7 +113,9 @@ def consolidate(
     source : path-like or Checkpoint
     target : path-like
         `x.safetensors`: one file; `x.pt`, `x.pth` or `x.bin`: a torch state dict; any other name, but for those that
-        end as other programs' files do: a directory in Hugging Face's layout, with an index.
+        end as other programs' files do: a directory in Hugging Face's layout, `model.safetensors` or shards with an
+        index, and next to them the configuration and tokenizer that the source has. Of an adapter of PEFT, with its
+        `adapter_config.json`, a directory that PEFT loads.
     dtype : {"float32", "bfloat16", "float16", "keep"}, optional
         Element type of trained parameters; frozen parameters and buffers keep theirs. By default masters are
         written as float32 and parameters without a master in their own type. "keep": the model's own type.
@@ -119,6 +128,9 @@ def consolidate(
     exclude_frozen : bool
     max_shard_size : int, bytes
         Of each file of a directory.
+    config : path-like, optional
+        The directory whose `config.json`, tokenizer and so on go into a directory; by default the source's, or
+        `huggingface/` in it, but with a `map`.
     weight_check : bool
         Hold a sample of every master against its weight before anything is written.
     checksums : bool
@@ -158,7 +170,7 @@ def consolidate(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter,
@@ -171,7 +183,7 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, path, chosen)
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
-    done = write_from(found, laid, path, how, owned=None if laid.is_file else OWNED, dropped=dropped)
+    done = write_from(found, laid, path, how, owned=_owned(laid), dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
@@ -185,10 +197,27 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetF
     """
     kind_of_model(path)
     tensors = _model(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
-    files = _model_files(path, tensors, chosen.max_shard_size)
+    assets = _assets(checkpoint, path, chosen)
+    is_adapter = ADAPTER_CONFIG in assets and all(name.startswith(PEFT) for name in tensors)
+    files = _model_files(path, tensors, chosen.max_shard_size, is_adapter=is_adapter)
     optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
-    every = [*files, *([optimizer] if optimizer else [])]
-    return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY), len(tensors)
+    every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
+    return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets)), len(tensors)
+
+
+def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Path]:
+    """Return the files that go into a directory with the model."""
+    if kind_of_model(path) == DIRECTORY:
+        given = None if chosen.config is None else Path(chosen.config)
+        return find_assets(checkpoint, given) if given or chosen.takes_assets else {}
+    if chosen.config is not None:
+        raise UsageError("a configuration goes into a directory", path=path, expected="the name of a directory")
+    return {}
+
+
+def _owned(laid: TargetFiles) -> Owned | None:
+    """Return which directories a target may replace: those of models, with what else it has; None of a file."""
+    return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
 
 
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
@@ -203,7 +232,7 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
     return tensors
 
 
-def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[TargetFile]:
+def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapter: bool) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
         from zckpt.formats.torch_files import writer as torch_writer
@@ -212,7 +241,9 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int) -> list[Targ
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
-    return safetensors_file.lay_out_directory(entries, max_shard_size)
+    if is_adapter:
+        return [safetensors_file.lay_out(ADAPTER_NAME, entries, safetensors_file.FOR_TORCH)]
+    return safetensors_file.lay_out_directory(entries, max_shard_size, metadata=safetensors_file.FOR_TORCH)
 
 
 def _optimizer_file(
@@ -252,4 +283,4 @@ def check_model_apart(sources: Sequence[Checkpoint], path: Path, laid: TargetFil
     if overwrite and laid.is_file:
         check_companions(path, paths)
     elif overwrite:
-        check_replaceable(path, OWNED)
+        check_replaceable(path, _owned(laid))

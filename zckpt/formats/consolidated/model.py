@@ -119,7 +119,7 @@ def lay_out(
     """
     tensors = model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False)
     entries = [safetensors_file.Entry(name, slot, kind, name) for name, (slot, kind) in tensors.items()]
-    files = safetensors_file.lay_out_directory(entries, max_shard_size)
+    files = safetensors_file.lay_out_directory(entries, max_shard_size, indexed=True)
     if checkpoint.param_groups:
         tree = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
         files.append(torch_writer.lay_out(OPTIMIZER_NAME, tree))

@@ -28,10 +28,18 @@ from zckpt.state.inventory import IMPLIED, Claim, Rule
 from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
-OWN_NAMES = re.compile(r"model-\d{5}-of-\d{5}\.safetensors|model\.safetensors\.index\.json|optimizer\.safetensors")
+WHOLE_NAME = "model.safetensors"
+"""Of a model that is one file."""
+
+OWN_NAMES = re.compile(
+    r"model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(?:optimizer|adapter_model)\.safetensors"
+)
 """Names of the files of a directory that `consolidate` writes."""
 
 METADATA_KEY = "__metadata__"
+
+FOR_TORCH = {"format": "pt"}
+"""What Hugging Face's programs look for in a header."""
 
 RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are for"),)
 """Of the texts in a header."""
@@ -141,10 +149,25 @@ def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mappi
     return len(text).to_bytes(8, "little") + text
 
 
-def lay_out_directory(entries: Sequence[Entry], maximum: int) -> list[TargetFile]:
-    """Return the files of a directory in Hugging Face's layout: shards of at most `maximum` bytes, and an index.
+def lay_out_directory(
+    entries: Sequence[Entry],
+    maximum: int,
+    *,
+    indexed: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> list[TargetFile]:
+    """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
 
     A tensor larger than that has a shard to itself. Errors are those of `lay_out`.
+
+    Parameters
+    ----------
+    entries : sequence of Entry
+    maximum : int, bytes
+    indexed : bool
+        Whether one file is a shard, too, and has an index.
+    metadata : mapping of str to str, optional
+        Texts of every file's header.
     """
     check_names([entry.name for entry in entries])
     shards: list[list[Entry]] = [[]]
@@ -155,13 +178,15 @@ def lay_out_directory(entries: Sequence[Entry], maximum: int) -> list[TargetFile
             nbytes = 0
         shards[-1].append(entry)
         nbytes += entry.nbytes
+    if len(shards) == 1 and not indexed:
+        return [lay_out(WHOLE_NAME, shards[0], metadata)]
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
         "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    files = [lay_out(name, shard) for name, shard in zip(names, shards, strict=True)]
+    files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
     return [*files, TargetFile(INDEX_NAME, len(text), [Literal(0, text)])]
 
 
@@ -197,7 +222,7 @@ def read(source: Path) -> Checkpoint:
             where[name] = path.name
     if source.is_dir() and (source / INDEX_NAME).is_file():
         checkpoint.claims[str(source / INDEX_NAME)] = Claim(IMPLIED, "which file each tensor is in")
-        for name, file in _weight_map(source / INDEX_NAME).items():
+        for name, file in weight_map(source / INDEX_NAME).items():
             if where.get(name) != file:
                 raise DamagedFileError(
                     f"{name} is not where the index says",
@@ -213,14 +238,14 @@ def _files(source: Path) -> list[Path]:
         return [source]
     index = source / INDEX_NAME
     if not index.is_file():
-        return [source / "model.safetensors"]
-    names = sorted(set(_weight_map(index).values()))
+        return [source / WHOLE_NAME]
+    names = sorted(set(weight_map(index).values()))
     if any(Path(name).name != name for name in names):
         raise DamagedFileError("the index names a file outside its directory", path=index)
     return [source / name for name in names]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map(index: Path) -> dict[str, str]:
     """Return the file of each tensor, as an index has it."""
     text = read_whole(str(index), most=MAXIMUM_INDEX_NBYTES)
     try:
@@ -235,7 +260,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def is_safetensors(path: Path) -> bool:
     """Tell whether a file or directory is this format, by its names and first bytes."""
     if path.is_dir():
-        return is_file(path / INDEX_NAME) or is_file(path / "model.safetensors")
+        return is_file(path / INDEX_NAME) or is_file(path / WHOLE_NAME)
     with opened(str(path)) as descriptor:
         size = os.fstat(descriptor).st_size
         head = read_at(descriptor, 0, min(9, size), path=str(path))

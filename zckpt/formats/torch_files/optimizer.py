@@ -32,6 +32,7 @@ def attach(
     *,
     names: Sequence[str] | None = None,
     sample: Sample | None = None,
+    certain: Mapping[int, str] | None = None,
 ) -> None:
     """Give a checkpoint's parameters the optimizer's slots, and the checkpoint its param groups.
 
@@ -48,6 +49,8 @@ def attach(
         Names by number, from the user.
     sample : callable, optional
         Tells by values whether a master belongs to a weight.
+    certain : mapping of int to str, optional
+        The names that are certain, by number, where they have been found already.
 
     Raises
     ------
@@ -56,7 +59,9 @@ def attach(
     """
     unnamed = []
     labels = {} if checkpoint.parameters else _labels(optimizer, names)
-    found = {} if labels else _names(checkpoint, optimizer, names, sample, path)
+    found = {} if labels else certain
+    if found is None:
+        found = _names(checkpoint, optimizer, names, sample, path)
     labels |= {number: name for number, name in optimizer.names.items() if number not in found}
     for index, (group, numbers) in enumerate(zip(optimizer.groups, optimizer.numbers, strict=True)):
         members = []
@@ -241,7 +246,9 @@ def _fits(
     return fits
 
 
-def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def deduce_names(
+    groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fits, *, sorted_too: bool = True
+) -> dict[int, str]:
     """Return the names that are certain, by the optimizer's number.
 
     Parameters
@@ -251,6 +258,8 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
     names : sequence of str
         The model's tensors that an optimizer could own, in the model's order.
     fits : callable
+    sorted_too : bool
+        Whether groups may also list their parameters sorted by name.
     """
     certain: dict[int, str] = {}
     while True:
@@ -259,7 +268,7 @@ def deduce_names(groups: Sequence[Sequence[int]], names: Sequence[str], fits: Fi
         for group in groups:
             own = {certain[number] for number in group if number in certain}
             free = [name for name in names if name not in taken or name in own]
-            found.update(_deduce_group(group, free, fits))
+            found.update(_deduce_group(group, [free, sorted(free)] if sorted_too else [free], fits))
         if len(set(found.values())) < len(found):
             return _without_conflicts(found)
         if found == certain:
@@ -273,9 +282,9 @@ def _without_conflicts(found: Mapping[int, str]) -> dict[int, str]:
     return {number: name for number, name in found.items() if counts[name] == 1}
 
 
-def _deduce_group(group: Sequence[int], names: Sequence[str], fits: Fits) -> dict[int, str]:
+def _deduce_group(group: Sequence[int], orders: Sequence[Sequence[str]], fits: Fits) -> dict[int, str]:
     readings = []
-    for order in (list(names), sorted(names)):
+    for order in orders:
         earliest = _leftmost(group, order, fits)
         if earliest is None:
             continue

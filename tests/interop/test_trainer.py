@@ -1,0 +1,208 @@
+"""The Trainer's own directories, without DeepSpeed: read bit for bit, and written so that it resumes from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import zckpt
+from tests.cli.console import refused, succeeded
+from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, train, unbroken
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.account import take_inventory
+
+pytestmark = pytest.mark.interop
+
+
+def freeze_embeddings(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "embed_tokens" not in name
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Runs of each kind, made when the first test asks for one."""
+    made: dict[str, Run] = {}
+
+    def get(kind: str) -> Run:
+        if kind not in made:
+            model, _, how = kind.partition(" ")
+            options = {"optim": "adafactor"} if how == "adafactor" else {}
+            change = freeze_embeddings if how == "frozen" else None
+            made[kind] = unbroken(model, tmp_path_factory.mktemp("run"), change=change, **options)
+        return made[kind]
+
+    return get
+
+
+def assert_is_truth(checkpoint: zckpt.Checkpoint, truth: Truth, *, aliases: bool = False) -> None:
+    """Hold a checkpoint against what was in memory: every slot of every parameter, and the groups."""
+    opened = checkpoint
+    assert not opened.unnamed
+    assert [group.parameters for group in opened.param_groups] == truth.groups
+    found = {f"{slot}/{name}" for name, one in opened.parameters.items() for slot in one.slots if slot != "step"}
+    found |= {f"weight/{name}" for name in opened.buffers}
+    missing = {key for key in truth.tensors if key not in found}
+    assert missing <= {"weight/lm_head.weight", *({"weight/cls.predictions.decoder.weight",
+                       "weight/cls.predictions.decoder.bias"})}, missing  # fmt: skip
+    for key in found & truth.tensors.keys():
+        slot, _, name = key.partition("/")
+        assert same(opened.read(name, slot), truth.tensors[key]), key
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "bert", "llama frozen", "llama adafactor"])
+def test_optimizer_is_read_under_its_parameters_names(kind: str, run: Callable[..., Run]) -> None:
+    one = run(kind)
+    checkpoint = zckpt.open(one.directory)
+    assert (checkpoint.format, checkpoint.step) == ("transformers-trainer", SAVED)
+    assert_is_truth(checkpoint, one.truth)
+    assert {"scheduler", "rng_state", "training_args", "trainer_state"} <= checkpoint.metadata.keys()
+    assert not take_inventory(checkpoint).left_out
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("size", ["4KB", "8KB", "20KB"])
+def test_shards_are_read_with_their_index(size: str, loaded: bool, run: Callable[..., Run], tmp_path: Path) -> None:
+    """A model that transformers had loaded is cut into shards by its sorted names, any other one in its own order."""
+    one = run("llama")
+    directory = shutil.copytree(one.directory, tmp_path / "sharded")
+    (directory / "model.safetensors").unlink()
+    model = AutoModelForCausalLM.from_pretrained(one.directory) if loaded else build("llama")
+    model.load_state_dict(load_file(one.directory / "model.safetensors"))
+    model.save_pretrained(directory, max_shard_size=size)
+    assert (directory / "model.safetensors.index.json").is_file()
+    assert_is_truth(zckpt.open(directory), one.truth)
+
+
+def test_without_a_known_type_of_model_parameters_that_are_alike_keep_their_numbers(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run("llama")
+    directory = shutil.copytree(one.directory, tmp_path / "unknown")
+    (directory / "config.json").unlink()
+    checkpoint = zckpt.open(directory)
+    assert checkpoint.unnamed
+    known = [(n, m) for mine, its in zip(checkpoint.param_groups, one.truth.groups, strict=True)
+             for n, m in zip(mine.parameters, its, strict=True) if not n.isdecimal()]  # fmt: skip
+    assert all(name == truth for name, truth in known)
+    assert "--names FILE" in " ".join(checkpoint.warnings)
+    refused(5, "convert", directory, tmp_path / "t", "--to", "transformers-trainer", words=("--names FILE",))
+
+
+@pytest.mark.parametrize("order", ["the optimizer's", "the model's"])
+def test_names_are_taken_in_either_order(order: str, run: Callable[..., Run], tmp_path: Path) -> None:
+    one = run("llama")
+    directory = shutil.copytree(one.directory, tmp_path / "unknown")
+    (directory / "config.json").unlink()
+    names = list(dict(build("llama").named_parameters()))
+    given = names if order == "the model's" else [name for group in one.truth.groups for name in group]
+    assert_is_truth(zckpt.open(directory, names=given), one.truth)
+
+
+def test_names_that_do_not_fit_are_refused(run: Callable[..., Run]) -> None:
+    one = run("llama")
+    names = list(dict(build("llama").named_parameters()))
+    for wrong in (names[:-1], [*names[:-1], "other"], names[::-1]):
+        with pytest.raises(UsageError, match="do not fit the optimizer"):
+            zckpt.open(one.directory, names=wrong)
+
+
+def test_optimizer_of_another_model_gets_no_names(run: Callable[..., Run], tmp_path: Path) -> None:
+    directory = shutil.copytree(run("llama").directory, tmp_path / "mixed")
+    shutil.copy(run("qwen2").directory / "optimizer.pt", directory)
+    checkpoint = zckpt.open(directory)
+    assert not any(one.group is not None for one in checkpoint.parameters.values())
+    assert checkpoint.unnamed
+
+
+# --- written
+
+
+@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_trainer_resumes_with_the_losses_of_an_unbroken_run(
+    kind: str, through: str | None, run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run(kind)
+    source = one.directory
+    if through is not None:
+        source = tmp_path / through
+        zckpt.convert(one.directory, source, to=through)
+        shutil.copy(one.directory / "config.json", source)
+    target = tmp_path / f"checkpoint-{SAVED}"
+    done = zckpt.convert(source, target, to="transformers-trainer", verify=True)
+    assert done.notes == ()
+    assert_is_truth(zckpt.open(target), one.truth)
+    losses, _ = train(build(kind, seed=9), tmp_path, resume=target)
+    assert losses == one.losses
+
+
+def test_what_a_source_has_not_is_written_by_rule(run: Callable[..., Run], tmp_path: Path) -> None:
+    one = run("llama")
+    source = shutil.copytree(one.directory, tmp_path / "source")
+    for name in ("scheduler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin"):
+        (source / name).unlink()
+    target = tmp_path / f"checkpoint-{SAVED}"
+    with pytest.raises(UsageError, match="batch size"):
+        zckpt.convert(source, target, to="transformers-trainer")
+    done = zckpt.convert(source, target, to="transformers-trainer", train_batch_size=2)
+    assert len(done.notes) == 3
+    account = json.loads((target / "trainer_state.json").read_text())
+    assert (account["global_step"], account["train_batch_size"]) == (SAVED, 2)
+    torch.manual_seed(0)
+    train(build("llama", seed=9), tmp_path, resume=target)  # no dropout: random states make no difference
+    ended, unbroken = (load_file(path / f"checkpoint-{STEPS}" / "model.safetensors")
+                       for path in (tmp_path, one.directory.parent))  # fmt: skip
+    assert all(same(ended[name], tensor) for name, tensor in unbroken.items())
+
+
+def test_without_a_step_it_is_refused(run: Callable[..., Run], tmp_path: Path) -> None:
+    shutil.copy(run("llama").directory / "model.safetensors", tmp_path)
+    with pytest.raises(UnsupportedError, match="after which step"):
+        zckpt.convert(tmp_path / "model.safetensors", tmp_path / "target", to="transformers-trainer")
+
+
+# --- ready to use
+
+
+def test_consolidated_model_loads_from_pretrained(run: Callable[..., Run], tmp_path: Path) -> None:
+    one = run("qwen2")
+    target = tmp_path / "model"
+    (one.directory / "tokenizer_config.json").write_text("{}")
+    zckpt.consolidate(one.directory, target)
+    names = {path.name for path in target.iterdir()}
+    assert names == {"model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json"}
+    loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
+    assert all(same(loaded[key.removeprefix("weight/")], value)
+               for key, value in one.truth.tensors.items() if key.startswith("weight/"))  # fmt: skip
+    zckpt.consolidate(one.directory, target, overwrite=True)
+
+
+def test_configuration_can_be_anywhere_else(run: Callable[..., Run], tmp_path: Path) -> None:
+    one = run("llama")
+    model, configs = tmp_path / "model", tmp_path / "configs"
+    configs.mkdir()
+    (tmp_path / "source").mkdir()
+    shutil.copy(one.directory / "model.safetensors", tmp_path / "source")
+    refused(
+        2, "consolidate", tmp_path / "source", model, "--config", configs, words=("no configuration", "config.json")
+    )
+    shutil.copy(one.directory / "config.json", configs)
+    succeeded("consolidate", tmp_path / "source", model, "--config", configs, "--max-shard-size", "4KB")
+    assert AutoModelForCausalLM.from_pretrained(model).num_parameters() == build("llama").num_parameters()  # type: ignore[operator]
+    refused(2, "consolidate", one.directory, tmp_path / "m.pt", "--config", configs, words=("a directory",))
+
+
+def test_directory_with_files_of_others_is_not_replaced(run: Callable[..., Run], tmp_path: Path) -> None:
+    zckpt.consolidate(run("llama").directory, tmp_path / "model")
+    (tmp_path / "model" / "notes.md").write_text("mine")
+    refused(4, "consolidate", run("llama").directory, tmp_path / "model", "--overwrite", words=("notes.md",))
+    assert load_file(tmp_path / "model" / "model.safetensors")

@@ -1,0 +1,135 @@
+"""Training goes on under the other side's names: moments and masters are arranged as the weights are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests import gloo
+from tests.naming.models import Megatron, MetaLlama
+from tests.naming.test_shipped import made, megatron
+from tests.truth import assert_same
+from zckpt.optim import ZeroOptimizer
+
+NAMES = ("llama-huggingface-meta", "llama-huggingface-megatron")
+
+
+def groups(model: torch.nn.Module) -> list[dict[str, object]]:
+    """Two param groups, as most programs make them: matrices decay, and vectors do not."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [one for one in named if one[1].dim() > 1], "weight_decay": 0.1},
+        {"params": [one for one in named if one[1].dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def logits_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    found = model(tokens)
+    return found.logits if hasattr(found, "logits") else found
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(0, 37, (2, 12), generator=torch.Generator().manual_seed(step))
+        logits = logits_of(model, tokens[:, :-1])[..., :37]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def other(name: str, config) -> Megatron | MetaLlama:
+    return MetaLlama(config) if name.endswith("meta") else megatron("llama", config, 37)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_llama_trained_in_one_naming_goes_on_in_the_other_and_back(name: str, tmp_path: Path) -> None:
+    model = made("llama").train()
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
+    trained(model, optimizer, range(5))
+    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=5)
+    config = json.loads(model.config.to_json_string())
+
+    # zckpt.load maps by itself; `convert` writes it for the other program, and torch loads it by number
+    theirs = other(name, model.config)
+    live = torch.optim.AdamW(groups(theirs), lr=1.0)
+    zckpt.load(tmp_path / "mine", model=theirs, optimizer=live, map=name, map_config=config)
+    zckpt.convert(
+        tmp_path / "mine", tmp_path / "theirs.pt", to="consolidated", map=name, map_config=config, verify=True
+    )
+    file = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    plain = other(name, model.config)
+    by_number = torch.optim.AdamW(groups(plain), lr=1.0)
+    plain.load_state_dict(file["model"])
+    by_number.load_state_dict(file["optimizer"])
+    for one, two in zip(theirs.parameters(), plain.parameters(), strict=True):
+        assert_same(one, two, "weight")
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert_same(live.state[one][key], by_number.state[two][key], key)
+
+    expected = trained(model, optimizer, range(5, 10))
+    assert trained(theirs, live, range(5, 10)) == pytest.approx(expected, rel=2e-4)
+
+    zckpt.convert(
+        tmp_path / "mine", tmp_path / "there", to="dcp", map=name, map_config=config, world_size=2, verify=True
+    )
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=name, map_config=config, verify=True)
+    assert zckpt.diff(tmp_path / "mine", tmp_path / "back").equal
+    assert zckpt.diff(tmp_path / "mine", tmp_path / "there", map=name, map_config=config).equal
+
+
+def test_moments_are_arranged_as_torch_arranges_them(tmp_path: Path) -> None:
+    model = made("llama").train()
+    optimizer = torch.optim.AdamW(groups(model), lr=3e-3)
+    trained(model, optimizer, range(3))
+    zckpt.save(tmp_path / "mine", model=model, optimizer=optimizer, step=3)
+    changed = tmp_path / "theirs"
+    zckpt.convert(tmp_path / "mine", changed, to="universal", map="llama-huggingface-megatron",
+                  map_config=model.config.to_dict())  # fmt: skip
+    found = zckpt.open(changed)
+    named = dict(model.named_parameters())
+
+    def state(layer: int, part: str, key: str) -> torch.Tensor:
+        parameter = named[f"model.layers.{layer}.{part}.weight"]
+        return parameter.detach() if key == "weight" else optimizer.state[parameter][key]
+
+    for layer in range(2):
+        for key in ("exp_avg", "exp_avg_sq"):
+            q, k, v = (state(layer, f"self_attn.{one}_proj", key) for one in "qkv")
+            parts = [q.view(2, 3, 8, 24), k.view(2, 1, 8, 24), v.view(2, 1, 8, 24)]
+            name = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+            assert_same(found.read(name, key), torch.cat(parts, dim=1).reshape(80, 24), name)
+            gates = torch.cat([state(layer, f"mlp.{one}_proj", key) for one in ("gate", "up")])
+            name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+            assert_same(found.read(name, key), gates, name)
+
+
+def _saved_by_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
+    model = made("llama").train()
+    optimizer = ZeroOptimizer(groups(model), torch.optim.AdamW, lr=3e-3, stage=2)
+    trained(model, optimizer, range(3))
+    zckpt.save(folder / "mine", model=model, optimizer=optimizer, step=3)
+    return trained(model, optimizer, range(3, 6))
+
+
+def _goes_on_at_ranks(rank: int, world_size: int, folder: Path) -> list[float]:
+    config = made("llama").config
+    model = MetaLlama(config)
+    optimizer = ZeroOptimizer(groups(model), torch.optim.AdamW, lr=1.0, stage=1)
+    zckpt.load(
+        folder / "mine", model=model, optimizer=optimizer, map="llama-huggingface-meta", map_config=config.to_dict()
+    )
+    return trained(model, optimizer, range(3, 6))
+
+
+def test_shares_of_ranks_are_of_mapped_tensors_at_another_number_of_ranks(tmp_path: Path) -> None:
+    expected = gloo.run(_saved_by_ranks, 2, tmp_path)[0]
+    found = gloo.run(_goes_on_at_ranks, 3, tmp_path)
+    assert all(losses == pytest.approx(expected, rel=2e-4) for losses in found)

@@ -1,0 +1,71 @@
+"""The files next to a model's weights that programs load it with: configuration, tokenizer, chat template, own code.
+
+They are copied as they are, from the directory that was opened, the checkpoint's own in it, or `huggingface/` in either
+(verl); or all from a directory that the user names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from zckpt.engine.targets import TargetFile
+from zckpt.errors import SourceError, UsageError
+from zckpt.formats.companions import copy_of
+from zckpt.state import Checkpoint
+
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+FOLDERS = ("", "huggingface")
+
+_NAMES = re.compile(
+    r"(?:config|generation_config|adapter_config|preprocessor_config|processor_config|video_preprocessor_config"
+    r"|special_tokens_map|added_tokens|vocab|tokenizer|tokenizer_config|chat_template)\.json"
+    r"|merges\.txt|vocab\.txt|chat_template\.jinja|tokenizer\.model|spiece\.model|sentencepiece[^/]*\.model"
+    r"|[^/]+\.tiktoken|(?:modeling|configuration|tokenization|processing|image_processing)_[^/]+\.py"
+)
+
+
+def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, Path]:
+    """Return the files that go with a checkpoint's weights, by name; those of one directory at most.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    given : Path, optional
+        The directory that they are in.
+
+    Raises
+    ------
+    UsageError
+        The directory that was given holds no configuration.
+    """
+    if given is not None:
+        found = _assets_in(given)
+        if not {CONFIG_NAME, ADAPTER_CONFIG} & found.keys():
+            raise UsageError("holds no configuration of a model", path=given, expected=CONFIG_NAME)
+        return found
+    roots = dict.fromkeys(Path(root) for root in (checkpoint.opened, checkpoint.source) if root)
+    every = [_assets_in(root / folder) for root in roots for folder in FOLDERS]
+    whole = [found for found in every if {CONFIG_NAME, ADAPTER_CONFIG} & found.keys()]
+    return next(iter(whole), {})
+
+
+def copies_of(assets: dict[str, Path]) -> list[TargetFile]:
+    """Return the files of a target that are copies of assets."""
+    return [copy_of(path, name) for name, path in assets.items()]
+
+
+def _assets_in(directory: Path) -> dict[str, Path]:
+    return {path.name: path for path in _files(directory) if _NAMES.fullmatch(path.name)}
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    try:
+        if directory.is_dir():
+            with os.scandir(directory) as entries:
+                yield from (Path(entry.path) for entry in sorted(entries, key=lambda one: one.name) if entry.is_file())
+    except OSError as error:
+        raise SourceError("cannot be read", path=directory, found=error.strerror) from error

@@ -1,0 +1,96 @@
+"""Directories of Hugging Face's Trainer, of Accelerate, PEFT and diffusers, where no DeepSpeed and no DCP is inside.
+
+DIR/model.safetensors, or model-0000I-of-0000N.safetensors with model.safetensors.index.json
+DIR/pytorch_model.bin, or its shards with pytorch_model.bin.index.json; diffusion_pytorch_model.*
+DIR/adapter_model.safetensors or .bin, adapter_config.json         PEFT: what it adds to a model
+DIR/pytorch_model_fsdp.bin                                         FSDP, FULL_STATE_DICT
+DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: further models and optimizers
+DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
+DIR/scheduler.*, rng_state*, random_states*, scaler.pt, trainer_state.json, training_args.bin     see `companions`
+DIR/zckpt.pt                                                       written by zckpt: what none of these has room for
+
+directory       which files are there               readings        whose state each number of an optimizer is
+model           the weights, and their order        modules         in which orders a model may have its parameters
+reader          all of it as a Checkpoint           architectures   the orders that models of transformers have
+writer          what the Trainer resumes from       decay           which parameters the Trainer puts into which group
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.options import option
+from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
+    from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to transformers-trainer` can be given."""
+
+    train_batch_size: int | None = option(
+        int, None, "Samples of a device in each step, for trainer_state.json. Default: as SOURCE.", metavar="N"
+    )
+
+
+def _is_own(name: str) -> bool:
+    from zckpt.formats.transformers_trainer.writer import is_own
+
+    return is_own(name)
+
+
+def _is_marked(directory: Path) -> bool:
+    from zckpt.formats.transformers_trainer.directory import OWN_NAME
+
+    return (directory / OWN_NAME).is_file()
+
+
+class TransformersTrainer(Format):
+    """A directory that the Trainer, Accelerate or PEFT saved, without DeepSpeed and DCP."""
+
+    name = "transformers-trainer"
+    title = "Hugging Face's Trainer and Accelerate"
+    reads = (
+        (
+            "Hugging Face's Trainer, Accelerate",
+            "models of safetensors or torch files with their optimizers, several of both; FSDP's full state dicts",
+        ),
+        ("PEFT, diffusers", "adapters, by themselves and in a Trainer's directory; each component of a pipeline"),
+    )
+    writes = "what Hugging Face's Trainer resumes from, without DeepSpeed"
+    options = Options
+    owns = Owned(_is_own, _is_marked)
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find a model's files and what marks a training state by their names."""
+        from zckpt.formats.transformers_trainer.directory import Directory, find
+
+        answer = find(search.path)
+        return Found(answer) if isinstance(answer, Directory) else answer
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Read the headers and trees of all files."""
+        from zckpt.formats.transformers_trainer.reader import read
+
+        return read(found.place, names=search.names)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of a directory that the Trainer resumes from."""
+        from zckpt.formats.transformers_trainer.writer import lay_out
+
+        return lay_out(job)
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Take slots out of the torch files."""
+        from zckpt.formats.torch_files.strip import strip_directory
+
+        return strip_directory(checkpoint, source, request)
+
+
+FORMATS = (TransformersTrainer(),)

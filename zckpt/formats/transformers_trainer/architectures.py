@@ -1,0 +1,82 @@
+"""The order in which models of transformers have their parameters, by `model_type` of their configuration.
+
+`architectures.txt` has it, for each kind of model:
+
+= TYPE ...            types that are arranged alike
+! NAME ...            modules that are a `torch.nn.LayerNorm`, which the Trainer knows by its class, not by a name
+PATH: NAME ...        siblings in their order; `*` stands for numbers, `.` for the root and for the base model
+
+It holds what versions 4.46, 4.57 and 5.23 have in common: where they differ in the order of some siblings, none is
+given. `tests/formats/trainer/test_architectures.py` compares it with the models of the version at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = "."
+
+LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+"""What PEFT adds to a module, in its order."""
+
+TENSORS = ("weight", "bias")
+"""Parameters of one module, in the order of all modules of torch."""
+
+
+@dataclass(slots=True)
+class Architecture:
+    """What is known of the models of one type.
+
+    Parameters
+    ----------
+    siblings : dict of str to list of str
+        In their order, by the path of the module that they are in.
+    layer_norms : frozenset of str
+    """
+
+    siblings: dict[str, list[str]] = field(default_factory=dict)
+    layer_norms: frozenset[str] = frozenset()
+
+    def order(self, path: str, names: Sequence[str]) -> Sequence[str]:
+        """Return those of some siblings whose order is known, in that order.
+
+        Parameters
+        ----------
+        path : str
+            Of the module that they are in, with `*` for numbers. A model with a head has the base model in a module.
+        names : sequence of str
+        """
+        if any(name in LORA for name in names):
+            return LORA
+        inside = path.partition(".")[2]
+        for one in (path or ROOT, inside or ROOT):
+            known = self.siblings.get(one)
+            if known is not None and set(names) <= {*known}:
+                return known
+        return TENSORS
+
+
+@cache
+def architectures() -> dict[str, Architecture]:
+    """Return what is known of all types."""
+    found: dict[str, Architecture] = {}
+    one = Architecture()
+    text = Path(__file__).with_name("architectures.txt").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind == "=":
+            one = Architecture()
+            found |= dict.fromkeys(rest.split(), one)
+        elif kind == "!":
+            one.layer_norms = frozenset(rest.split())
+        elif kind:
+            one.siblings[kind.removesuffix(":")] = rest.split()
+    return found
+
+
+def architecture(model_type: str | None) -> Architecture:
+    """Return what is known of a type; nothing of one that is not known."""
+    return architectures().get(model_type or "", Architecture())

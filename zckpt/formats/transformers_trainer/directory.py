@@ -1,0 +1,167 @@
+"""Which files of a directory are models, and which are their optimizers; by names alone.
+
+Of several forms of one model the first in `_STEMS` is read, and `companions` takes the others for copies.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.errors import SourceError, listed
+from zckpt.formats.format import NearMiss
+from zckpt.storage.files import is_file
+
+OWN_NAME = "zckpt.pt"
+STATE_NAME = "trainer_state.json"
+ADAPTER_CONFIG = "adapter_config.json"
+PIPELINE_NAME = "model_index.json"
+
+FULL_STEM, ADAPTER_STEM = "pytorch_model_fsdp", "adapter_model"
+
+_STEMS = (
+    (FULL_STEM, ".bin"),
+    ("model", ".safetensors"),
+    ("pytorch_model", ".bin"),
+    ("diffusion_pytorch_model", ".safetensors"),
+    ("diffusion_pytorch_model", ".bin"),
+    (ADAPTER_STEM, ".safetensors"),
+    (ADAPTER_STEM, ".bin"),
+)
+"""What programs call the file of a model, that which is read first."""
+
+_OPTIMIZER = re.compile(r"optimizer(?:_([1-9][0-9]{0,3}))?\.(pt|bin)")
+_FURTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)_([1-9][0-9]{0,3})\.(safetensors|bin)")
+_DCP_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of one model.
+
+    Parameters
+    ----------
+    stem : str
+        What they are called: `model`, `pytorch_model_1`, `adapter_model`.
+    path : Path
+        The file, or the index of several.
+    """
+
+    stem: str
+    path: Path
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether it is several files."""
+        return self.path.suffix == ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """What a directory holds.
+
+    Parameters
+    ----------
+    path : Path
+    models, optimizers : tuple
+        In the order of their numbers.
+    own : Path or None
+        What zckpt wrote besides.
+    """
+
+    path: Path
+    models: tuple[ModelFiles, ...]
+    optimizers: tuple[Path, ...] = ()
+    own: Path | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is what PEFT adds to a model."""
+        return self.models[0].stem == ADAPTER_STEM
+
+
+def find(path: Path) -> Directory | NearMiss | None:
+    """Find the models and optimizers of a directory; None where they are another format's, or a model by itself."""
+    if not path.is_dir():
+        return None
+    try:
+        with os.scandir(path) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
+    except OSError as error:
+        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    names = {entry.name for entry in entries if entry.is_file()}
+    if _is_anothers(path, names, entries):
+        return None
+    first = _first(path, names)
+    optimizers = _optimizers(path, names)
+    if first is None:
+        return _near(path, names, entries, has_optimizer=bool(optimizers))
+    further = _further(path, names, first.stem)
+    own = path / OWN_NAME if OWN_NAME in names else None
+    plain = first.path.name in ("model.safetensors", "model.safetensors.index.json")
+    if plain and not further and not optimizers and STATE_NAME not in names and own is None:
+        return None
+    return Directory(path, (first, *further), optimizers, own)
+
+
+def _is_anothers(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]]) -> bool:
+    """Tell a directory of DeepSpeed, of DCP, or a consolidated one, next to whose files are such as these."""
+    if "latest" in names or ".metadata" in names or {"metadata.pt", "model.safetensors.index.json"} <= names:
+        return True
+    folders = [one.name for one in entries if one.is_dir() and _DCP_FOLDER.fullmatch(one.name)]
+    return any(is_file(path / name / ".metadata") for name in folders)
+
+
+def _first(path: Path, names: set[str]) -> ModelFiles | None:
+    for stem, suffix in _STEMS:
+        for name in (f"{stem}{suffix}", f"{stem}{suffix}.index.json"):
+            if name in names:
+                return ModelFiles(stem, path / name)
+    return None
+
+
+def _further(path: Path, names: set[str], stem: str) -> tuple[ModelFiles, ...]:
+    """Return the further models of a directory, whose files are called as the first one's is, in their order."""
+    found = {int(match[2]): match for name in names if (match := _FURTHER.fullmatch(name)) and match[1] == stem}
+    return tuple(ModelFiles(f"{stem}_{number}", path / found[number][0]) for number in sorted(found))
+
+
+def _optimizers(path: Path, names: set[str]) -> tuple[Path, ...]:
+    found: dict[int, Path] = {}
+    for name in sorted(names):  # `.bin` before `.pt`, which is the Trainer's
+        match = _OPTIMIZER.fullmatch(name)
+        if match is not None:
+            found[int(match[1] or 0)] = path / name
+    return tuple(found[number] for number in sorted(found))
+
+
+def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:
+    """Say what a directory without a model is, if it is anything of these programs."""
+    folders = [Path(entry.path) for entry in entries if entry.is_dir()]
+    if PIPELINE_NAME in names:
+        models = [one.name for one in folders if _first(one, _files(one)) is not None]
+        if models:
+            return NearMiss(
+                f"is a pipeline of diffusers, of several models: {listed(models)}", f"give one: {path / models[0]}"
+            )
+    adapters = [one.name for one in folders if ADAPTER_CONFIG in _files(one)]
+    if adapters:
+        return NearMiss(f"holds several adapters of PEFT: {listed(adapters)}", f"give one: {path / adapters[0]}")
+    if has_optimizer and STATE_NAME in names:
+        return NearMiss(
+            "is a Trainer's directory without the model's files",
+            "put the model there that was saved with the optimizer: its files have the names of the parameters",
+            expected="model.safetensors",
+        )
+    return None
+
+
+def _files(folder: Path) -> set[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file()}
+    except OSError:
+        return set()

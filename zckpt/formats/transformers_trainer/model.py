@@ -1,0 +1,173 @@
+"""The weights of a model from its files, and what these tell of the order that its parameters have.
+
+Files of safetensors have their tensors sorted by type and name. Shards are filled in the model's order, but for a
+tensor that is larger than a shard may be: that has one to itself, with the number that was next. Torch files are in
+the model's order. But transformers 5 sorts what it saves of a model that it had loaded: an order in which the names are
+sorted tells nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
+from zckpt.formats.safetensors.file import METADATA_KEY, RULES, read_header, weight_map
+from zckpt.formats.torch_files.content import is_state_dict
+from zckpt.formats.torch_files.reader import add_tensors
+from zckpt.formats.torch_files.tensors import by_name, carried, describe
+from zckpt.formats.transformers_trainer.architectures import architecture
+from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, Directory, ModelFiles
+from zckpt.formats.transformers_trainer.readings import Weights
+from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, SourceFile
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.storage.files import is_file, read_whole
+from zckpt.torchfile import Tensor, brief, read_torchfile
+
+CONFIG_NAME = "config.json"
+
+MAXIMUM_CONFIG_NBYTES = 1 << 24
+
+COUNT = "num_batches_tracked"
+RUNNING = ("running_mean", "running_var")
+"""Buffers of a batch norm, which are floats."""
+
+
+def read_model(checkpoint: Checkpoint, files: ModelFiles, prefix: str, directory: Directory) -> Weights:
+    """Give a checkpoint the tensors of one model; return what its files tell of its parameters.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    files : ModelFiles
+    prefix : str
+        Put before all names, where there are several models.
+    directory : Directory
+
+    Raises
+    ------
+    SourceError
+        A file is damaged or missing, or the index says otherwise than the files.
+    """
+    paths = _paths(files)
+    one = Checkpoint(str(directory.path), "")
+    place_of: dict[str, int] = {}
+    for number, path in enumerate(paths):
+        before = {*one.parameters, *one.buffers}
+        (_read_safetensors if path.suffix == ".safetensors" else _read_torch)(one, path)
+        new = [name for name in (*one.parameters, *one.buffers) if name not in before]
+        place_of |= dict.fromkeys(new, number)
+    if files.is_indexed:
+        _check_index(files.path, {name: paths[number].name for name, number in place_of.items()})
+        checkpoint.claims[str(files.path)] = Claim(IMPLIED, "which file each tensor is in")
+    weights = _weights(one, place_of, paths)
+    weights.known = architecture(_model_type(directory))
+    _move(one, checkpoint, prefix)
+    return weights
+
+
+def _weights(one: Checkpoint, place_of: Mapping[str, int], paths: list[Path]) -> Weights:
+    shapes = {p.name: p.shape for p in one.parameters.values() if p.tied_to is None}
+    counts = Counter(place_of.values())
+    shared = [name for name in shapes if counts[place_of[name]] > 1 or len(paths) == 1]
+    if all(path.suffix != ".safetensors" for path in paths):
+        if shared == sorted(shared):
+            return Weights(shapes)
+        known = frozenset(shared)
+        return Weights(shapes, {name: at for at, name in enumerate(shapes) if name in known}, shared == [*shapes])
+    places = {name: place_of[name] for name in shared}
+    in_turn = [places[name] for name in sorted(shared)]
+    return Weights(shapes, {} if in_turn == sorted(in_turn) else places)
+
+
+def _paths(files: ModelFiles) -> list[Path]:
+    if not files.is_indexed:
+        return [files.path]
+    names = sorted(set(weight_map(files.path).values()))
+    if any(Path(name).name != name for name in names):
+        raise DamagedFileError("the index names a file outside its directory", path=files.path)
+    return [files.path.parent / name for name in names]
+
+
+def _check_index(index: Path, where: Mapping[str, str]) -> None:
+    for name, file in weight_map(index).items():
+        if where.get(name) != file:
+            raise DamagedFileError(
+                f"{name} is not where the index says", path=index, expected=file, found=where.get(name)
+            )
+
+
+def _read_safetensors(one: Checkpoint, path: Path) -> None:
+    slots, texts, nbytes = read_header(path)
+    aliases = {alias: owner for alias, owner in texts.items() if owner in slots and alias not in slots}
+    rules = (*RULES, *(Rule((METADATA_KEY, alias), IMPLIED, "another name of a tensor") for alias in aliases))
+    used = sum(slot.nbytes for slot in slots.values())
+    tree = {METADATA_KEY: texts, **slots}
+    one.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules))
+    for name, slot in slots.items():
+        _check_new(one, name, path)
+        trained = is_floating(slot.dtype) and not _is_running(name, slots)
+        (one.parameters if trained else one.buffers)[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
+    for alias, owner in aliases.items():
+        if owner in one.parameters:
+            shape, dtype = one.parameters[owner].shape, one.parameters[owner].dtype
+            one.parameters[alias] = Parameter(alias, shape, dtype, tied_to=owner)
+
+
+def _is_running(name: str, slots: Mapping[str, Slot]) -> bool:
+    module, _, last = name.rpartition(".")
+    count = slots.get(f"{module}.{COUNT}" if module else COUNT)
+    return last in RUNNING and count is not None and not is_floating(count.dtype)
+
+
+def _read_torch(one: Checkpoint, path: Path) -> None:
+    file = read_torchfile(path)
+    root = file.root
+    if not isinstance(root, dict) or not is_state_dict(root):
+        raise UnsupportedError(
+            "holds no state dict", path=path, expected="a dict of tensors by name", found=brief(root, 60)
+        )
+    for name in by_name(root, str(path)):
+        _check_new(one, name, path)
+    add_tensors(one, root, str(path))
+    one.metadata |= {str(key): carried(file, value) for key, value in root.items() if not isinstance(value, Tensor)}
+    one.files.append(describe(file, "model"))
+
+
+def _check_new(one: Checkpoint, name: str, path: Path) -> None:
+    if name in one.parameters or name in one.buffers:
+        raise DamagedFileError(f"{name} is in two files", path=path)
+
+
+def _move(one: Checkpoint, checkpoint: Checkpoint, prefix: str) -> None:
+    """Put all of one model's into the checkpoint."""
+    checkpoint.files += one.files
+    checkpoint.metadata |= {f"{prefix}{key}": value for key, value in one.metadata.items()}
+    for section in ("parameters", "buffers"):
+        for name, tensor in getattr(one, section).items():
+            tied = None if tensor.tied_to is None else f"{prefix}{tensor.tied_to}"
+            getattr(checkpoint, section)[f"{prefix}{name}"] = replace(tensor, name=f"{prefix}{name}", tied_to=tied)
+
+
+def _model_type(directory: Directory) -> str | None:
+    """Return the type of a model as its configuration has it; of an adapter that of the model it is added to."""
+    config = read_json(directory.path / CONFIG_NAME)
+    if config is None and directory.is_adapter:
+        base = (read_json(directory.path / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        if isinstance(base, str) and "\0" not in base:
+            config = read_json(directory.path / base / CONFIG_NAME)
+    found = (config or {}).get("model_type")
+    return found if isinstance(found, str) else None
+
+
+def read_json(path: Path) -> dict[str, object] | None:
+    """Return an object in a file of JSON; None where there is no such file, or something else in it."""
+    try:
+        found = json.loads(read_whole(str(path), most=MAXIMUM_CONFIG_NBYTES)) if is_file(path) else None
+    except (SourceError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,234 @@
+"""In which orders a model may have its parameters, where no file says it.
+
+`named_parameters()` goes through the modules from the root: the parameters of a module come first, then its children,
+each as a whole, those of a list by their numbers. So the order of all parameters is one of siblings in each module.
+What is known of that, and the shapes of an optimizer's state, leaves one order, or several. `Search` finds which state
+each parameter may have in any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MOST_DEPTH = 64
+"""Of modules within modules; names of more are not searched."""
+
+MOST_ORDERS = 4096
+"""Of sets of siblings that may come first, in one module; more are not searched."""
+
+Offsets = tuple[int, ...]
+"""How many parameters of each param group come before."""
+
+
+class TooManyOrdersError(Exception):
+    """More orders than are looked through."""
+
+
+@dataclass(slots=True)
+class Module:
+    """A module: its parameters and modules by name, as yet in no order.
+
+    Parameters
+    ----------
+    path : str
+        From the root, with `*` for numbers.
+    own : dict of str to str
+        The whole names of its parameters.
+    children : dict of str to Module
+    widths : list of int
+        Parameters in it, by param group.
+    reach : (int, int)
+        The first and the last place that a file has for one of them; the first is larger where none is known.
+    """
+
+    path: str
+    own: dict[str, str] = field(default_factory=dict)
+    children: dict[str, Module] = field(default_factory=dict)
+    widths: list[int] = field(default_factory=list)
+    reach: tuple[int, int] = (1 << 62, -1)
+
+
+Siblings = Callable[[str, Sequence[str]], Sequence[str]]
+"""Those of a module's siblings whose order is known, in that order, by the module's path."""
+
+
+def tree_of(group_of: Mapping[str, int], num_groups: int, places: Mapping[str, int]) -> Module:
+    """Return the root of the modules that have some parameters.
+
+    Parameters
+    ----------
+    group_of : mapping of str to int
+        The param group of each parameter.
+    num_groups : int
+    places : mapping of str to int
+        Where a file has them: of two parameters with places, that with the smaller one comes first.
+    """
+    root = Module("", widths=[0] * num_groups)
+    for name, group in group_of.items():
+        *above, last = name.split(".")
+        if len(above) > MOST_DEPTH:
+            raise TooManyOrdersError
+        here = root
+        path: list[str] = []
+        for step in ["", *above]:
+            if step or here is not root:
+                path.append("*" if step.isdecimal() else step)
+                here = here.children.setdefault(step, Module(".".join(path), widths=[0] * num_groups))
+            here.widths[group] += 1
+            if name in places:
+                here.reach = min(here.reach[0], places[name]), max(here.reach[1], places[name])
+        here.own[last] = name
+    return root
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A parameter or a module among its siblings."""
+
+    name: str | None
+    module: Module | None
+    widths: Offsets
+    before: int
+    """The siblings that come before it in every order, as bits."""
+
+
+class Search:
+    """Finds the state that parameters may have.
+
+    Parameters
+    ----------
+    group_of : mapping of str to int
+    fits : callable
+        Tells whether a parameter may have the state of a param group's n-th one: (name, group, n).
+    num_groups : int
+    places : mapping of str to int
+        As for `tree_of`.
+    siblings : callable
+    """
+
+    def __init__(
+        self,
+        group_of: Mapping[str, int],
+        fits: Callable[[str, int, int], bool],
+        num_groups: int,
+        places: Mapping[str, int],
+        siblings: Siblings,
+    ) -> None:
+        self._group_of = group_of
+        self._fits = fits
+        self._num_groups = num_groups
+        self._places = places
+        self._siblings = siblings
+        self._items: dict[int, list[_Item]] = {}
+        self._steps: dict[tuple[int, Offsets], list[tuple[_Item, Offsets]] | None] = {}
+
+    def possible(self) -> dict[tuple[int, int], set[str]]:
+        """Return the parameters that each number may be, by its group and its position in it; empty if no order fits.
+
+        Raises
+        ------
+        TooManyOrdersError
+        """
+        root = tree_of(self._group_of, self._num_groups, self._places)
+        start = (0,) * self._num_groups
+        found: dict[tuple[int, int], set[str]] = {}
+        if self._orders(root, start) is None:
+            return found
+        waiting, seen = [(root, start)], {(id(root), start)}
+        while waiting:
+            module, offsets = waiting.pop()
+            for item, at in self._orders(module, offsets) or ():
+                if item.name is not None:
+                    group = self._group_of[item.name]
+                    found.setdefault((group, at[group]), set()).add(item.name)
+                elif item.module is not None and (id(item.module), at) not in seen:
+                    seen.add((id(item.module), at))
+                    waiting.append((item.module, at))
+        return found
+
+    def _orders(self, module: Module, offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
+        """Return which siblings may come where in a module, in some order that fits as a whole; None if none does."""
+        key = id(module), offsets
+        if key not in self._steps:
+            self._steps[key] = self._arranged(self._listed(module), offsets)
+        return self._steps[key]
+
+    def _arranged(self, items: Sequence[_Item], offsets: Offsets) -> list[tuple[_Item, Offsets]] | None:
+        whole = (1 << len(items)) - 1
+        at = {0: offsets}
+        edges: list[tuple[int, int, int]] = []
+        level = [0]
+        while level:
+            following: dict[int, None] = {}
+            for done in level:
+                for number, item in self._next(items, done):
+                    if self._may_stand(item, at[done]):
+                        after = done | 1 << number
+                        edges.append((done, after, number))
+                        following[after] = None
+                        at[after] = tuple(map(sum, zip(at[done], item.widths, strict=True)))
+            if len(at) > MOST_ORDERS:
+                raise TooManyOrdersError
+            level = list(following)
+        if whole not in at:
+            return None
+        useful, found = {whole}, []
+        for done, after, number in reversed(edges):  # an edge comes after all that lead to it
+            if after in useful:
+                useful.add(done)
+                found.append((items[number], at[done]))
+        return found
+
+    @staticmethod
+    def _next(items: Sequence[_Item], done: int) -> Iterator[tuple[int, _Item]]:
+        for number, item in enumerate(items):
+            if not done >> number & 1 and not item.before & ~done:
+                yield number, item
+
+    def _may_stand(self, item: _Item, offsets: Offsets) -> bool:
+        if item.name is not None:
+            group = self._group_of[item.name]
+            return self._fits(item.name, group, offsets[group])
+        return item.module is not None and self._orders(item.module, offsets) is not None
+
+    def _listed(self, module: Module) -> list[_Item]:
+        """Return what is in a module, with what has to come before it."""
+        if id(module) not in self._items:
+            self._items[id(module)] = self._with_order(module)
+        return self._items[id(module)]
+
+    def _with_order(self, module: Module) -> list[_Item]:
+        names = [*module.own, *module.children]
+        reaches = [self._reach(name) for name in module.own.values()] + [m.reach for m in module.children.values()]
+        known = {name: at for at, name in enumerate(self._siblings(module.path, names))}
+        own = len(module.own)
+        found = []
+        for i, name in enumerate(names):
+            before = 0
+            for j, other in enumerate(names):
+                is_before = (j < own <= i) or _numbered_before(other, name)
+                is_before = is_before or (other in known and name in known and known[other] < known[name])
+                is_before = is_before or (i != j and _placed_before(reaches[j], reaches[i]))
+                before |= is_before << j
+            if i < own:
+                whole = module.own[name]
+                widths = tuple(int(self._group_of[whole] == group) for group in range(self._num_groups))
+                found.append(_Item(whole, None, widths, before))
+            else:
+                child = module.children[name]
+                found.append(_Item(None, child, tuple(child.widths), before))
+        return found
+
+    def _reach(self, name: str) -> tuple[int, int]:
+        place = self._places.get(name)
+        return (1 << 62, -1) if place is None else (place, place)
+
+
+def _numbered_before(one: str, other: str) -> bool:
+    return one.isdecimal() and other.isdecimal() and int(one) < int(other)
+
+
+def _placed_before(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Tell whether the places of one have to come before those of another: it cannot be after it as a whole."""
+    return one[0] < other[1] if one[1] >= 0 <= other[1] else False

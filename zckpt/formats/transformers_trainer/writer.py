@@ -1,0 +1,197 @@
+"""A directory from which Hugging Face's Trainer resumes, of a checkpoint of any format.
+
+The Trainer has one model, one optimizer, and no masters besides the weights: those are written as they are, so that it
+goes on in their precision. Its optimizer has two param groups (`decay`), in the model's order. It takes the optimizer
+only where a scheduler is with it, and the step from its own account: what the source has not, is written by rule.
+
+scheduler.pt          of a LambdaLR: the source's, if it is one; else at the source's step, with the Trainer's own rates
+trainer_state.json    the source's; else its step
+rng_state*.pth        the Trainer's or Accelerate's; else none, and the Trainer begins with the seed of its arguments
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets
+from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.remainder import remainder
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.transformers_trainer.architectures import architecture
+from zckpt.formats.transformers_trainer.directory import ADAPTER_STEM, OWN_NAME, STATE_NAME
+from zckpt.formats.transformers_trainer.groups import as_the_trainer_has_them
+from zckpt.formats.transformers_trainer.model import read_json
+from zckpt.formats.transformers_trainer.states import FILES, random_states, scheduler
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Slot
+from zckpt.torchfile import FromFile, Object
+
+OPTIMIZER_NAME = "optimizer.pt"
+
+CALLBACKS = {
+    "TrainerControl": {
+        "args": dict.fromkeys(
+            ("should_epoch_stop", "should_evaluate", "should_log", "should_save", "should_training_stop"), False
+        ),
+        "attributes": {},
+    }
+}
+"""What the Trainer looks for in its account when it saves the next time (transformers 4.42 and later)."""
+
+EVERY = ("logging_steps", "eval_steps", "save_steps")
+"""How often the Trainer does what: of a run that goes on it takes that from its account, not from its arguments."""
+
+_OWN = re.compile(
+    r"optimizer\.pt|scheduler\.pt|scaler\.pt|zckpt\.pt|rng_state(?:_[0-9]+)?\.pth|training_args\.bin|trainer_state\.json"
+)
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
+    return _OWN.fullmatch(name) is not None or safetensors_file.OWN_NAMES.fullmatch(name) is not None
+
+
+def lay_out(job: Job) -> TargetFiles:
+    """Return the files of a directory.
+
+    Raises
+    ------
+    UnsupportedError
+        The Trainer could not resume from it: there are several models or optimizers, parameters without names, groups
+        that are not its own and cannot be made so, or no step is known.
+    """
+    checkpoint = job.checkpoint
+    _check(checkpoint)
+    assets = find_assets(checkpoint)
+    model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
+    known = architecture(model_type if isinstance(model_type, str) else None)
+    notes: list[str] = []
+    files = _model_files(checkpoint, is_adapter=ADAPTER_CONFIG in assets and _is_adapter(checkpoint))
+    if checkpoint.param_groups:
+        checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
+        slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
+        files.append(torch_writer.lay_out(OPTIMIZER_NAME, optimizer_tree(checkpoint, slots)))
+        files.append(torch_writer.lay_out("scheduler.pt", scheduler(checkpoint, notes)))
+    else:
+        notes.append("the source has no optimizer: the Trainer resumes with the weights and the step alone")
+    files.append(_trainer_state(checkpoint, job.options.train_batch_size, notes))
+    own = _own_files(checkpoint, notes)
+    files += [torch_writer.lay_out(name, value) for name, value in own.items()]
+    rest = remainder(checkpoint)
+    carried = {"trainer_state", *(_key(name) for name in own)}
+    carried |= {"scheduler"} if checkpoint.param_groups else set()
+    rest["metadata"] = {key: value for key, value in checkpoint.metadata.items() if key not in carried}
+    files.append(torch_writer.lay_out(OWN_NAME, rest))
+    files += copies_of(assets)
+    if not assets:
+        notes.append("config.json is not with the source: give the Trainer the model, or put it there")
+    return TargetFiles(files, notes=notes, copied=frozenset(assets))
+
+
+def _key(name: str) -> str:
+    return Path(name).stem
+
+
+def _check(checkpoint: Checkpoint) -> None:
+    """Raise unless the Trainer has a place for a model and an optimizer like these."""
+    if "models" in checkpoint.details or checkpoint.optimizers():
+        raise UnsupportedError(
+            "holds several models or optimizers, and the Trainer has one of each",
+            path=checkpoint.source,
+            found=", ".join(map(str, checkpoint.optimizers())) or "several models",
+            advice="`--to zckpt` holds all of them",
+        )
+    if checkpoint.unnamed:
+        raise UnsupportedError(
+            "the optimizer's parameters have no names, so that their order in the Trainer's groups is not known",
+            path=checkpoint.source,
+            found=", ".join(list(checkpoint.unnamed)[:8]),
+            advice="give --names FILE, one name a line in the optimizer's order",
+        )
+    if checkpoint.step is None:
+        raise UnsupportedError(
+            "does not say after which step it was saved, where the Trainer is to go on",
+            path=checkpoint.source,
+            advice="`zckpt consolidate` writes the model by itself",
+        )
+
+
+def _is_adapter(checkpoint: Checkpoint) -> bool:
+    return "adapter" in checkpoint.details or all("lora_" in name for name in checkpoint.parameters)
+
+
+def _model_files(checkpoint: Checkpoint, *, is_adapter: bool) -> list[TargetFile]:
+    entries = []
+    for name, slot in _weights(checkpoint).items():
+        entries.append(safetensors_file.Entry(name, slot, slot.dtype, name))
+    if is_adapter:
+        return [safetensors_file.lay_out(f"{ADAPTER_STEM}.safetensors", entries, safetensors_file.FOR_TORCH)]
+    return safetensors_file.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=safetensors_file.FOR_TORCH)
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, Slot]:
+    """Return what the model has under each name: masters where there are any, else its own weights."""
+    found = {}
+    for name in checkpoint.parameters:
+        slots = checkpoint.owner(name).slots
+        slot = slots.get(MASTER) or slots.get(WEIGHT)
+        if slot is not None:
+            found[name] = slot
+    return found | {name: buffer.slots[WEIGHT] for name, buffer in checkpoint.buffers.items()}
+
+
+def _trainer_state(checkpoint: Checkpoint, batch_size: int | None, notes: list[str]) -> TargetFile:
+    known = checkpoint.metadata.get("trainer_state")
+    known = dict(known) if isinstance(known, Mapping) and "global_step" in known else {}
+    if batch_size is not None or not known:
+        known["train_batch_size"] = batch_size or _batch_size(checkpoint)
+    if "global_step" not in known:
+        known |= {"global_step": checkpoint.step, "stateful_callbacks": CALLBACKS}
+        known |= {key: value for key in EVERY if type(value := _arguments(checkpoint).get(key)) is int and value > 0}
+        often = "as its arguments say" if EVERY[0] in known else "every 500 steps unless you change the file"
+        notes.append(
+            f"{STATE_NAME} was written by rule: epochs are counted from its step, nothing was logged before, and the "
+            f"Trainer logs, evaluates and saves {often}"
+        )
+    text = (json.dumps(known, indent=2, sort_keys=True) + "\n").encode()
+    return TargetFile(STATE_NAME, len(text), [Literal(0, text)])
+
+
+def _arguments(checkpoint: Checkpoint) -> Mapping[object, object]:
+    """Return the Trainer's arguments, if the source has them."""
+    known = checkpoint.metadata.get("training_args")
+    node = known.node if isinstance(known, FromFile) else known
+    return node.state if isinstance(node, Object) and isinstance(node.state, Mapping) else {}
+
+
+def _batch_size(checkpoint: Checkpoint) -> int:
+    """Return how many samples a device had in each step, without which the Trainer does not resume."""
+    said, config = _arguments(checkpoint), checkpoint.metadata.get("ds_config")
+    found: list[int] = [
+        values[key]
+        for values, key in ((said, "per_device_train_batch_size"), (config, "train_micro_batch_size_per_gpu"))
+        if isinstance(values, Mapping) and type(values.get(key)) is int
+    ]
+    if not found:
+        raise UsageError(
+            "says nothing of the batch size, and the Trainer does not resume without",
+            path=checkpoint.source,
+            expected="--train-batch-size N: samples of a device in each step",
+        )
+    return found[0]
+
+
+def _own_files(checkpoint: Checkpoint, notes: list[str]) -> dict[str, object]:
+    """Return what goes into files of the Trainer's as it is: random states, the loss scaler, its arguments."""
+    found = {name: checkpoint.metadata[key] for key, name in FILES.items() if key in checkpoint.metadata}
+    states = random_states(checkpoint)
+    if not states:
+        notes.append("no random state is in the source that the Trainer takes: it begins with its arguments' seed")
+    return found | states
