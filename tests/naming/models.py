@@ -129,22 +129,23 @@ class Norm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class LayerNormLinear(nn.Linear):
+class LayerNormLinear(nn.Module):
     """A norm, then a linear layer: one module, as Transformer Engine has it."""
 
     def __init__(self, size: int, out: int, bias: bool, kind: str, eps: float) -> None:
-        super().__init__(size, out, bias=bias)
+        super().__init__()
         self.kind, self.eps = kind, eps
         self.layer_norm_weight = nn.Parameter(torch.ones(size))
-        if kind == "layer":
-            self.layer_norm_bias = nn.Parameter(torch.zeros(size))
+        self.layer_norm_bias = nn.Parameter(torch.zeros(size)) if kind == "layer" else None
+        self.weight = nn.Parameter(torch.empty(out, size))
+        self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x):
         if self.kind == "layer":
             x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         else:
             x = rms_norm(x, self.layer_norm_weight, self.eps)
-        return super().forward(x)
+        return F.linear(x, self.weight, self.bias)
 
 
 class MegatronAttention(nn.Module):
@@ -152,8 +153,8 @@ class MegatronAttention(nn.Module):
         super().__init__()
         self.m = m
         rows = (m.heads + 2 * m.groups) * m.d
-        self.linear_qkv = LayerNormLinear(m.hidden, rows, m.qkv_bias, m.norm, m.eps)
         self.linear_proj = nn.Linear(m.heads * m.d, m.hidden, bias=m.bias)
+        self.linear_qkv = LayerNormLinear(m.hidden, rows, m.qkv_bias, m.norm, m.eps)
         if m.qk_norm:
             self.q_layernorm, self.k_layernorm = (Norm(m.d, "rms", m.eps) for _ in range(2))
 

@@ -55,6 +55,12 @@ from zckpt.errors import UsageError
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
+)
 @click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
 @write_options
 @source_options
@@ -120,6 +126,12 @@ def average_command(
 )
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
 )
 @click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
 @write_options

@@ -12,7 +12,7 @@ from zckpt.engine.computed import Computed
 from zckpt.engine.low_rank import Kept, LowRank
 from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
-from zckpt.formats.adapters import Adapter, Product, read_adapter, without_adapters
+from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.operations.combined import NUMBERS
 from zckpt.operations.computed import check_none_lost, write_computed
@@ -56,6 +56,7 @@ def merge_adapter(
     dtype: str | None = None,
     tied: str = "duplicate",
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
     verify: bool = False,
     weight_check: bool = True,
     checksums: bool = True,
@@ -87,8 +88,8 @@ def merge_adapter(
     fan_in_fan_out : bool, optional
         Whether square weights lie as (in, out), which shapes cannot tell; by default as the adapter's other weights do,
         or as its configuration says.
-    dtype, tied, max_shard_size
-        As for `consolidate`.
+    dtype, tied, max_shard_size, config
+        As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     weight_check, checksums, overwrite, dry_run, memory, reporter, drop
@@ -109,7 +110,7 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size)
+    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter,
@@ -121,7 +122,7 @@ def merge_adapter(
     merging = _Merging(model, added, fan_in_fan_out)
     result = merging.merged()
     done, num_tensors, verified = write_computed(
-        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped
+        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME]
     )
     return Merged(
         **{**done.fields(), "verified": verified},
