@@ -28,8 +28,8 @@ LLAMA = "hf_llama_s2_bf16_dp2"
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 67,
           "max_position_embeddings": 32, "tie_word_embeddings": True}  # fmt: skip
-IN_A_PROCESS = "zckpt inspect run/"
-"""Of the block with this line every command is a process of its own."""
+IN_A_PROCESS = "zckpt inspect run/ --tag"
+"""How the line begins whose command is a process of its own."""
 
 
 def _saved_model(at: Path) -> None:
@@ -292,7 +292,7 @@ def test_every_block_of_the_page(language: str, block: str, there: Path) -> None
         if line.startswith("python -c "):
             exec(shlex.split(line)[2])
             continue
-        if IN_A_PROCESS in block:
+        if line.startswith(IN_A_PROCESS):
             words = command(*shlex.split(line, comments=True)[1:])
             done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
         else:
