@@ -41,7 +41,8 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         members.append([])
     if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
-        notes.append(f"{len(groups)} param groups were made the Trainer's two: decayed, and norms and biases")
+        count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
+        notes.append(f"{count} made the Trainer's two: decayed, and norms and biases")
     _check_order(checkpoint, members, known)
     return _regrouped(checkpoint, members)
 
