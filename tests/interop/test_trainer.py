@@ -234,6 +234,32 @@ def test_consolidated_model_loads_from_pretrained(run: Callable[..., Run], tmp_p
     zckpt.consolidate(one.directory, target, overwrite=True)
 
 
+@pytest.mark.parametrize("kind", ["zckpt", "dcp", "fsdp-rank-files", "consolidated", "universal"])
+def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(
+    kind: str, run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run("qwen2")
+    source = tmp_path / kind
+    zckpt.convert(one.directory, source, to=kind)
+    home = source / "huggingface" if kind == "fsdp-rank-files" else source
+    home.mkdir(exist_ok=True)
+    shutil.copy(one.directory / "config.json", home)
+    zckpt.consolidate(source, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    weights = {key: value for key, value in one.truth.tensors.items() if key.startswith("weight/")}
+    assert all(same(loaded[key.removeprefix("weight/")], value) for key, value in weights.items())
+
+
+def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "trainer_ds2_gpt2"
+    zckpt.consolidate(source / "checkpoint-4", tmp_path / "model", dtype="keep")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    truth = load_file(source / "truth.safetensors")
+    masters = {key.partition("/")[2]: value for key, value in truth.items() if key.startswith("master/")}
+    assert masters
+    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in masters.items())
+
+
 def test_configuration_can_be_anywhere_else(run: Callable[..., Run], tmp_path: Path) -> None:
     one = run("llama")
     model, configs = tmp_path / "model", tmp_path / "configs"

@@ -46,7 +46,7 @@ RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are 
 
 
 def aliases_in(texts: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, str]:
-    """Return the names that `safetensors.torch.save_model` left out of tied tensors, and those that the file has of them."""
+    """Return the names of tied tensors that `safetensors.torch.save_model` left out, and those that it kept."""
     return {alias: owner for alias, owner in texts.items() if owner in slots and alias not in slots}
 
 

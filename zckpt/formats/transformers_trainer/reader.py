@@ -92,11 +92,16 @@ def _read_optimizers(
                 advice="give --names FILE: the names of all optimizers' parameters in their order, one a line",
             )
     if states:
-        _attach(checkpoint, directory.optimizers, states, found)
+        _attach(checkpoint, directory.optimizers, states, found, is_adapter=directory.is_adapter)
 
 
 def _attach(
-    checkpoint: Checkpoint, paths: Sequence[Path], states: Sequence[OptimizerState], found: Sequence[Mapping[int, str]]
+    checkpoint: Checkpoint,
+    paths: Sequence[Path],
+    states: Sequence[OptimizerState],
+    found: Sequence[Mapping[int, str]],
+    *,
+    is_adapter: bool,
 ) -> None:
     """Give parameters their state, and say whose is not known."""
     if len(states) == 1:
@@ -105,7 +110,8 @@ def _attach(
         _attach_further(checkpoint, state, path, certain)
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if any(len(certain) < len(state.every_number) for state, certain in zip(states, found, strict=True)):
-        checkpoint.warnings.append(f"{paths[0].name}: {NAMES_ADVICE}")
+        base = "put config.json of the model that the adapter is added to there, or " if is_adapter else ""
+        checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 
 def _attach_further(checkpoint: Checkpoint, state: OptimizerState, path: Path, certain: Mapping[int, str]) -> None:
