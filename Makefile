@@ -34,6 +34,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/rank_files.py
 	$(BIN)/python bench/plan_scale.py
 	$(BIN)/python bench/map.py
+	$(BIN)/python bench/average.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

@@ -25,12 +25,13 @@ READ = [
 def test_exported_names() -> None:
     assert zckpt.__all__ == [
         "Averaged", "Checkpoint", "Checkpointer", "Compared", "Consolidated", "DamagedFileError", "Extent", "Finding",
-        "Fingerprint", "Inspection", "LayoutError", "LeftOutError", "Map", "MissingPackageError", "OpenedCheckpoint",
-        "ParamGroup", "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series", "ShardError", "Slot",
-        "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology", "UnknownFormatError",
-        "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "Written", "ZckptError", "__version__",
-        "average", "consolidate", "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "map", "open",
-        "optim", "reshard", "save", "series", "strip", "verify",
+        "Fingerprint", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
+        "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series",
+        "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology",
+        "UnknownFormatError", "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "Written",
+        "ZckptError", "__version__",
+        "average", "consolidate", "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "map",
+        "merge_adapter", "open", "optim", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
 
 

@@ -27,11 +27,13 @@ else:
     import tomli as tomllib  # which pytest needs there
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
+ADAPTER = ROOT / "tests" / "operations" / "adapters" / "of_s2_bf16_dp2"
 PROVED = ("--verify", "--fingerprint")
 TARGETS = {
     "consolidate": ("model.safetensors", "--slots", "all"),
     "consolidate torch": ("model.pt", "--slots", "all"),
     "average": ("model.safetensors", SOURCE, "--slots", "all", "--verify"),
+    "merge-adapter": ("model.safetensors", "--verify"),
     "reshard": ("run3", "--world-size", "3", *PROVED),
     "strip": ("small", "--padding", "--optimizer"),
     "convert deepspeed": ("out", "--to", "deepspeed", *PROVED),
@@ -122,7 +124,8 @@ def test_verbs_that_write_write_the_same_without_torch(verb: str, python: Path, 
     for name in ("with", "without"):
         directory = tmp_path / name
         directory.mkdir()
-        written_to = (["--target"] if verb == "average" else []) + [directory / target]
+        before = {"average": ["--target"], "merge-adapter": [ADAPTER]}
+        written_to = [*before.get(verb, []), directory / target]
         arguments = (verb.split(maxsplit=1)[0], SOURCE, *written_to, *options)
         done = console.run(*arguments) if name == "with" else run(python, "-m", "zckpt", *arguments)
         assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@
     zckpt.reshard("run", "run6", world_size=6)
     zckpt.convert("run/global_step500", "dcp", to="dcp")
     zckpt.strip("run/global_step500", "small", optimizer=True)
+    zckpt.merge_adapter("base", "adapter", "merged")
     zckpt.average(["run/global_step400", "run/global_step500"], "mean.safetensors")
     zckpt.diff("run/global_step500", "dcp").equal          # by parameter and slot, whatever the formats
     zckpt.fingerprint("dcp").text                          # one line that is the same for every format
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from zckpt.operations.fingerprint import fingerprint
     from zckpt.operations.inspect import Inspection, inspect
     from zckpt.operations.map import Map, map  # noqa: A004
+    from zckpt.operations.merge_adapter import Merged, merge_adapter
     from zckpt.operations.open import OpenedCheckpoint, open  # noqa: A004
     from zckpt.operations.reshard import reshard
     from zckpt.operations.series import Series, series
@@ -78,6 +80,7 @@ _HOMES = {
     "zckpt.operations.fingerprint": ("fingerprint",),
     "zckpt.operations.inspect": ("Inspection", "inspect"),
     "zckpt.operations.map": ("Map", "map"),
+    "zckpt.operations.merge_adapter": ("Merged", "merge_adapter"),
     "zckpt.operations.reshard": ("reshard",),
     "zckpt.operations.target": ("Written",),
     "zckpt.operations.series": ("Series", "series"),
@@ -107,6 +110,7 @@ __all__ = [
     "LayoutError",
     "LeftOutError",
     "Map",
+    "Merged",
     "MissingPackageError",
     "OpenedCheckpoint",
     "ParamGroup",
@@ -142,6 +146,7 @@ __all__ = [
     "inspect",
     "load",
     "map",
+    "merge_adapter",
     "open",
     "optim",
     "reshard",

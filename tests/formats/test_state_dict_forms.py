@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import (
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import (
 import zckpt
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.gloo import run
-from zckpt.errors import DamagedFileError, UsageError
+from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError, UsageError
 
 
 def body(*sizes: int) -> nn.Sequential:
@@ -316,3 +317,91 @@ def test_what_composer_writes(tmp_path: Path) -> None:
     there = zckpt.open(tmp_path / "z")
     assert there.metadata.keys() == {"state", "rng"}
     assert zckpt.diff(tmp_path / "ep1-ba22-rank0.pt", tmp_path / "z").equal
+
+
+def test_what_composer_writes_sharded(tmp_path: Path) -> None:
+    """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; its parent names the newest."""
+    model = nn.ModuleDict({"model": body(5, 4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model["model"], optimizer)
+    weights, state = get_state_dict(model, optimizer)
+    inner = {"model": weights, "optimizers": {"DecoupledAdamW": state}, "timestamp": {"Timestamp": {"batch": 22}}}
+    for folder in ("ep1-ba9", "ep1-ba22"):
+        root = {"state": inner, "rng": [{"torch": torch.arange(8, dtype=torch.uint8)}]}
+        dcp.save(root, checkpoint_id=tmp_path / "run" / folder, no_dist=True)
+    opened = assert_state(tmp_path / "run" / "ep1-ba22", model, {None: optimizer})
+    assert opened.step == 22
+    assert opened.metadata.keys() == {"state.timestamp", "rng"}
+    with pytest.raises(UnknownFormatError) as raised:
+        zckpt.open(tmp_path / "run")
+    assert raised.value.advice == f"did you mean {tmp_path / 'run' / 'ep1-ba22'}?"
+
+
+def test_the_parent_of_torchtitans_steps_names_the_last(tmp_path: Path) -> None:
+    model = body(5, 4)
+    for number in (9, 10):
+        dcp.save(
+            {**model.state_dict(), "train_state": {"step": number}},
+            checkpoint_id=tmp_path / f"step-{number}",
+            no_dist=True,
+        )
+    assert zckpt.open(tmp_path / "step-10").step == 10
+    with pytest.raises(UnknownFormatError) as raised:
+        zckpt.open(tmp_path)
+    assert raised.value.advice == f"did you mean {tmp_path / 'step-10'}?"
+
+
+# --- and back
+
+
+def test_what_lightning_keeps_besides_survives_conversions(tmp_path: Path) -> None:
+    model, optimizers = muon_and_adamw(0)
+    stepped(model, *optimizers)
+    loops = {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 2, "completed": 1}}}}
+    root = {
+        "epoch": 1,
+        "global_step": 16,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": model.state_dict(),
+        "loops": loops,
+        "callbacks": {
+            "ModelCheckpoint{'monitor': 'loss'}": {"best_model_score": torch.tensor(0.5), "best_k_models": {}}
+        },
+        "optimizer_states": [one.state_dict() for one in optimizers],
+        "lr_schedulers": [{"last_epoch": 2, "base_lrs": [0.1]}],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"width": 7},
+    }
+    torch.save(root, tmp_path / "last.ckpt")
+    opened = assert_state(tmp_path / "last.ckpt", model, {"0": optimizers[0], "1": optimizers[1]})
+    assert opened.step == 16
+    source = tmp_path / "last.ckpt"
+    for target in ("zckpt", "dcp", "universal"):
+        if target == "universal":
+            with pytest.raises(UnsupportedError, match="holds several optimizers"):
+                zckpt.convert(source, tmp_path / target, to=target)
+            continue
+        zckpt.convert(source, tmp_path / target, to=target)
+        assert zckpt.diff(tmp_path / "last.ckpt", tmp_path / target).equal
+        source = tmp_path / target
+    there = zckpt.open(source)
+    assert there.metadata.keys() == root.keys() - {"state_dict", "optimizer_states"}
+    again, others = muon_and_adamw(1)
+    zckpt.load(source, model=again, optimizer=others)
+    assert torch.equal(others[1].state[again[1].bias]["exp_avg"], optimizers[1].state[model[1].bias]["exp_avg"])
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_slots_are_stripped_of_named_state(flat: bool, tmp_path: Path) -> None:
+    model = body(5, 4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    torch.save({"model": weights, "optimizer": state}, tmp_path / "c.pt")
+    zckpt.strip(tmp_path / "c.pt", tmp_path / "s.pt", keep_slots=["exp_avg"])
+    kept = zckpt.open(tmp_path / "s.pt")
+    assert torch.equal(kept.read("0.weight", "exp_avg"), optimizer.state[model[0].weight]["exp_avg"])
+    assert set(kept.parameters["0.weight"].slots) == {"weight", "exp_avg", "step"}
+    zckpt.strip(tmp_path / "c.pt", tmp_path / "n.pt", optimizer=True)
+    assert set(zckpt.open(tmp_path / "n.pt").parameters["0.weight"].slots) == {"weight"}

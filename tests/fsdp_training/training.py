@@ -76,11 +76,23 @@ def placed(model: nn.Module, wrap: str, world_size: int) -> nn.Module:
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=units,
-        device_mesh=mesh if "mesh" in words or "hsdp" in words else None,
+        device_mesh=mesh if {"mesh", "hsdp"} & words and "groups" not in words else None,
+        process_group=_groups(world_size) if "groups" in words else None,
         device_id=torch.device("cpu"),
         use_orig_params="orig" in words,
         sharding_strategy=strategy,
     )
+
+
+def _groups(world_size: int) -> tuple[Any, Any]:
+    """Return this rank's group of shards and its group of copies, as FSDP1 takes them where it has no mesh."""
+    import torch.distributed as dist
+
+    half, own = world_size // 2, dist.get_rank()
+    every = [[range(half), range(half, world_size)], [range(at, world_size, half) for at in range(half)]]
+    found = [[(ranks, dist.new_group(list(ranks))) for ranks in kind] for kind in every]
+    shards, copies = (next(group for ranks, group in kind if own in ranks) for kind in found)
+    return shards, copies
 
 
 def made(wrap: str, world_size: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:

@@ -213,6 +213,19 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
         zckpt.average([a], tmp_path / "m.safetensors")
 
 
+def test_adapters_that_are_scaled_otherwise_are_refused(tmp_path: Path) -> None:
+    for name, alpha in (("a", 8), ("b", 8), ("c", 16)):
+        (tmp_path / name).mkdir()
+        factors = {f"base_model.model.w.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}
+        save_file(factors, tmp_path / name / "adapter_model.safetensors")
+        settings = {"peft_type": "LORA", "r": 2, "lora_alpha": alpha}
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
+    zckpt.average([tmp_path / "a", tmp_path / "b"], tmp_path / "m")
+    assert {one.name for one in (tmp_path / "m").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+    with pytest.raises(zckpt.UsageError, match="an adapter that is scaled otherwise"):
+        zckpt.average([tmp_path / "a", tmp_path / "c"], tmp_path / "n")
+
+
 def test_a_slot_that_one_lacks_is_refused_by_name(tmp_path: Path) -> None:
     zckpt.consolidate(SAME[1], tmp_path / "b.safetensors")
     with pytest.raises(zckpt.UsageError, match=r"b\.safetensors: exp_avg of .* is not there"):

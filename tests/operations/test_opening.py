@@ -17,6 +17,7 @@ from tests.cli.console import FIXTURES, run
 from zckpt.cli import cli
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
+ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
 
 Verb = Callable[..., Any]
 READING: dict[str, Verb] = {
@@ -27,6 +28,9 @@ READING: dict[str, Verb] = {
     "verify": lambda source, _, **where: zckpt.verify(source, deep=True, **where).as_dict(),
 }
 WRITING: dict[str, Verb] = {
+    "merge-adapter": lambda source, target, **where: zckpt.merge_adapter(
+        source, ADAPTER, target / "m.safetensors", **where
+    ),
     "average": lambda source, target, **where: zckpt.average(
         [source] * 2 if isinstance(source, zckpt.Checkpoint) else [source, zckpt.open(SOURCE)],
         target / "m.safetensors",
@@ -90,6 +94,7 @@ def test_an_open_checkpoint_and_where_to_find_it_are_refused(verb: str, where: d
         "inspect",
         "map",
         "average",
+        "merge_adapter",
         "consolidate",
         "convert",
         "reshard",

@@ -14,6 +14,7 @@ import zckpt
 from tests.cli.console import FIXTURES, run
 
 SOURCE, OTHER = FIXTURES / "s2_bf16_dp2", FIXTURES / "s2_bf16_dp3"
+ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
 SLOTS = ("--slots", "all")
 VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "inspect": (lambda _: zckpt.inspect(SOURCE, include_inventory=True), [SOURCE, "--files"]),
@@ -26,6 +27,10 @@ VERBS: dict[str, tuple[Callable[[Path], Any], list[object]]] = {
     "average": (
         lambda at: zckpt.average([SOURCE, OTHER], at / "m.pt", weights=[1, 3]),
         [SOURCE, OTHER, "--target", "m.pt", "--weights", "1,3"],
+    ),
+    "merge-adapter": (
+        lambda at: zckpt.merge_adapter(SOURCE, ADAPTER, at / "m.pt", verify=True),
+        [SOURCE, ADAPTER, "m.pt", "--verify"],
     ),
     "convert": (lambda at: zckpt.convert(SOURCE, at / "dcp", to="dcp"), [SOURCE, "dcp", "--to", "dcp"]),
     "reshard": (lambda at: zckpt.reshard(SOURCE, at / "r", world_size=3), [SOURCE, "r", "--world-size", 3]),

@@ -15,7 +15,7 @@ import traceback
 import click
 
 from zckpt import __version__
-from zckpt.cli.computing import average_command
+from zckpt.cli.computing import average_command, merge_adapter_command
 from zckpt.cli.reading import (
     diff_command,
     fingerprint_command,
@@ -45,7 +45,8 @@ def cli(debug: bool) -> None:
 
 
 for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
-                diff_command, fingerprint_command, verify_command, map_command, formats_command):  # fmt: skip
+                merge_adapter_command, diff_command, fingerprint_command, verify_command, map_command,
+                formats_command):  # fmt: skip
     cli.add_command(command)
 
 

@@ -1,4 +1,4 @@
-"""The verbs that compute what they write: `average`."""
+"""The verbs that compute what they write: `average`, `merge-adapter`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ from zckpt.errors import UsageError
 @click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
+)
 @click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
 @write_options
 @source_options
@@ -88,6 +94,67 @@ def average_command(
         **writing,
         **where,
     )
+    show(done, as_json=as_json, quiet=quiet)
+
+
+@click.command("merge-adapter")
+@click.argument("base", type=click.Path(path_type=Path))
+@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--adapter-config",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The adapter_config.json, where it is not with ADAPTER's tensors.",
+)
+@click.option(
+    "--fan-in-fan-out/--no-fan-in-fan-out",
+    default=None,
+    help="Whether square weights lie as (in, out), as in GPT-2, where neither shapes nor others tell.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
+    help="Element type of trained parameters. Default: masters as float32, parameters without a master in their own.",
+)
+@click.option(
+    "--tied",
+    type=click.Choice(["duplicate", "drop"]),
+    default="duplicate",
+    show_default=True,
+    help="Write a tied parameter under all its names, or its owner's only.",
+)
+@click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
+)
+@click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
+@write_options
+@source_options
+def merge_adapter_command(
+    base: Path,
+    adapter: Path,
+    target: Path,
+    as_json: bool,
+    quiet: bool,
+    writing: dict[str, Any],
+    where: dict[str, Any],
+    **options: Any,  # noqa: ANN401  # what click gives
+) -> None:
+    """Write a model with a LoRA adapter of PEFT merged into it.
+
+    BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
+    checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are
+    --tag, --root, --names and --tp-rules.
+    """
+    from zckpt.operations.merge_adapter import merge_adapter
+
+    done = merge_adapter(base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **writing, **where)
     show(done, as_json=as_json, quiet=quiet)
 
 

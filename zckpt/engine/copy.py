@@ -30,6 +30,10 @@ LARGE_NBYTES = 1 << 16
 """From this size on what lies end to end in the target is written by itself: what is between is not waited for."""
 
 
+CAST_NBYTES = 1 << 17
+"""Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Contiguous bytes of a target file, and the copies that fill them.
@@ -218,7 +222,8 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     if isinstance(piece, ComputedPiece):
         block = piece.block
         inputs = [partial(_elements_of, each, sources) for each in block.inputs]
-        values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
+        with np.errstate(all="ignore"):  # what is no number stays none
+            values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
         return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
@@ -279,9 +284,24 @@ def _elements_of(one: Input, sources: Sources) -> Array:
     hole = Hole(0, one.slot.name, one.slot, one.extent, one.dtype)
     for piece in pieces(Fill(hole, tuple(fill(hole))), hole.nbytes, hole.nbytes):
         into = view[piece.offset : piece.offset + piece.nbytes]
+        source = piece.copies[0].sources[0]
         if piece.is_bytewise:
-            source = piece.copies[0].sources[0]
             sources.read(source.path, source.offset, into)
+        elif len(piece.copies) == 1 and piece.copies[0].is_plain:
+            start = piece.offset // result.itemsize
+            _read_cast(piece.copies[0], sources, result[start : start + piece.copies[0].numel])
         else:
             into[:] = elements(piece, sources)
     return result
+
+
+def _read_cast(copy: Copy, sources: Sources, into: Array) -> None:
+    """Read elements that lie end to end as another type, through a buffer that stays in the cache."""
+    dtype = numpy_dtype(copy.source_dtype)
+    step = CAST_NBYTES // dtype.itemsize
+    buffer: Array = np.empty(min(step, copy.numel), dtype)
+    for at in range(0, copy.numel, step):
+        some = buffer[: min(step, copy.numel - at)]
+        sources.read(copy.sources[0].path, copy.sources[0].offset + at * dtype.itemsize, some.view(np.uint8).data)
+        with np.errstate(over="ignore", invalid="ignore"):
+            into[at : at + len(some)] = some

@@ -31,6 +31,11 @@ from zckpt.errors import LayoutError
 from zckpt.state import ZEROS, CutSpans, Extent, Span
 from zckpt.state.dtypes import itemsize
 
+WIDENED = frozenset(
+    {(a, b) for a in ("bfloat16", "float16") for b in ("float32", "float64")} | {("float32", "float64")}
+)
+"""Casts that change no value, and need no rule."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strided:
@@ -78,6 +83,20 @@ class Copy:
     def nbytes(self) -> int:
         """Number of bytes written."""
         return self.numel * itemsize(self.target_dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both sides lie end to end, and each element becomes the same number of a wider type."""
+        size = itemsize(self.source_dtype)
+        return (
+            len(self.sources) == 1
+            and not self.unresolved
+            and self.byteorder == "little"
+            and self.strides == (itemsize(self.target_dtype),)
+            and self.sources[0].strides == (size,)
+            and self.sources[0].path != ZEROS
+            and (self.source_dtype, self.target_dtype) in WIDENED
+        )
 
     @property
     def is_bytewise(self) -> bool:

@@ -18,6 +18,9 @@ from zckpt.naming.sizes import Sizes, Tensor
 from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.checkpoint import keys_listed
 
+MAXIMUM_TENSORS = 1 << 17
+"""That one tensor is taken apart into: experts of all layers. A file may say any shape."""
+
 
 def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint under the names of a map's other side, and what to know of it.
@@ -132,9 +135,9 @@ class _Mapping:
         )
 
     def _keep(self, parameter: Parameter, sources: Sequence[str], *, is_same: bool) -> None:
-        names = {**{name: name for name in self._made}, listed(list(sources)): parameter.name}
-        if parameter.name in self._made:
-            check_different(names, f"--map {self._map.name}")
+        before = self._made.get(parameter.name)
+        if before is not None:
+            check_different(dict.fromkeys((*before.sources, *sources), parameter.name), f"--map {self._map.name}")
         is_buffer = sources[0] in self._checkpoint.buffers
         position = min(self._positions[name] for name in sources)
         self._made[parameter.name] = _Made(parameter, position, is_buffer, tuple(sources), is_same)
@@ -238,6 +241,12 @@ def _letters(one: Tensor) -> Iterator[str]:
 def _targets(templates: Sequence[Template], instance: Instance, sizes: Sizes) -> Iterator[Tensor]:
     for template in templates:
         own = [letter for letter in template.indices if letter not in instance.shared]
+        if math.prod(map(sizes.total, own)) > MAXIMUM_TENSORS:
+            raise UsageError(
+                f"{instance.sources[0].name} would be more tensors than a model has",
+                expected=f"at most {MAXIMUM_TENSORS}",
+                found=", ".join(f"{letter}={sizes.total(letter)}" for letter in own),
+            )
         for numbers in product(*(range(sizes.total(letter)) for letter in own)):
             indices = {**instance.shared, **dict(zip(own, numbers, strict=True))}
             yield Tensor(template, indices, template.name(indices))

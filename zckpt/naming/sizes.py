@@ -156,14 +156,22 @@ class Sizes:
             for one in self._tensors:
                 axes = one.template.axes or ()
                 for axis, size in zip(axes, one.shape or (), strict=False):
-                    progress = self._solve_axis(axis, size) or progress
+                    progress = self._solve_axis(axis, size, one) or progress
 
-    def _solve_axis(self, axis: Sequence[Factor], size: int) -> bool:
+    def _solve_axis(self, axis: Sequence[Factor], size: int, of: Tensor) -> bool:
         values = [evaluated(factor.numel, self.of, self._where) for factor in axis]
         known = math.prod(value for value in values if value is not None)
         unknown = [factor.numel for factor, value in zip(axis, values, strict=True) if value is None]
-        if len(unknown) != 1 or not unknown[0].isidentifier() or known < 1 or size % known:
+        if len(unknown) != 1 or not unknown[0].isidentifier() or known < 1:
             return False
+        if size % known:
+            told = [factor.numel for factor, value in zip(axis, values, strict=True) if value is not None]
+            raise UsageError(
+                f"{self._where}: {of.name} has another shape",
+                expected=f"a multiple of {known}, which is {' x '.join(told)}",
+                found=of.shape,
+                advice="is the configuration that of this model?",
+            )
         self._solved[unknown[0]] = size // known
         return True
 

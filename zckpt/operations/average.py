@@ -21,6 +21,9 @@ from zckpt.operations.open import Source, named, opened
 from zckpt.operations.target import How, about
 from zckpt.state import Checkpoint, Slot
 
+SCALED_BY = ("peft_type", "lora_alpha", "r", "use_rslora", "rank_pattern", "alpha_pattern")
+"""Settings of a LoRA adapter that say what its factors are multiplied with."""
+
 LEAST_SUM = 1e-6
 """Of weights: they are divided by their sum, which must be more than what is left of weights that cancel out."""
 
@@ -65,6 +68,7 @@ def average(
     tied: str = "duplicate",
     exclude_frozen: bool = False,
     max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
     verify: bool = False,
     weight_check: bool = True,
     checksums: bool = True,
@@ -104,6 +108,8 @@ def average(
         complex numbers and 8-bit floats must be the same in all sources, or be named here.
     tied, exclude_frozen, max_shard_size
         As for `consolidate`. Names that are one parameter in every source stay one.
+    config : path-like, optional
+        As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
     weight_check, checksums, overwrite, dry_run, memory, reporter, drop
@@ -126,13 +132,14 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter,
     )  # fmt: skip
     found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
     dropped = check_none_lost(found, drop)
+    _check_adapters(found)
     mean = combined(found, rule, slots=slots, from_last=from_last)
     _check_equal(mean, found, memory)
     done, num_tensors, verified = write_computed(
@@ -192,6 +199,20 @@ def _mean(weights: tuple[float, ...], slots: tuple[Slot, ...], dtype: str) -> Me
 
 def _decayed(decay: float, slots: tuple[Slot, ...], dtype: str) -> Decayed:
     return Decayed(slots, dtype, decay)
+
+
+def _check_adapters(sources: Sequence[Checkpoint]) -> None:
+    """Raise UsageError if sources are adapters that are scaled in different ways: a mean has one configuration."""
+    settings = [one.details.get("adapter") for one in sources]
+    scales = [tuple(one.get(key) for key in SCALED_BY) if isinstance(one, dict) else None for one in settings]
+    for one, scale in zip(sources, scales, strict=True):
+        if scale != scales[0]:
+            raise UsageError(
+                f"an adapter that is scaled otherwise than {named(sources[0])}",
+                path=named(one),
+                expected=f"the same {', '.join(SCALED_BY)}",
+                advice="merge each with merge-adapter, and average the models",
+            )
 
 
 def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> None:

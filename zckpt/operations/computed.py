@@ -6,8 +6,8 @@ every byte, if that is asked for, is what the same functions compute once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine.scan import SlotSet
@@ -15,7 +15,7 @@ from zckpt.errors import LayoutError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
-from zckpt.operations.consolidate import OWNED, Chosen, check_model_apart, lay_out
+from zckpt.operations.consolidate import Chosen, check_model_apart, lay_out, owned_with
 from zckpt.operations.open import named
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import Checkpoint, Slot, Span
@@ -83,6 +83,7 @@ def write_computed(
     *,
     verify: bool,
     dropped: tuple[str, ...],
+    without: Collection[str] = (),
 ) -> tuple[Written, int, int]:
     """Write a model that has computed slots.
 
@@ -98,6 +99,8 @@ def write_computed(
         Compute all elements once more after writing, and compare.
     dropped : tuple of str
         What of the sources may be lost.
+    without : collection of str
+        Names of files next to the sources that do not go with what is written.
 
     Returns
     -------
@@ -112,12 +115,13 @@ def write_computed(
         The target exists or cannot be written.
     """
     laid, num_tensors = lay_out(checkpoint, target, chosen)
+    kept = [one for one in laid.files if one.name not in without]
+    laid = replace(laid, files=kept, copied=frozenset(laid.copied) - frozenset(without))
     check_model_apart(sources, target, laid, overwrite=how.overwrite)
     proof = _Proof(checkpoint, laid, target, how, verify)
-    owned = None if laid.is_file else OWNED
     done = write_from(
-        checkpoint, laid, target, how, owned=owned, prove=proof.of_model, prove_files=proof.of_files, dropped=dropped,
-        sources=sources,
+        checkpoint, laid, target, how, owned=owned_with(laid), prove=proof.of_model, prove_files=proof.of_files,
+        dropped=dropped, sources=sources,
     )  # fmt: skip
     return done, num_tensors, proof.verified
 

@@ -148,7 +148,8 @@ def consolidate(
     roots, tag, names, tp_rules
         As for `open`; of a path only.
     rename : sequence of (str, str)
-        Regular expressions and what each becomes wherever it is found in a name.
+        Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
+        globs of whole names.
     strip_prefix, add_prefix : str, optional
         Taken off the names that have it, before all else; put before all names, after all else.
     map : str, path-like or mapping, optional
@@ -183,7 +184,7 @@ def consolidate(
     laid, num_tensors = lay_out(checkpoint, path, chosen)
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
-    done = write_from(found, laid, path, how, owned=_owned(laid), dropped=dropped)
+    done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
     return Consolidated(**done.fields(), num_tensors=num_tensors)
 
 
@@ -215,7 +216,7 @@ def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Pat
     return {}
 
 
-def _owned(laid: TargetFiles) -> Owned | None:
+def owned_with(laid: TargetFiles) -> Owned | None:
     """Return which directories a target may replace: those of models, with what else it has; None of a file."""
     return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
 
@@ -263,7 +264,7 @@ def _optimizer_file(
     if chosen == ["all"]:
         chosen = optimizer_slots(checkpoint, dtype)
     unknown = [name for name in chosen if name not in available]
-    if unknown or not available:
+    if unknown or not (available or any(one.state for one in checkpoint.parameters.values())):
         raise UsageError(
             f"no slot {', '.join(unknown) or 'of an optimizer'}",
             path=checkpoint.source,
@@ -283,4 +284,4 @@ def check_model_apart(sources: Sequence[Checkpoint], path: Path, laid: TargetFil
     if overwrite and laid.is_file:
         check_companions(path, paths)
     elif overwrite:
-        check_replaceable(path, _owned(laid))
+        check_replaceable(path, owned_with(laid))

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zckpt.errors import UnsupportedError
 from zckpt.optim.flat_parameters import EXTRA_STATE, Member, Members, flat_model, is_flat
@@ -207,12 +208,18 @@ def share_of(tensor: torch.Tensor | Member, name: str) -> Share | None:
     Raises
     ------
     UnsupportedError
-        A DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse tensor.
+        A DTensor that is yet to be summed up, or of which a rank has several boxes; a sparse or a quantised tensor.
     """
     if isinstance(tensor, Member):
         return None if tensor.extent is None else Share(tuple(tensor.shape), tensor.extent, tensor.tensor, tensor.ranks)
     if isinstance(tensor, DTensor):
         return _share_of_dtensor(tensor, name)
+    if is_traceable_wrapper_subclass(tensor):
+        raise UnsupportedError(
+            f"{name} is a {type(tensor).__name__}, whose elements are in tensors within it",
+            found=torch.typename(tensor),
+            advice="save the optimizer's state_dict() with torch.save",
+        )
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"{name} is {tensor.layout}, whose elements have no order", advice="make it dense")
     shape = tuple(tensor.shape)

@@ -22,6 +22,7 @@ from zckpt.formats.remainder import MAXIMUM_VALUES, jsonables
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER as OF
+from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.inventory import STATE, Rule
 from zckpt.torchfile import Renderer
@@ -58,7 +59,14 @@ def _owners(checkpoint: Checkpoint) -> dict[str, Parameter]:
 
 
 def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str]) -> TargetFile:
-    """Return a safetensors file of some slots of all parameters."""
+    """Return a safetensors file of some slots of all parameters.
+
+    Raises
+    ------
+    UnsupportedError
+        State that is more than plain tensors, numbers and texts.
+    """
+    refuse_trees(checkpoint, "safetensors files", "give the target a name that ends in .pt")
     entries = [
         safetensors_file.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
         for slot in slots

@@ -27,7 +27,7 @@ from zckpt.formats.dcp.tree import (
     names_of_model,
     prefixes,
 )
-from zckpt.formats.torch_files.reader import STEP_KEYS
+from zckpt.formats.torch_files.reader import COMPOSERS_STEP, STEP_KEYS
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Scalar, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -305,6 +305,13 @@ def _step(checkpoint: Checkpoint, root: Branch, paths: Sequence[Keys]) -> int | 
             found = _whole_number(place.get(key)) if isinstance(place, dict) else None
             if found is not None:
                 return found
+    for place in places:
+        clock = place
+        for key in COMPOSERS_STEP:
+            clock = clock.get(key) if isinstance(clock, dict) else None
+        found = _whole_number(clock)
+        if found is not None:
+            return found
     steps = [group.state.get("step") for group in checkpoint.param_groups]
     numbers = [s.value if isinstance(s, Scalar) else s for s in steps]
     return max((int(n) for n in numbers if isinstance(n, (int, float)) and n == int(n)), default=None)

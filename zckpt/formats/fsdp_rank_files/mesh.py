@@ -158,7 +158,7 @@ def _placement(node: object, path: str) -> Placement:
         )
     if kind == REPLICATE:
         return Placement(kind)
-    dim = node.get("dim", node.args[0] if node.args else None)
+    dim = node.get("dim", next(iter(node.args), None))
     factor = node.get("split_factor", 1)
     if type(dim) is not int or type(factor) is not int:
         raise DamagedFileError("a DTensor with an unreadable placement", path=path, expected="Shard(dim)", found=dim)

@@ -198,16 +198,19 @@ def _by_number(
             name in shapes and fit(key, shapes[name]) for key, name in zip(sizes.keys, given, strict=True)
         )
         return [Reading(kind, _one_each(zip(sizes.keys, given, strict=True)))] if fits else []
+    numbers = [[int(key) for key in group] for group in sizes.optimizer.keys]
+    certain = deduce_names(numbers, list(owners), lambda number, name: fit(number, owners[name]))
     if len(sizes.optimizer.groups) == 1:
         for shapes, ties in _in_turn(checkpoint, model, owners, len(sizes.keys)):
             if all(fit(key, shape) for key, shape in zip(sizes.keys, shapes.values(), strict=True)):
-                return [Reading(kind, _one_each(zip(sizes.keys, shapes, strict=True)), tuple(ties))]
-    numbers = [[int(key) for key in group] for group in sizes.optimizer.keys]
-    found = deduce_names(numbers, list(owners), lambda number, name: fit(number, owners[name]))
+                found = _one_each(zip(sizes.keys, shapes, strict=True))
+                contradicted = any(found[number] != (name,) for number, name in certain.items() if ties)
+                others = [Reading(kind, _one_each(certain.items()))] if contradicted else []
+                return [Reading(kind, found, tuple(ties)), *others]
     fits = all(any(fit(key, shape) for shape in owners.values()) for key in sizes.keys)
-    if not fits or (kind != WHOLE and len(found) < len(sizes.keys)):
+    if not fits or (kind != WHOLE and len(certain) < len(sizes.keys)):
         return []
-    return [Reading(kind, _one_each(found.items()))]
+    return [Reading(kind, _one_each(certain.items()))]
 
 
 def _one_each(pairs: Iterable[tuple[Key, str]]) -> dict[Key, tuple[str, ...]]:
@@ -221,7 +224,7 @@ def _in_turn(
     if len(owners) == count:
         yield dict(owners), []
     elif len(owners) > count:
-        ties = equal_names(model, list(owners))
+        ties = equal_names(model, [name for name, shape in owners.items() if len(shape) > 1])
         gone = dict(ties)
         if len(owners) - len(gone) == count:
             yield {name: shape for name, shape in owners.items() if name not in gone}, ties

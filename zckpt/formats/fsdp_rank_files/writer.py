@@ -39,6 +39,7 @@ from zckpt.formats.fsdp_rank_files.own import own_tree
 from zckpt.formats.fsdp_rank_files.readings import FLAT
 from zckpt.formats.fsdp_rank_files.units import WRAPPED, matching, members_of
 from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import refuse_trees
 from zckpt.formats.torch_files.writer import SlotTensor
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.partition import check_world_size
@@ -84,6 +85,7 @@ def lay_out(job: Job) -> TargetFiles:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
+    refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
     listed_names = [name for group in checkpoint.param_groups for name in group.parameters]
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed_names if n not in checkpoint.parameters)]))
     if unknown:

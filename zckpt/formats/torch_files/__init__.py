@@ -1,8 +1,11 @@
 """Files of torch.save, with one state dict or several. Other formats are directories of such files.
 
-reader          from a file to a Checkpoint: which dict is the model's, which the optimizer's
+reader          from a file to a Checkpoint
+content         which dicts are models, which are optimizers, and which optimizer is whose
 tensors         tensors as slots and spans, single values as numbers
-optimizer       a torch.optim state dict as slots and param groups, with names for its parameters
+state_dicts     an optimizer's state dict in each of its forms
+optimizer       its state as slots and param groups, with names for its parameters
+gathered        what can be noticed of state that FSDP1 has lost
 writer          a tree with tensors as a file that torch.load reads
 strip           a file without its optimizer's slots
 """
@@ -34,8 +37,8 @@ class TorchSave(Format):
     name = "torch"
     title = "files of torch.save"
     reads = (
-        ("files of `torch.save`", "state dicts, optimizers; zip and legacy, both byte orders, every dtype, strided and "
-         "shared storages"),
+        ("files of `torch.save`", "state dicts, optimizers by number or name, several of each (GANs, Lightning, Composer); "
+         "zip and legacy, both byte orders, every dtype, strided and shared storages"),
     )  # fmt: skip
 
     def find(self, search: Search) -> Found | NearMiss | None:

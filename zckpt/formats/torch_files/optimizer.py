@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from zckpt.errors import DamagedFileError, UsageError, listed
 from zckpt.formats.torch_files.gathered import lost_in_gathering
 from zckpt.formats.torch_files.state_dicts import OPTIMIZER, OptimizerState, agree
-from zckpt.formats.torch_files.tensors import read_scalars, slot_of
+from zckpt.formats.torch_files.tensors import holds_tensors, read_scalars, slot_of
 from zckpt.state import MASTER, Checkpoint, Parameter, ParamGroup, Slot
 from zckpt.state.names import aligned
-from zckpt.torchfile import Tensor
+from zckpt.torchfile import FromFile, Tensor
 
 Fits = Callable[[int, str], bool]
 """Whether the optimizer's parameter with this number can be the model's tensor with this name."""
@@ -107,8 +107,8 @@ def _slots(optimizer: OptimizerState, number: int, path: str) -> tuple[dict[str,
     for key, value in optimizer.state.get(number, {}).items():
         if isinstance(value, Tensor):
             slots[key] = slot_of(key, value, path)
-        else:
-            state[key] = value
+        else:  # quantised, say: its tensors mean nothing by themselves
+            state[key] = FromFile(value, path) if holds_tensors(value) else value
     return slots, state
 
 

@@ -21,6 +21,9 @@ from zckpt.torchfile import Object, Tensor, read_torchfile
 
 STEP_KEYS = ("step", "global_step", "global_steps", "iteration")
 
+COMPOSERS_STEP = ("timestamp", "Timestamp", "batch")
+"""Where Composer has it, next to the model."""
+
 
 def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     """Read the structure of a file written by `torch.save`.
@@ -98,11 +101,11 @@ def _step(checkpoint: Checkpoint, root: Mapping[object, object]) -> int | None:
         value = root.get(key)
         if type(value) is int:
             return value
-    clock = root.get("timestamp")  # Composer's
-    clock = clock.get("Timestamp") if isinstance(clock, dict) else None
-    batch = clock.get("batch") if isinstance(clock, dict) else None
-    if type(batch) is int:
-        return batch
+    clock: object = root
+    for key in COMPOSERS_STEP:
+        clock = clock.get(key) if isinstance(clock, Mapping) else None
+    if type(clock) is int:
+        return clock
     steps = [group.state.get("step") for group in checkpoint.param_groups]
     numbers = [s.value if isinstance(s, Scalar) else s for s in steps]
     whole = [int(n) for n in numbers if isinstance(n, (int, float))]

@@ -11,14 +11,14 @@ same values are one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.torch_files.tensors import with_scalars
 from zckpt.state.inventory import IMPLIED, STATE, Rule
-from zckpt.torchfile import Digests, Tensor, brief
+from zckpt.torchfile import Digests, MetaTensor, Tensor, brief
 
 OPTIMIZER = "optimizer"
 """Under which a param group that zckpt wrote says which of several optimizers it is of."""
@@ -76,9 +76,18 @@ class OptimizerState:
         """Return the shape of a parameter as its state shows it: the largest of its tensors."""
         if number in self.masters:
             return self.masters[number].shape
-        tensors = self.tensors(number)
-        shapes = [t.shape for key, t in tensors.items() if key != "step"] or [t.shape for t in tensors.values()]
+        found = {key: list(_shapes(value)) for key, value in self.state.get(number, {}).items()}
+        shapes = [one for key, its in found.items() if key != "step" for one in its]
+        shapes = shapes or [one for its in found.values() for one in its]
         return max(shapes, key=lambda s: (len(s), s), default=None)
+
+
+def _shapes(value: object) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of what an optimizer keeps under a key: a tensor of any class, or a dict, as bitsandbytes'."""
+    if isinstance(value, (Tensor, MetaTensor)):
+        yield value.shape
+    elif isinstance(value, dict):
+        yield from (one.shape for one in value.values() if isinstance(one, Tensor))
 
 
 def agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from zckpt.formats.consolidated.optimizer import is_optimizers
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, replaced, rewrite, without
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
+from zckpt.formats.torch_files.state_dicts import STATE_KEY, looks_flattened, looks_like_optimizer
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile, children, each, is_leaf, read_torchfile, walk_tensors
 
@@ -114,6 +114,8 @@ def optimizer_edit(request: Request, slots: Collection[str]) -> Edit:
                 drop_slots(list(state.values()), request, slots, edited)
                 for number in [number for number, one in state.items() if number in before and not one]:
                     del state[number]
+            for flat in _flattened(file.root):
+                _drop_joined(flat, request, slots, edited)
         return edited
 
     return edit
@@ -137,8 +139,29 @@ def drop_slots(states: list[object], request: Request, slots: Collection[str], e
             edited.changed = True
 
 
+def _drop_joined(node: dict[object, object], request: Request, slots: Collection[str], edited: Edited) -> None:
+    """Take slots out of a state dict whose keys are joined."""
+    states: dict[str, dict[str, object]] = {}
+    for key, value in node.items():
+        kind, _, rest = str(key).partition(".")
+        if kind == STATE_KEY:
+            name, _, slot = rest.rpartition(".")
+            states.setdefault(name, {})[slot] = value
+    drop_slots(list(states.values()), request, slots, edited)
+    kept = {f"{STATE_KEY}.{name}.{slot}" for name, its in states.items() for slot in its}
+    for key in [key for key in node if str(key).startswith(f"{STATE_KEY}.") and key not in kept]:
+        del node[key]
+
+
 def _tensors(value: object) -> list[Tensor]:
     return [tensor for _, tensor in walk_tensors(value)]
+
+
+def _flattened(root: object) -> Iterator[dict[object, object]]:
+    """Yield every optimizer in a tree whose keys are joined."""
+    for node in each(root, lambda node: [child for _, child in children(node) if not is_leaf(child)]):
+        if isinstance(node, dict) and looks_flattened(node):
+            yield node
 
 
 def _states(root: object) -> Iterator[dict[object, object]]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from zckpt.errors import DamagedFileError, UnsupportedError
-from zckpt.state import Extent, Scalar, Slot, SourceFile, Span
+from zckpt.errors import DamagedFileError, UnsupportedError, listed
+from zckpt.state import Checkpoint, Extent, Scalar, Slot, SourceFile, Span
 from zckpt.state.dtypes import is_floating, is_negatable, itemsize
 from zckpt.state.inventory import Rule
 from zckpt.storage.files import opened, read_at
@@ -121,6 +121,27 @@ def _not_plain(what: str, path: str) -> UnsupportedError:
         expected="dense tensors of torch.Tensor",
         advice="write its values as a plain tensor in the program that wrote it",
     )
+
+
+def holds_tensors(value: object) -> bool:
+    """Tell whether a value that an optimizer keeps of a parameter is several tensors, or one of a class of its own.
+
+    Such are quantised states: codes and scales, which mean nothing one without the other.
+    """
+    return isinstance(value, FromFile) or any(True for _ in walk_tensors(value))
+
+
+def refuse_trees(checkpoint: Checkpoint, what: str, advice: str) -> None:
+    """Raise UnsupportedError, naming some, if a checkpoint has states that a target has no place for."""
+    every = [*checkpoint.parameters.values(), *checkpoint.unnamed.values()]
+    found = [f"{key} of {one.name}" for one in every for key, value in one.state.items() if holds_tensors(value)]
+    if found:
+        raise UnsupportedError(
+            f"holds state that is no plain tensor, quantised say, which {what} have no place for",
+            path=checkpoint.source,
+            found=listed(found),
+            advice=advice,
+        )
 
 
 def identity_of(tensor: Tensor) -> tuple[object, ...]:

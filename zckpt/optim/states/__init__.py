@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.flat_parameters import Members, check_named
@@ -266,7 +267,15 @@ def _like(value: object, current: object) -> Any:
 
 
 def as_torch(value: object) -> object:
-    """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one."""
+    """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one.
+
+    Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes and scales.
+    """
+    if holds_tensors(value):
+        raise UnsupportedError(
+            "holds state that is no plain tensor, quantised say, which cannot be given to an optimizer as floats",
+            advice="load the model alone, or everything in the program that saved it",
+        )
     if isinstance(value, Scalar):
         return torch.tensor(value.value, dtype=getattr(torch, value.dtype))
     return value

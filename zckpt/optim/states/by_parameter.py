@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
 from zckpt.optim.states import (
@@ -146,6 +147,12 @@ class ByParameterRestoring(Restoring):
             self.state[number] = {key: self._value(key, value, parameter, owner) for key, value in values.items()}
 
     def _value(self, key: str, value: object, parameter: torch.Tensor, owner: Parameter) -> object:
+        if holds_tensors(value):
+            raise UnsupportedError(
+                f"{key} of {owner.name} is no plain tensor but quantised, say, and cannot be loaded as one",
+                path=self.source.path,
+                advice="load the model alone, or everything in the program that saved it",
+            )
         if not isinstance(value, Slot):
             return as_torch(value)
         dtype = getattr(torch, value.dtype)

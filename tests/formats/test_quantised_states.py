@@ -1,0 +1,175 @@
+"""Optimizers whose state is quantised: carried bit for bit with names, written where it has room, refused as floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zckpt
+from zckpt.errors import UnsupportedError
+from zckpt.torchfile import walk_tensors
+
+BLOCK = 256
+
+
+class State8bit(torch.Tensor):
+    """A slot as torchao has it: a tensor without elements, with codes and scales in it."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor) -> State8bit:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor) -> None:
+        self.codes, self.scale, self.qmap = codes, scale, qmap
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return ["codes", "scale", "qmap"], []
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> State8bit:
+        return cls(**inner)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].qmap)
+        raise NotImplementedError(function)
+
+
+def pieces(shape: torch.Size) -> dict[str, torch.Tensor]:
+    blocks = -(-shape.numel() // BLOCK)
+    return {
+        "codes": torch.randint(256, shape, dtype=torch.uint8),
+        "scale": torch.rand(blocks),
+        "qmap": torch.linspace(-1, 1, 256),
+    }
+
+
+def as_torchao(shape: torch.Size, small: bool) -> dict[str, Any]:
+    slots = ("exp_avg", "exp_avg_sq")
+    values = {slot: torch.rand(shape) if small else State8bit(**pieces(shape)) for slot in slots}
+    return {"step": torch.tensor(3.0), **values}
+
+
+def as_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+    return {"step": 3, "__bnb_optimizer_quant_state__": of_bitsandbytes(shape, small)}
+
+
+def as_old_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+    return {"step": 3, **of_bitsandbytes(shape, small)}
+
+
+def of_bitsandbytes(shape: torch.Size, small: bool) -> dict[str, Any]:
+    if small:
+        return {"state1": torch.rand(shape), "state2": torch.rand(shape)}
+    found = {}
+    for number in ("1", "2"):
+        its = pieces(shape)
+        found |= {f"state{number}": its["codes"], f"absmax{number}": its["scale"], f"qmap{number}": its["qmap"]}
+    return found
+
+
+KINDS = {"torchao": as_torchao, "bitsandbytes": as_bitsandbytes, "old bitsandbytes": as_old_bitsandbytes}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 67), nn.Linear(67, 64), nn.Linear(64, 3))
+
+
+def written(path: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """Write a file as torch does with the optimizer's state dict; return the state by name."""
+    net = model()
+    names = [name for name, _ in net.named_parameters()]
+    state = {number: KINDS[kind](one.shape, one.numel() < 4096) for number, one in enumerate(net.parameters())}
+    groups = [{"lr": 0.1, "params": [0, 2, 4]}, {"lr": 0.2, "params": [1, 3, 5]}]
+    torch.save({"model": net.state_dict(), "optimizer": {"state": state, "param_groups": groups}}, path)
+    return dict(zip(names, state.values(), strict=True))
+
+
+def leaves(value: Any) -> list[bytes]:
+    """Return the bytes of each tensor below a value that was read."""
+    found = []
+    with Path(value.path).open("rb") as file:
+        for _, tensor in walk_tensors(value.node):
+            file.seek(tensor.offset)
+            found.append(file.read(tensor.numel * tensor.itemsize))
+    return sorted(found)
+
+
+def raw(value: Any) -> list[bytes]:
+    every = value.values() if isinstance(value, dict) else (value.codes, value.scale, value.qmap)
+    return sorted(one.numpy().tobytes() for one in every)
+
+
+def assert_carried(path: Path, expected: dict[str, dict[str, Any]]) -> None:
+    opened = zckpt.open(path)
+    assert opened.unnamed == {}
+    for name, slots in expected.items():
+        for slot, value in slots.items():
+            if isinstance(value, dict) or type(value) is State8bit:
+                assert leaves(opened.parameters[name].state[slot]) == raw(value), (name, slot)
+            elif isinstance(value, torch.Tensor):
+                assert torch.equal(opened.read(name, slot), value), (name, slot)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_and_scales_are_carried_with_names(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    expected = written(path, kind)
+    assert zckpt.open(path).warnings == []
+    assert_carried(path, expected)
+    items = zckpt.inspect(path, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+    for target in ("zckpt", "dcp", "zero-redundancy"):
+        zckpt.convert(path, tmp_path / target, to=target)
+        assert_carried(tmp_path / target, expected)
+        assert zckpt.diff(path, tmp_path / target).equal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torch_file_of_it_is_what_the_program_wrote(kind: str, tmp_path: Path) -> None:
+    expected = written(tmp_path / "c.pt", kind)
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "z", to="zckpt")
+    zckpt.consolidate(tmp_path / "z", tmp_path / "x.pt", slots="all")
+    state = torch.load(tmp_path / "x.optimizer.pt", weights_only=False)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    for number, name in zip(numbers, names, strict=True):
+        for slot, value in expected[name].items():
+            its = state["state"][number][slot]
+            assert type(its) is type(value)
+            if isinstance(value, dict) or type(value) is State8bit:
+                assert raw(its) == raw(value)
+
+
+@pytest.mark.parametrize("kind", ["torchao", "bitsandbytes"])
+def test_it_is_refused_by_name_where_floats_are_wanted(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    written(path, kind)
+    slot = "exp_avg" if kind == "torchao" else "__bnb_optimizer_quant_state__"
+    net = model()
+    groups = [{"params": [p for p in net.parameters() if p.dim() == dim]} for dim in (2, 1)]
+    with pytest.raises(UnsupportedError, match=rf"{slot} of 0\.weight is no plain tensor but quantised"):
+        zckpt.load(path, model=net, optimizer=torch.optim.AdamW(groups))
+    with pytest.raises(UnsupportedError, match=f"which safetensors files have no place for: found {slot} of"):
+        zckpt.consolidate(path, tmp_path / "x.safetensors", slots="all")
+    with pytest.raises(UnsupportedError, match="which these files have no place for"):
+        zckpt.convert(path, tmp_path / "r", to="fsdp-rank-files")
+    with pytest.raises(UnsupportedError, match=f"{slot}.* of 0.weight"):
+        zckpt.convert(path, tmp_path / "d", to="deepspeed", world_size=2, stage=2)
+    zckpt.consolidate(path, tmp_path / "model.safetensors")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["c.pt", "model.safetensors"]
+
+
+def test_a_live_one_is_refused(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.state[net[0].weight] = as_torchao(net[0].weight.shape, small=False)
+    with pytest.raises(UnsupportedError, match=r"exp_avg of 0.weight is a State8bit"):
+        zckpt.save(tmp_path / "z", model=net, optimizer=optimizer)
+    assert not (tmp_path / "z").exists()

@@ -1,0 +1,303 @@
+"""Maps as documents: what they may say, what they need of a configuration, and what is refused in a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import ROOT, refused, succeeded
+from tests.truth import assert_same
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.naming.axes import evaluated, parse_axes
+from zckpt.naming.document import parse_map, template
+from zckpt.naming.order import sorted_names
+
+EXAMPLES = [
+    json.loads(one) for one in re.findall(r"^```json\n(.*?)^```", (ROOT / "docs/maps.md").read_text(), re.M | re.S)
+]
+
+QKV = {
+    "sides": ["apart", "joined"],
+    "sizes": {"heads": "n_head", "three": "3"},
+    "rules": [
+        {
+            "apart": {f"{one}.weight": f"(heads three[{i}] d) in" for i, one in enumerate("qkv")},
+            "joined": {"qkv.weight": "(heads three d) in"},
+        },
+        {"apart": "norm", "joined": "ln"},
+    ],
+}
+
+
+def tensors(**more: torch.Tensor) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return {**{f"{one}.weight": torch.randn(12, 5, generator=drawn) for one in "qkv"}, "norm": torch.ones(5), **more}
+
+
+def saved(path: Path, found: dict[str, torch.Tensor]) -> Path:
+    save_file(found, path)
+    return path
+
+
+# --- the page
+
+
+def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
+    small, joined, experts = EXAMPLES
+    drawn = {
+        "model.norm.weight": torch.randn(4), "model.layers.0.q_proj.weight": torch.randn(8, 4),
+        "model.layers.0.gate_proj.weight": torch.randn(6, 4), "model.layers.0.up_proj.weight": torch.randn(6, 4),
+    }  # fmt: skip
+    (tmp_path / "map.json").write_text(json.dumps(small))
+    (tmp_path / "config.json").write_text(json.dumps({"n_head": 2, "hidden_size": 8}))  # found with the source
+    saved(tmp_path / "a.safetensors", drawn)
+    succeeded("consolidate", tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--map", tmp_path / "map.json")
+    found = load_file(tmp_path / "b.safetensors")
+    q = drawn["model.layers.0.q_proj.weight"].view(2, 2, 2, 4).transpose(1, 2).reshape(8, 4)
+    assert_same(found["blocks.0.query.weight"], q, "q")
+    gates = torch.cat([drawn["model.layers.0.gate_proj.weight"], drawn["model.layers.0.up_proj.weight"]]).T
+    assert_same(found["blocks.0.gate_up.weight"], gates.contiguous(), "gate_up")
+
+    drawn = {f"h.3.{one}.weight": torch.randn(32, 5) for one in "vqk"}
+    saved(tmp_path / "c.safetensors", drawn)
+    zckpt.consolidate(tmp_path / "c.safetensors", tmp_path / "d.safetensors", map=joined, map_config={"n_head": 4})
+    parts = [drawn[f"h.3.{one}.weight"].view(4, 1, 8, 5) for one in "vqk"]
+    found = load_file(tmp_path / "d.safetensors")
+    assert_same(found["h.3.vqk.weight"], torch.cat(parts, dim=1).reshape(96, 5), "vqk")
+
+    drawn = {f"layers.1.experts.{e}.down.weight": torch.randn(3, 2) for e in range(11)}
+    saved(tmp_path / "e.safetensors", drawn)
+    zckpt.consolidate(tmp_path / "e.safetensors", tmp_path / "f.safetensors", map=experts)
+    found = load_file(tmp_path / "f.safetensors")
+    stacked = torch.stack([drawn[f"layers.1.experts.{e}.down.weight"].T for e in range(11)])
+    assert_same(found["layers.1.experts.down"], stacked, "experts")
+    back = zckpt.consolidate(tmp_path / "f.safetensors", tmp_path / "g.safetensors", map=experts)
+    assert back.notes == ("the map: from the names of memory to those of files",)
+    assert zckpt.diff(tmp_path / "e.safetensors", tmp_path / "g.safetensors").equal
+
+
+# --- documents
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sides": ["a"]}, "unusable sides"),
+        ({"sides": ["a", "a"]}, "unusable sides"),
+        ({"rules": []}, "unusable rules"),
+        ({"rule": []}, "a map has no rule"),
+        ({"rules": [{"apart": "x"}]}, "rule 1: unusable"),
+        ({"rules": [{"apart": "x.{l}", "joined": "y"}]}, "other letters"),
+        ({"rules": [{"apart": {"x": "a b"}, "joined": {"y": "a c"}}]}, "other letters"),
+        ({"rules": [{"apart": {"x": "a b"}, "joined": "y"}]}, "no arrangement"),
+        ({"rules": [{"apart": {"x": "(a"}, "joined": {"y": "a"}}]}, "malformed"),
+        ({"rules": [{"apart": {"x": "a a"}, "joined": {"y": "a"}}]}, "malformed"),
+        ({"rules": [{"apart": {"x": "a"}, "joined": {"y": "a"}, "padded": ["b"]}]}, "unusable padded"),
+        ({"sizes": {"a": []}}, "unusable"),
+        ({"tied": {"third": {}}}, "unusable tied"),
+        ({"order": {"apart": "x"}}, "unusable names"),
+    ],
+)
+def test_a_malformed_map_is_refused(change: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_map({**QKV, **change}, "mine")
+
+
+def test_a_file_that_is_no_map_is_refused_in_a_line(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.safetensors", tensors())
+    for text, words in (("{", "JSON"), ("[]", "JSON object"), ("{}", "unusable sides")):
+        (tmp_path / "m.json").write_text(text)
+        refused(2, "consolidate", source, tmp_path / "b.safetensors", "--map", tmp_path / "m.json", words=(words,))
+
+
+def test_sizes_are_whole_numbers() -> None:
+    sizes = {"heads": 6, "in": 4}
+    assert evaluated("(heads + in*2) / 7 - 1", sizes.get, "here") == 1
+    assert evaluated("heads*unknown", sizes.get, "here") is None
+    for text in (
+        "heads/in",
+        "heads//in",
+        "1.5",
+        "heads +",
+        "f(1)",
+        "()",
+        "",
+        "heads/0",
+        "__import__('os')",
+        "(" * 5000,
+    ):
+        with pytest.raises(UsageError, match="is no size"):
+            evaluated(text, sizes.get, "here")
+
+
+def test_axes_are_letters_in_brackets() -> None:
+    [[heads, two], [inside], []] = parse_axes("(heads two[1:3]) in 1", "here")
+    assert (heads.name, heads.numel, two.numel, inside.numel) == ("heads", "heads", "(3)-(1)", "in")
+    assert parse_axes("a[2]", "here")[0][0].numel == "((2)+1)-(2)"
+
+
+def test_names_are_in_the_order_of_the_program() -> None:
+    texts = ["emb", "l.{l}.a", "l.{l}.e.{e}.x", "l.{l}.e.{e}.y", "l.{l}.b", "norm"]
+    names = [
+        "emb",
+        *(f"l.{n}.{one}" for n in (0, 2, 10) for one in ("a", "e.0.x", "e.0.y", "e.10.x", "e.10.y", "b")),
+        "norm",
+    ]
+    shuffled = sorted(names, key=lambda name: hash(name) % 7)
+    assert sorted_names({name: i for i, name in enumerate([*shuffled, "other"])},
+                        [template(text, None, "here") for text in texts]) == [*names, "other"]  # fmt: skip
+
+
+# --- what a checkpoint must be
+
+
+def test_names_that_fit_neither_side_or_both_are_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.safetensors", tensors(more=torch.ones(2)))
+    with pytest.raises(UsageError, match="has no rule for more"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
+    without = tensors()
+    del without["k.weight"]
+    saved(source, without)
+    with pytest.raises(UsageError, match=r"no rule for q\.weight, v\.weight"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 3})
+    same = {"sides": ["one", "other"], "rules": [{"one": "x", "other": "x"}]}
+    with pytest.raises(UsageError, match="both one and other"):
+        zckpt.consolidate(saved(source, {"x": torch.ones(1)}), tmp_path / "b.safetensors", map=same)
+
+
+def test_what_shapes_do_not_tell_is_asked_for(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.safetensors", tensors())
+    with pytest.raises(UsageError, match=r"do not tell heads: expected a configuration with n_head.*--map-config"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
+    with pytest.raises(UsageError, match=r"q\.weight has another shape"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV, map_config={"n_head": 5, "d": 1})
+    wrong = {**QKV, "sizes": {**QKV["sizes"], "d": "4"}}
+    with pytest.raises(UsageError, match=r"expected \(16, 5\) with d=4, heads=4, in=5, three=3, found \(12, 5\)"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=wrong, map_config={"n_head": 4})
+    assert not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize("axes", ["(heads three[0:2] d) in", "(heads three[1] d) in"])
+def test_a_map_that_loses_or_doubles_elements_is_refused(axes: str, tmp_path: Path) -> None:
+    rule = {"apart": {**QKV["rules"][0]["apart"], "q.weight": axes}, "joined": QKV["rules"][0]["joined"]}
+    source = saved(tmp_path / "a.safetensors", {**tensors(), "q.weight": torch.ones(24 if ":" in axes else 12, 5)})
+    with pytest.raises(UsageError, match="not every element"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map={**QKV, "rules": [rule, QKV["rules"][1]]},
+                          map_config={"n_head": 3})  # fmt: skip
+
+
+def trained(
+    path: Path, *, groups: tuple[str, ...] = ("qkvn",), optimizer=torch.optim.AdamW, steps: str = "qkvn"
+) -> Path:
+    parameters = {name: torch.nn.Parameter(value) for name, value in tensors().items()}
+    made = optimizer([
+        {"params": [(name, one) for name, one in parameters.items() if name[0] in group]} for group in groups
+    ])  # fmt: skip
+    for _ in range(2):
+        for name, one in parameters.items():
+            one.grad = torch.full_like(one, 0.5) if name[0] in steps else None
+        made.step()
+        steps += "k"
+    torch.save(
+        {"model": {name: one.detach() for name, one in parameters.items()}, "optimizer": made.state_dict()}, path
+    )
+    return path
+
+
+def test_parts_of_one_tensor_must_be_alike(tmp_path: Path) -> None:
+    def mapped(source: Path, **more: object) -> None:
+        zckpt.convert(source, tmp_path / "out", to="zckpt", map=QKV, map_config={"n_head": 3}, **more)
+
+    with pytest.raises(UnsupportedError, match="differ in the param group"):
+        mapped(trained(tmp_path / "groups.pt", groups=("qv", "kn")))
+    with pytest.raises(LayoutError, match="differ in step"):
+        mapped(trained(tmp_path / "steps.pt", steps="qvn"))
+    with pytest.raises(LayoutError, match="not all have exp_avg"):
+        mapped(trained(tmp_path / "slots.pt", steps="qn"))
+    with pytest.raises(UnsupportedError, match=r"row_var of q\.weight is not one number for each element"):
+        mapped(trained(tmp_path / "factored.pt", optimizer=torch.optim.Adafactor))
+    assert not (tmp_path / "out").exists()
+    mapped(trained(tmp_path / "sound.pt"))
+    renamed = {"sides": ["apart", "other"], "rules": [{"apart": f"{one}.weight", "other": one} for one in "qkv"]
+               + [{"apart": "norm", "other": "n"}]}  # fmt: skip
+    zckpt.convert(tmp_path / "factored.pt", tmp_path / "names", to="zckpt", map=renamed, verify=True)
+    assert zckpt.diff(tmp_path / "factored.pt", tmp_path / "names", map=renamed, slots=["row_var", "col_var"]).equal
+
+
+def test_ties_buffers_and_frozen_parameters_are_mapped(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self, names: tuple[str, str, str, str]) -> None:
+            super().__init__()
+            emb, head, self.frozen, counts = names
+            self.add_module(emb, torch.nn.Embedding(6, 4))
+            self.add_module(head, torch.nn.Linear(4, 6, bias=False))
+            self.get_submodule(head).weight = self.get_submodule(emb).weight
+            self.register_parameter(self.frozen, torch.nn.Parameter(torch.randn(2, 3), requires_grad=False))
+            self.register_buffer(counts, torch.randn(2, 2))
+
+    first, second = Model(("emb", "head", "fix", "counts")), Model(("wte", "out", "still", "tally"))
+    document = {
+        "sides": ["one", "other"],
+        "rules": [
+            {"one": {"emb.weight": "v d"}, "other": {"wte.weight": "v d"}},
+            {"one": "head.weight", "other": "out.weight"},
+            {"one": {"fix": "a b"}, "other": {"still": "b a"}},
+            {"one": {"counts": "a b"}, "other": {"tally": "b a"}},
+        ],
+    }
+    zckpt.save(tmp_path / "run", model=first)
+    zckpt.convert(tmp_path / "run", tmp_path / "there", to="zckpt", map=document)
+    found = zckpt.open(tmp_path / "there")
+    assert found.parameters["out.weight"].tied_to == "wte.weight"
+    assert found.parameters["still"].frozen == zckpt.open(tmp_path / "run").parameters["fix"].frozen
+    assert list(found.buffers) == ["tally"]
+    assert_same(found.read("still"), first.fix.detach().T.contiguous(), "still")
+    assert_same(found.read("tally"), first.counts.T.contiguous(), "tally")
+    second.register_parameter("still", torch.nn.Parameter(torch.zeros(3, 2)))
+    zckpt.load(tmp_path / "run", model=second, map=document)
+    assert_same(second.wte.weight, first.emb.weight, "wte")
+    assert_same(second.tally, first.counts.T.contiguous(), "tally")
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=document)
+    assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
+
+
+def test_a_vocabulary_is_padded_and_cut_in_every_slot(tmp_path: Path) -> None:
+    rule = {"mine": {"e": "rows[:vocab] d"}, "theirs": {"emb": "rows d"}, "padded": ["rows"]}
+    document = {"sides": ["mine", "theirs"], "sizes": {"rows": "padded", "vocab": "vocab_size"}, "rules": [rule]}
+    parameter = torch.nn.Parameter(torch.randn(5, 3))
+    optimizer = torch.optim.AdamW([("e", parameter)])
+    parameter.grad = torch.randn(5, 3)
+    optimizer.step()
+    torch.save({"model": {"e": parameter.detach()}, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    done = zckpt.convert(
+        tmp_path / "c.pt", tmp_path / "d", to="dcp", map=document, map_config={"padded": 8}, world_size=2
+    )
+    assert "rows 5 to 7 of e are added as padding, zero" in done.notes[1]
+    found = zckpt.open(tmp_path / "d")
+    for key, value in (("weight", parameter.detach()), ("exp_avg", optimizer.state[parameter]["exp_avg"])):
+        expected = torch.cat([value, torch.zeros(3, 3)])
+        assert_same(found.read("emb", key), expected, key)
+    done = zckpt.convert(tmp_path / "d", tmp_path / "back", to="zckpt", map=document, map_config={"vocab_size": 5})
+    assert "rows 5 to 7 of emb are left out as padding" in done.notes[1]
+    assert zckpt.diff(tmp_path / "c.pt", tmp_path / "back").equal
+    with pytest.raises(UsageError, match="not so many rows"):
+        zckpt.convert(tmp_path / "d", tmp_path / "more", to="zckpt", map=document, map_config={"vocab_size": 9})
+
+
+def test_elements_of_every_type_are_arranged(tmp_path: Path) -> None:
+    document = {"sides": ["a", "b"], "rules": [{"a": {"x.{n}": "i j"}, "b": {"y.{n}": "j i"}}]}
+    kinds = (torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+    values = {f"x.{n}": torch.arange(15).reshape(3, 5).to(kind) for n, kind in enumerate(kinds)}
+    torch.save(values, tmp_path / "a.pt")
+    zckpt.consolidate(tmp_path / "a.pt", tmp_path / "b.pt", map=document)
+    found = torch.load(tmp_path / "b.pt", weights_only=True)
+    for n in range(len(kinds)):
+        ours, its = values[f"x.{n}"].T.contiguous(), found[f"y.{n}"]
+        assert np.array_equal(ours.view(torch.uint8).numpy(), its.contiguous().view(torch.uint8).numpy())

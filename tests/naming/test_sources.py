@@ -1,0 +1,61 @@
+"""Checkpoints that DeepSpeed wrote, mapped with all of their state into other formats, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.cli.console import FIXTURES, run, succeeded
+from tests.test_imports import without
+from tests.truth import Truth, assert_same
+
+LLAMA = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+GPT2 = {"n_head": 2, "n_embd": 16}
+
+SOURCES = {
+    "hf_llama_s2_bf16_dp2": (
+        LLAMA,
+        ("llama-huggingface-meta", "llama-huggingface-megatron", "llama-huggingface-megatron-dist"),
+    ),
+    "hf_gpt2_s1_fp32_dp2": (GPT2, ("gpt2-huggingface-megatron",)),
+}
+WAYS = {
+    "dcp": {"world_size": 3},
+    "universal": {},
+    "deepspeed": {"world_size": 3, "stage": 3},
+    "zckpt": {"world_size": 2},
+}
+
+
+@pytest.mark.parametrize("to", WAYS)
+@pytest.mark.parametrize(("name", "map_"), [(name, one) for name, (_, maps) in SOURCES.items() for one in maps])
+def test_all_state_is_mapped_and_comes_back(name: str, map_: str, to: str, tmp_path: Path) -> None:
+    source, config = FIXTURES / name, {**SOURCES[name][0], "padded_vocab_size": 80, "vocab_size": 67}
+    done = zckpt.convert(source, tmp_path / "there", to=to, map=map_, map_config=config, verify=True, **WAYS[to])
+    assert done.verified > 0
+    assert zckpt.diff(source, tmp_path / "there", map=map_, map_config=config, ignore_metadata=True).equal
+    zckpt.convert(tmp_path / "there", tmp_path / "back", to="zckpt", map=map_, map_config=config, verify=True)
+    assert zckpt.diff(source, tmp_path / "back", ignore_metadata=True).equal
+    same = zckpt.diff(source, tmp_path / "back")
+    assert not [one for one in same.settings if "param_groups" in one.key or one.key == "step"]
+
+
+def test_a_model_is_mapped_where_torch_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
+    for source, target in ((FIXTURES / "hf_llama_s2_bf16_dp2", "meta"), (tmp_path / "meta.safetensors", "back")):
+        mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
+        done = without(("torch", "transformers"), "consolidate", source, tmp_path / f"{target}.safetensors", *mapped)
+        assert done.returncode == 0, done.stderr
+    back = zckpt.open(tmp_path / "back.safetensors")
+    for name, value in Truth(FIXTURES / "hf_llama_s2_bf16_dp2").masters.items():
+        assert_same(back.read(name), value, name)
+
+
+def test_the_command_line_says_which_way_a_map_went_and_lists_the_maps(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}')
+    mapped = ("--map", "llama-huggingface-meta", "--map-config", tmp_path / "config.json")
+    done = run("convert", FIXTURES / "hf_llama_s2_bf16_dp2", tmp_path / "there", "--to", "zckpt", *mapped)
+    assert "from the names of huggingface to those of meta" in done.stderr
+    assert "--map llama-huggingface-meta: Llama, Mistral and Qwen2" in succeeded("formats").stdout

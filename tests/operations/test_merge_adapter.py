@@ -1,0 +1,282 @@
+"""LoRA adapters that PEFT saved, merged: what `merge_and_unload` makes of them, but for one rounding; or one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+from tests.truth import Truth, bits
+
+ADAPTERS = Path(__file__).parent / "adapters"
+"""Of `make.py` there."""
+
+MERGED = sorted(path.parent.name for path in ADAPTERS.glob("*/merged.safetensors"))
+PEFT = "base_model.model."
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, label: str) -> None:
+    """Of one type and shape, and no element further away than a step of its type: PEFT may round twice.
+
+    In float32 the products themselves differ by some steps, for libraries sum them in their own ways.
+    """
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), label
+    sizes = expected.float().abs().clamp(min=1.0)
+    step = torch.finfo(found.dtype).eps * (4 * sizes.max() if found.dtype == torch.float32 else sizes)
+    assert ((found.float() - expected.float()).abs() <= step).all(), label
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_what_peft_merges(name: str, tmp_path: Path) -> None:
+    source = ADAPTERS / name
+    done = zckpt.merge_adapter(source / "base.safetensors", source, tmp_path / "m.safetensors", verify=True)
+    found, expected = load_file(tmp_path / "m.safetensors"), load_file(source / "merged.safetensors")
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_close(found[key], tensor, key)
+    changed = [key for key, tensor in load_file(source / "base.safetensors").items() if not tensor.equal(found[key])]
+    assert len(changed) == done.num_merged + done.num_replaced
+    assert done.verified == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("name", ["plain", "saved", "embedding"])
+def test_a_whole_model_with_its_adapter_is_its_own_base(name: str, tmp_path: Path) -> None:
+    whole = ADAPTERS / name / "whole.safetensors"
+    zckpt.convert(whole, tmp_path / "dcp", to="dcp")
+    zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "n.safetensors")
+    expected = load_file(tmp_path / "n.safetensors")
+    config = ADAPTERS / name
+    for number, sources in enumerate([(whole, whole), (tmp_path / "dcp",) * 2, (config / "base.safetensors", whole)]):
+        target = tmp_path / f"{number}.safetensors"
+        zckpt.merge_adapter(*sources, target, adapter_config=config)
+        found = load_file(target)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in expected.items())
+
+
+def adapter(
+    directory: Path, tensors: dict[str, torch.Tensor], *, suffix: str = ".safetensors", **settings: Any
+) -> Path:
+    """Save an adapter as PEFT does."""
+    directory.mkdir(parents=True)
+    named = {f"{PEFT}{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    if suffix == ".bin":
+        torch.save(named, directory / "adapter_model.bin")
+    else:
+        save_file(named, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **settings}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def factors(module: str, rows: int, columns: int, rank: int = 2) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rows + columns)
+    return {f"{module}.lora_A.weight": torch.randn(rank, columns), f"{module}.lora_B.weight": torch.randn(rows, rank)}
+
+
+def product(tensors: dict[str, torch.Tensor], module: str, scale: float = 1.5) -> torch.Tensor:
+    return (tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]) * scale
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "keep"])
+def test_masters_of_ranks_are_merged_into_and_rounded_once(dtype: str | None, suffix: str, tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp3"
+    truth = Truth(source)
+    name = next(key for key, one in truth.masters.items() if one.ndim == 2 and key not in truth.tied.values())
+    module, shape = name.removesuffix(".weight"), truth.masters[name].shape
+    added = factors(module, *shape)
+    path = adapter(tmp_path / "a", added, suffix=suffix)
+    zckpt.merge_adapter(source, path, tmp_path / "m.safetensors", dtype=dtype, verify=True)
+    zckpt.consolidate(source, tmp_path / "n.safetensors", dtype=dtype)
+    found, base = load_file(tmp_path / "m.safetensors"), load_file(tmp_path / "n.safetensors")
+    kind = torch.bfloat16 if dtype else torch.float32
+    assert_close(found.pop(name), (truth.masters[name] + product(added, module)).to(kind), name)
+    base.pop(name)
+    assert found.keys() == base.keys()
+    for key, tensor in base.items():
+        assert torch.equal(bits(found[key]), bits(tensor)), key
+
+
+def test_a_tied_weight_stays_one(tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    truth = Truth(source)
+    (alias, owner), *_ = truth.tied.items()
+    added = factors(alias.removesuffix(".weight"), *truth.masters[owner].shape)
+    zckpt.merge_adapter(source, adapter(tmp_path / "a", added), tmp_path / "m.pt")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert found[alias].data_ptr() == found[owner].data_ptr()
+    assert_close(found[owner], truth.masters[owner] + product(added, alias.removesuffix(".weight")), owner)
+    both = {**added, **factors(owner.removesuffix(".weight"), *truth.masters[owner].shape)}
+    with pytest.raises(zckpt.UnsupportedError, match="are one tied weight, and both have an adapter"):
+        zckpt.merge_adapter(source, adapter(tmp_path / "b", both), tmp_path / "n.pt")
+
+
+@pytest.mark.parametrize("replaced", ["owner", "alias"])
+def test_a_tied_tensor_that_is_replaced_is_tied_no_more(replaced: str, tmp_path: Path) -> None:
+    source = FIXTURES / "s2_bf16_dp2"
+    truth = Truth(source)
+    (alias, owner), *_ = truth.tied.items()
+    name, other = (owner, alias) if replaced == "owner" else (alias, owner)
+    new = torch.randn(truth.masters[owner].shape)
+    path = adapter(tmp_path / "a", {name: new}, modules_to_save=[name.removesuffix(".weight")])
+    done = zckpt.merge_adapter(source, path, tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert torch.equal(found[name], new)
+    assert torch.equal(found[other], truth.masters[owner])
+    assert (done.num_merged, done.num_replaced, done.num_added) == (0, 1, 0)
+
+
+def test_a_head_that_the_base_lacks_is_added(tmp_path: Path) -> None:
+    save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
+    tensors = {**factors("w", 3, 4), "score.weight": torch.ones(2, 3)}
+    path = adapter(tmp_path / "a", tensors, modules_to_save=["score"], task_type="SEQ_CLS")
+    done = zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m")
+    assert (done.num_merged, done.num_replaced, done.num_added) == (1, 1, 1)
+    assert zckpt.open(tmp_path / "m").read("score.weight").tolist() == [[1.0] * 3] * 2
+    path = adapter(tmp_path / "b", tensors)
+    with pytest.raises(zckpt.UsageError, match=r"score\.weight: not in .*base\.safetensors"):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n")
+
+
+def test_large_weights_are_merged_in_blocks(tmp_path: Path) -> None:
+    base, added = torch.randn(3000, 500).half(), factors("w", 3000, 500)
+    save_file({"w.weight": base}, tmp_path / "base.safetensors")
+    path = adapter(tmp_path / "a", added)
+    for memory in (1, 64 << 20):
+        target = tmp_path / f"{memory}.safetensors"
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, target, memory=memory, verify=True)
+        assert_close(load_file(target)["w.weight"], (base.float() + product(added, "w")).half(), "w")
+    assert (tmp_path / "1.safetensors").read_bytes() == target.read_bytes()
+
+
+# --- which way a weight lies
+
+
+@pytest.mark.parametrize("fan_in_fan_out", [False, True])
+def test_a_square_weight_lies_as_the_configuration_or_others_say(fan_in_fan_out: bool, tmp_path: Path) -> None:
+    added = {**factors("a.c_proj", 4, 4), **factors("b.c_proj", 4, 6), **factors("c", 4, 4)}
+    base = {"a.c_proj.weight": torch.ones(4, 4), "c.weight": torch.ones(4, 4)}
+    base["b.c_proj.weight"] = torch.ones(6, 4) if fan_in_fan_out else torch.ones(4, 6)
+    save_file(base, tmp_path / "base.safetensors")
+    path = adapter(tmp_path / "a", added, fan_in_fan_out=fan_in_fan_out)
+    zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    for module in ("a.c_proj", "b.c_proj", "c"):
+        one = product(added, module)
+        assert_close(found[f"{module}.weight"], 1 + (one.T if fan_in_fan_out else one), module)
+    path = adapter(tmp_path / "b", added, fan_in_fan_out=not fan_in_fan_out)
+    with pytest.raises(zckpt.UnsupportedError, match=r"c\.weight is square"):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n.safetensors")
+    zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "n.safetensors", fan_in_fan_out=fan_in_fan_out)
+    assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dora", "use_dora: not merged as weight"),
+        ("ia3", "is no LoRA adapter: expected peft_type LORA, found IA3"),
+        ("tokens", "trainable_token_indices: not merged"),
+    ],
+)
+def test_other_adapters_of_peft_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError, match=message):
+        zckpt.merge_adapter(ADAPTERS / name / "base.safetensors", ADAPTERS / name, tmp_path / "m.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"init_lora_weights": "pissa_niter_4"}, "began as 'pissa_niter_4' belongs to weights that this changed"),
+        ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"something_new": "x"}, "something_new"),
+        ({"r": 4}, r"the factors of w do not fit.*a rank of 4.*A \(2, 4\), B \(3, 2\)"),
+        ({"rank_pattern": {"w": 8}}, "a rank of 8"),
+        ({"rank_pattern": {"(": 8}}, "unusable pattern"),
+        ({"lora_alpha": "big"}, "unusable lora_alpha: expected a number, found big"),
+        ({"target_modules": ["q_proj"]}, "w is none of target_modules"),
+        ({"target_modules": "layers.*"}, "w is none of target_modules"),
+    ],
+)
+def test_configurations_that_mean_something_else_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save_file({"w.weight": torch.ones(3, 4)}, tmp_path / "base.safetensors")
+    path = adapter(tmp_path / "a", factors("w", 3, 4), **settings)
+    with pytest.raises(zckpt.SourceError, match=message):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"v.lora_A.weight": torch.ones(2, 4)}, "v has only lora_A"),
+        ({"w.lora_magnitude_vector": torch.ones(3)}, r"w\.lora_magnitude_vector: not added to weights"),
+        ({"w.lora_B.bias": torch.ones(3)}, r"w\.lora_B\.bias: not added to weights"),
+        ({"w.hada_w1_a": torch.ones(3)}, r"w\.hada_w1_a: not added to weights"),
+        ({"x.weight": torch.ones(3)}, r"x\.weight: not in .*base\.safetensors.*expected names as"),
+        ({"w.bias": torch.ones(4)}, r"w\.bias has another shape"),
+        (factors("x", 3, 4), r"x: not in .*base\.safetensors"),
+        (factors("v", 3, 4), r"the adapter of v does not fit"),
+        (factors("n", 2, 2), r"n\.weight is no weight that numbers are added to.*found int8"),
+        ({"w.lora_A.other.weight": torch.ones(2, 4), "w.lora_A.default.weight": torch.ones(2, 4)}, "several adapters"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(
+    changed: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    base = {"w.weight": torch.ones(3, 4), "w.bias": torch.ones(3), "v.weight": torch.ones(5, 4)}
+    save_file({**base, "n.weight": torch.ones(2, 2).to(torch.int8)}, tmp_path / "base.safetensors")
+    path = adapter(tmp_path / "a", {**factors("w", 3, 4), **changed})
+    with pytest.raises((zckpt.SourceError, zckpt.UsageError), match=message):
+        zckpt.merge_adapter(tmp_path / "base.safetensors", path, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+    base = ADAPTERS / "plain" / "base.safetensors"
+    shutil.copy(ADAPTERS / "plain" / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors")
+    with pytest.raises(zckpt.UsageError, match=r"holds no adapter_config\.json.*--adapter-config"):
+        zckpt.merge_adapter(base, tmp_path, tmp_path / "m.safetensors")
+    config = ADAPTERS / "plain" / "adapter_config.json"
+    zckpt.merge_adapter(base, tmp_path, tmp_path / "m.safetensors", adapter_config=config)
+    with pytest.raises(zckpt.UsageError, match="holds adapters: "):
+        zckpt.merge_adapter(base, ADAPTERS, tmp_path / "n.safetensors")
+    (tmp_path / "adapter_config.json").write_text("[")
+    with pytest.raises(zckpt.DamagedFileError, match="unreadable configuration"):
+        zckpt.merge_adapter(base, tmp_path, tmp_path / "n.safetensors")
+
+
+def test_an_adapter_is_never_the_target(tmp_path: Path) -> None:
+    shutil.copytree(ADAPTERS / "plain", tmp_path / "a")
+    with pytest.raises(zckpt.UsageError, match="the target is, or contains, the source"):
+        zckpt.merge_adapter(ADAPTERS / "plain" / "base.safetensors", tmp_path / "a", tmp_path / "a", overwrite=True)
+
+
+# --- the command line
+
+
+def test_the_command_prints_its_document_and_dry_runs(tmp_path: Path) -> None:
+    source, target = ADAPTERS / "plain", tmp_path / "m.safetensors"
+    arguments = ("merge-adapter", source / "base.safetensors", source, target)
+    done = run(*arguments, "--json", "--dry-run")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["dry_run"], document["num_merged"], target.exists()) == (0, True, 6, False)
+    assert run(*arguments, "-q", "--verify").returncode == 0
+    again = run(*arguments)
+    assert (again.returncode, again.stderr.count("\n")) == (4, 1)
+    dora = run("merge-adapter", source / "base.safetensors", ADAPTERS / "dora", target, "--overwrite")
+    assert (dora.returncode, dora.stderr.count("\n")) == (5, 1)

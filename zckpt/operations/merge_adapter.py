@@ -1,0 +1,287 @@
+"""A LoRA adapter merged into the model that it was trained on, without either of them in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.engine.computed import Computed
+from zckpt.engine.low_rank import Kept, LowRank
+from zckpt.engine.scan import refuse_endless
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
+from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.operations.combined import NUMBERS
+from zckpt.operations.computed import check_none_lost, write_computed
+from zckpt.operations.consolidate import Chosen, Consolidated
+from zckpt.operations.open import Source, named, opened
+from zckpt.operations.target import How, about
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged(Consolidated):
+    """What `merge_adapter` wrote.
+
+    Parameters
+    ----------
+    base, adapter : dict
+        What they are.
+    num_merged, num_replaced, num_added : int
+        Weights to which a product was added; tensors that are the adapter's; of these, those that the base lacks.
+    """
+
+    base: dict[str, object]
+    adapter: dict[str, object]
+    num_merged: int
+    num_replaced: int
+    num_added: int
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the result as JSON-able data, the document of `--json`."""
+        own = ("base", "adapter", "num_merged", "num_replaced", "num_added")
+        return {**Consolidated.as_dict(self), **{key: getattr(self, key) for key in own}}
+
+
+def merge_adapter(
+    base: Source,
+    adapter: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    adapter_config: str | os.PathLike[str] | None = None,
+    fan_in_fan_out: bool | None = None,
+    dtype: str | None = None,
+    tied: str = "duplicate",
+    max_shard_size: int = DEFAULT_MAX_SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
+    verify: bool = False,
+    weight_check: bool = True,
+    checksums: bool = True,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    drop: Sequence[str] = (),
+    roots: Sequence[str | os.PathLike[str]] = (),
+    tag: str | None = None,
+    names: Sequence[str] | None = None,
+    tp_rules: str | os.PathLike[str] | None = None,
+) -> Merged:
+    """Write a model with a LoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
+
+    scale * B @ A is computed in float32 (float64 for weights of float64), added to the weight, or its master where the
+    base has one, and rounded once to the target's type.
+
+    Parameters
+    ----------
+    base : path-like or Checkpoint
+        The model that the adapter was trained on, of any format. Or a whole model with the adapter in it.
+    adapter : path-like
+        A directory that PEFT saved, or a checkpoint that holds an adapter.
+    target : path-like
+        As for `consolidate`.
+    adapter_config : path-like, optional
+        The adapter's `adapter_config.json`, or the directory that it is in; by default next to its tensors.
+    fan_in_fan_out : bool, optional
+        Whether square weights lie as (in, out), which shapes cannot tell; by default as the adapter's other weights do,
+        or as its configuration says.
+    dtype, tied, max_shard_size, config
+        As for `consolidate`, of the base.
+    verify : bool
+        Compute everything once more after writing, and compare every byte.
+    weight_check, checksums, overwrite, dry_run, memory, reporter, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
+        As for `open`; of the base, if it is a path.
+
+    Returns
+    -------
+    Merged
+
+    Raises
+    ------
+    UsageError
+        An option that cannot be used; the adapter is not of this model.
+    SourceError
+        One of them cannot be read or contradicts itself; `UnsupportedError` for what is no plain LoRA.
+    TargetError
+        The target exists or cannot be written.
+    """
+    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
+    how = How(
+        weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
+        reporter=reporter,
+    )  # fmt: skip
+    model = opened(base, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
+    sources = [model, added.checkpoint]
+    dropped = check_none_lost(sources, drop)
+    merging = _Merging(model, added, fan_in_fan_out)
+    result = merging.merged()
+    done, num_tensors, verified = write_computed(
+        result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME]
+    )
+    return Merged(
+        **{**done.fields(), "verified": verified},
+        num_tensors=num_tensors,
+        base=about(model),
+        adapter=about(added.checkpoint),
+        num_merged=len(added.products),
+        num_replaced=len(added.replaced),
+        num_added=merging.num_added,
+    )
+
+
+class _Merging:
+    """One merge: a checkpoint of the base's slots, of computed ones, and of the adapter's.
+
+    Parameters
+    ----------
+    base : Checkpoint
+    adapter : Adapter
+    fan_in_fan_out : bool or None
+    """
+
+    def __init__(self, base: Checkpoint, adapter: Adapter, fan_in_fan_out: bool | None) -> None:
+        self.base, self.adapter = base, adapter
+        self.fan_in_fan_out = fan_in_fan_out
+        self.num_added = 0
+        self.kept = Kept()
+        self.result = Checkpoint(base.source, base.format, opened=base.opened, step=base.step)
+        bare = without_adapters(one.name for one in base.tensors())
+        for name, short in bare.items():
+            one = base.parameters.get(name) or base.buffers[name]
+            tied_to = None if one.tied_to is None else bare.get(one.tied_to, one.tied_to)
+            section = self.result.parameters if name in base.parameters else self.result.buffers
+            section[short] = replace(one, name=short, tied_to=tied_to, slots=dict(one.slots), group=None)
+
+    def merged(self) -> Checkpoint:
+        """Return what is to be written.
+
+        Raises
+        ------
+        UsageError
+            The adapter does not fit the base.
+        UnsupportedError
+            A weight is none that numbers are added to.
+        """
+        every = {**self.result.parameters, **self.result.buffers}
+        missing = [name for name in self.adapter.replaced if name not in every and name not in self.adapter.saved]
+        missing += [one.module for one in self.adapter.products if f"{one.module}.weight" not in every]
+        if missing:
+            raise UsageError(
+                f"{listed(missing)}: not in {named(self.base)}",
+                path=self.adapter.checkpoint.source,
+                expected=f"names as {listed(list(every), most=2)}",
+                advice="give the model that the adapter was trained on",
+            )
+        for name, one in self.adapter.replaced.items():
+            self._replace(name, one)
+        owners: dict[str, str] = {}
+        for product in self.adapter.products:
+            owner = self.result.owner(f"{product.module}.weight")
+            if owner.name in owners:
+                raise UnsupportedError(
+                    f"{product.module} and {owners[owner.name]} are one tied weight, and both have an adapter",
+                    path=self.adapter.checkpoint.source,
+                    advice="merge it with PEFT's merge_and_unload",
+                )
+            owners[owner.name] = product.module
+        for product in self.adapter.products:
+            self._add(product)
+        return self.result
+
+    def _replace(self, name: str, one: Parameter) -> None:
+        """Let a tensor of the adapter take the place of one of the base; one that was tied is tied no more."""
+        slot = one.slots.get(MASTER) or one.slots[WEIGHT]
+        section = self.result.buffers if name in self.result.buffers else self.result.parameters
+        if name not in section:
+            self.num_added += 1
+            section[name] = Parameter(name, slot.shape, one.dtype, {WEIGHT: replace(slot, name=WEIGHT)})
+            return
+        was = self.result.owner(name)
+        if was.shape != slot.shape:
+            raise UsageError(
+                f"{name} has another shape than in {named(self.base)}",
+                path=self.adapter.checkpoint.source,
+                expected=was.shape,
+                found=slot.shape,
+                advice="give the model that the adapter was trained on, its vocabulary resized as it was",
+            )
+        aliases = [alias for alias, other in self.result.parameters.items() if other.tied_to == name]
+        for alias in aliases:
+            first = alias == aliases[0]
+            slots = dict(was.slots) if first else {}
+            tied_to = None if first else aliases[0]
+            self.result.parameters[alias] = replace(was, name=alias, slots=slots, tied_to=tied_to)
+        slots = {
+            key: replace(slot, name=key, dtype=was.slots[key].dtype) for key in (WEIGHT, MASTER) if key in was.slots
+        }
+        section[name] = replace(was, name=name, slots=slots, tied_to=None)
+
+    def _add(self, product: Product) -> None:
+        owner = self.result.owner(f"{product.module}.weight")
+        slot = owner.slots.get(MASTER) or owner.slots.get(WEIGHT)
+        if slot is None or slot.dtype not in NUMBERS:
+            raise UnsupportedError(
+                f"{owner.name} is no weight that numbers are added to",
+                path=self.base.source,
+                expected=" or ".join(NUMBERS),
+                found=None if slot is None else slot.dtype,
+                advice="merge into the model before it was quantised",
+            )
+        a, b = product.a, product.b
+        transposed = product.is_embedding or self._is_transposed(product, slot.shape)
+        rows, columns = (a.shape[1:], b.shape[:1]) if transposed else (b.shape[:1], a.shape[1:])
+        if (*rows, *columns) != slot.shape or any(size != 1 for size in b.shape[2:]):
+            raise UsageError(
+                f"the adapter of {product.module} does not fit {named(self.base)}",
+                path=self.adapter.checkpoint.source,
+                expected=f"B @ A of {slot.shape}, or of {slot.shape[::-1]} where it lies as (in, out)",
+                found=f"A {a.shape}, B {b.shape}",
+                advice="give the model that the adapter was trained on",
+            )
+        dtype = "float64" if slot.dtype == "float64" else "float32"
+        left, right = (a, b) if transposed else (b, a)
+        for one in (slot, left, right):
+            refuse_endless(one, owner.name)
+        function = LowRank(slot, left, right, product.scale, dtype, transposed, self.kept)
+        for key, own in list(owner.slots.items()):
+            if key in (WEIGHT, MASTER):
+                owner.slots[key] = Computed(key, own.dtype, own.shape, (), function=function)
+
+    def _is_transposed(self, product: Product, shape: tuple[int, ...]) -> bool:
+        """Tell whether a weight lies as (in, out): by its shape, or by others' if it is square."""
+        found = _lies(product, shape)
+        if found is not None:
+            return found
+        if self.fan_in_fan_out is not None:
+            return self.fan_in_fan_out
+        every = [
+            (one.module.rpartition(".")[2], lies)
+            for one in self.adapter.products
+            if not one.is_embedding
+            and (lies := _lies(one, self.result.owner(f"{one.module}.weight").shape)) is not None
+        ]
+        alike = {lies for name, lies in every if name == product.module.rpartition(".")[2]}
+        if len(alike) == 1:
+            return alike.pop()
+        if {lies for _, lies in every} - {self.adapter.fan_in_fan_out}:
+            raise UnsupportedError(
+                f"{product.module}.weight is square, and may lie as (out, in) or as (in, out)",
+                path=self.adapter.checkpoint.source,
+                expected="other weights of the adapter that lie as its fan_in_fan_out says",
+                advice="say which with --fan-in-fan-out, as the Conv1D of GPT-2 lies, or --no-fan-in-fan-out",
+            )
+        return self.adapter.fan_in_fan_out
+
+
+def _lies(product: Product, shape: tuple[int, ...]) -> bool | None:
+    """Tell whether a weight can only lie as (in, out), or only as (out, in); None if it may be either."""
+    straight = (product.b.shape[0], *product.a.shape[1:])
+    if len(straight) != 2 or straight != straight[::-1]:
+        return shape != straight and shape == straight[::-1]
+    return None
