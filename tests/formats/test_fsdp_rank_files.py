@@ -189,6 +189,16 @@ def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path
         zckpt.open(tmp_path)
 
 
+def test_a_step_may_have_no_roles(written: Callable[..., Path], tmp_path: Path) -> None:
+    for step in (2, 4):
+        copied(written(LLAMA, world_size=2), tmp_path / f"global_step_{step}")
+    with pytest.raises(UnknownFormatError, match="several steps"):
+        zckpt.open(tmp_path)
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("4\n")
+    assert zckpt.open(tmp_path).step == 4
+    assert not take_inventory(zckpt.open(tmp_path)).left_out
+
+
 def test_a_missing_rank_and_other_world_sizes_are_found(written: Callable[..., Path], tmp_path: Path) -> None:
     folder = copied(written(LLAMA, world_size=2), tmp_path / "run")
     for path in written(LLAMA, world_size=3).glob("*_world_size_3_*"):

@@ -127,12 +127,12 @@ def has_rank_files(directory: Path) -> bool:
 def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory | NearMiss | None:
     """Return the checkpoint of a folder: of a role, of a step, or of a run."""
     if tag is not None:
-        parts = tag.split("/")
-        if "\0" in tag or any(part in ("", ".", "..") for part in parts) or not (path / tag).is_dir():
-            return None
-        return _below(path / tag, None, _trackers(path))
+        return _below(path / tag, None, _trackers(path)) if _is_tag(path, tag) else None
     if has_rank_files(path):
         return _read(path, (), trackers)
+    last = _last(path)
+    if last is not None:
+        return last
     roles = sorted(one.name for one in _folders(path) if has_rank_files(one))
     if len(roles) == 1:
         return _read(path / roles[0], tuple(path / name for name in BESIDE if is_file(path / name)), trackers)
@@ -141,7 +141,12 @@ def _below(path: Path, tag: str | None, trackers: tuple[Path, ...]) -> Directory
             f"holds the checkpoints of several models: {listed(roles)}",
             f"give one of them: {path / roles[0]}, or --tag {roles[0]}",
         )
-    return _last(path)
+    return None
+
+
+def _is_tag(path: Path, tag: str) -> bool:
+    """Tell whether a tag names a folder below another."""
+    return "\0" not in tag and not {"", ".", ".."} & set(tag.split("/")) and (path / tag).is_dir()
 
 
 def _last(path: Path) -> Directory | NearMiss | None:
