@@ -101,6 +101,15 @@ def test_float64_is_computed_in_float64(tmp_path: Path) -> None:
     assert found == raw(0.2 * tensors[0] + 0.3 * tensors[1] + 0.5 * tensors[2])
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_number_stays_none(tmp_path: Path) -> None:
+    odd = [torch.tensor([math.inf, math.inf, math.nan, 3e38, 65000.0]), torch.tensor([1, -math.inf, 1, 3e38, 65000.0])]
+    slots = tuple(stored(tmp_path / str(i), one) for i, one in enumerate(odd))
+    found = np.frombuffer(written(computed(Mean(slots, "float32", (3, 1)), (5,)), "float16", tmp_path), np.float16)
+    assert np.isnan(found).tolist() == [False, True, True, False, False]
+    assert np.isinf(found).tolist() == [True, False, False, True, False]
+
+
 def low_rank(folder: Path, rows: int, columns: int, rank: int, *, transposed: bool = False) -> tuple[LowRank, bytes]:
     """Return a function of files, and what numpy says of it in one product."""
     generator = torch.Generator().manual_seed(rows)

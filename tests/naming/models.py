@@ -32,6 +32,17 @@ def attend(q, k, v):
     return out.transpose(1, 2).flatten(2)
 
 
+def half_turned(x, width: int):
+    """Rotary positions of the first and the second half of the first `width` elements of each head."""
+    freqs = 1.0 / 10000.0 ** (torch.arange(0, width, 2).float() / width)
+    angles = torch.outer(torch.arange(x.shape[1]).float(), freqs)
+    angles = torch.cat((angles, angles), dim=-1)[None, :, None]
+    turned, rest = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    half = torch.cat((-second, first), dim=-1)
+    return torch.cat((turned * angles.cos() + half * angles.sin(), rest), dim=-1)
+
+
 # --- Meta
 
 
@@ -52,6 +63,9 @@ class MetaAttention(nn.Module):
                 setattr(self, name, one)
         self.nested = nested
         self.wo = nn.Linear(self.heads * self.d, c.hidden_size, bias=False)
+        self.halves = c.model_type == "qwen3"
+        if self.halves:
+            self.q_norm, self.k_norm = (RMSNorm(self.d, c.rms_norm_eps) for _ in range(2))
 
     def linear(self, name):
         return self.qkv_linear[name] if self.nested else getattr(self, name)
@@ -59,6 +73,8 @@ class MetaAttention(nn.Module):
     def forward(self, x):
         batch, length, _ = x.shape
         q, k, v = (self.linear(n)(x).view(batch, length, -1, self.d) for n in ("wq", "wk", "wv"))
+        if self.halves:
+            return self.wo(attend(half_turned(self.q_norm(q), self.d), half_turned(self.k_norm(k), self.d), v))
         freqs = 1.0 / self.theta ** (torch.arange(0, self.d, 2).float() / self.d)
         angles = torch.outer(torch.arange(length).float(), freqs)
         turn = torch.polar(torch.ones_like(angles), angles)[None, :, None]
@@ -95,7 +111,7 @@ class MetaBlock(nn.Module):
 
 
 class MetaLlama(nn.Module):
-    """`titan`: with the names of torchtitan 0.3."""
+    """`titan`: with the names of torchtitan 0.3, whose Qwen3 turns halves of heads and not pairs."""
 
     def __init__(self, c, *, titan: bool = False) -> None:
         super().__init__()
@@ -167,18 +183,8 @@ class MegatronAttention(nn.Module):
         if m.qk_norm:
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if m.rotary:
-            q, k = self.rotated(q), self.rotated(k)
+            q, k = (half_turned(one, int(m.d * m.rotary)) for one in (q, k))
         return self.linear_proj(attend(q, k, v))
-
-    def rotated(self, x):
-        width = int(self.m.d * self.m.rotary)
-        freqs = 1.0 / 10000.0 ** (torch.arange(0, width, 2).float() / width)
-        angles = torch.outer(torch.arange(x.shape[1]).float(), freqs)
-        angles = torch.cat((angles, angles), dim=-1)[None, :, None]
-        turned, rest = x[..., :width], x[..., width:]
-        first, second = turned.chunk(2, dim=-1)
-        half = torch.cat((-second, first), dim=-1)
-        return torch.cat((turned * angles.cos() + half * angles.sin(), rest), dim=-1)
 
 
 class MegatronMLP(nn.Module):

@@ -82,6 +82,7 @@ CASES = [
       for kind in ("llama", "llama_mha_bias", "llama_tied", "llama_one_group", "mistral", "qwen2")),
     *((kind, "llama-huggingface-megatron")
       for kind in ("llama", "llama_mha_bias", "llama_tied", "llama_one_group", "mistral", "qwen2", "qwen3")),
+    ("qwen3", "qwen3-huggingface-torchtitan"),
     ("mixtral", "mixtral-huggingface-megatron"),
     ("gpt2", "gpt2-huggingface-megatron"),
     ("gpt_neox", "gpt-neox-huggingface-megatron"),

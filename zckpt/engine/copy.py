@@ -222,7 +222,8 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
     if isinstance(piece, ComputedPiece):
         block = piece.block
         inputs = [partial(_elements_of, each, sources) for each in block.inputs]
-        values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
+        with np.errstate(all="ignore"):  # what is no number stays none
+            values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
         return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
         return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data

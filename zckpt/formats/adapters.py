@@ -243,8 +243,9 @@ class _Reading:
 
     def _number(self, key: str, module: str, patterns: str) -> float:
         """Return the rank or alpha of a module: that of the first pattern that its name ends in, or the common one."""
-        found = self.settings.get(key, 8)
-        for pattern, value in (self.settings.get(patterns) or {}).items():
+        values = self.settings.get(patterns) or {}
+        found = values.get(module, self.settings.get(key, 8))
+        for pattern, value in values.items():
             if _matches(rf"(.*\.)?({pattern})$", module, self.path):
                 found = value
                 break
