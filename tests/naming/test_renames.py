@@ -71,6 +71,8 @@ def test_a_model_has_the_new_names_and_the_optimizer_beside_it(tmp_path: Path) -
         (("--rename", r"^alpha$="), ("leaves nothing of alpha",)),
         (("--rename", r"(fc)=\2"), ("no regular expression",)),
         (("--rename", "fc1"), ("OLD=NEW",)),
+        (("--rename", "fc1.*=x.*.*"), ("as often", "fc1.*=x.*.*")),
+        (("--rename", "c1.*=x.*"), ("finds no name",)),
         (("--map", "no-such-map"), ("no map no-such-map", "llama-huggingface-meta")),
         (("--map", "llama-huggingface-meta"), ("has no rule for", "huggingface or meta")),
     ],
@@ -79,6 +81,16 @@ def test_what_cannot_be_is_refused_in_a_line(options: tuple[str, ...], words: tu
     refused(2, "consolidate", SOURCE, tmp_path / "m.safetensors", *options, words=words)
     refused(2, "convert", SOURCE, tmp_path / "m", "--to", "dcp", *options, words=words)
     assert not list(tmp_path.iterdir())
+
+
+def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path: Path) -> None:
+    options = ("--rename", "fc*.*=layers.*[0].*", "--rename", r"*.bias=\1.*")
+    succeeded("consolidate", SOURCE, tmp_path / "m.pt", *options)
+    names = set(torch.load(tmp_path / "m.pt", weights_only=True))
+    for old in Truth(SOURCE).masters:
+        new = re.sub(r"^fc(.*?)\.(.*)$", r"layers.\1[0].\2", old)
+        new = re.sub(r"^(.*)\.bias$", r"\\1.\1", new)
+        assert new in names, (old, new)
 
 
 def test_digests_under_other_names_are_not_stored_with_the_source() -> None:

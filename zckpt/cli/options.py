@@ -135,7 +135,8 @@ def naming_options(command: Command) -> Command:
                 "--rename",
                 multiple=True,
                 metavar="OLD=NEW",
-                help="Regular expression, and what it becomes wherever it is in a name (\\1: a group).",
+                help="Regular expression, and what it becomes wherever it is in a name (\\1: a group); "
+                "with * in NEW, a glob of whole names.",
             ),
             click.option(
                 "--map",

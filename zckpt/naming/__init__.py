@@ -3,7 +3,7 @@
 It knows nothing of files and of no program but by the documents in `shipped/`. A checkpoint comes in under the names of
 its source and goes out under others; elements stay where they lie, and the planner copies them from there.
 
-    renames     regular expressions and prefixes
+    renames     regular expressions, globs and prefixes
     document    a map, as JSON says it
     axes        how the elements of a tensor are arranged: "(heads half two) in"
     sizes       what the letters are, from the tensors' shapes and a configuration
@@ -38,7 +38,8 @@ class Naming:
     Parameters
     ----------
     rename : sequence of (str, str)
-        Regular expressions and what each becomes wherever it is found in a name, with groups.
+        Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
+        globs of whole names.
     strip_prefix, add_prefix : str or None
         Taken off the names that have it; put before all.
     map : str, path-like, mapping or None

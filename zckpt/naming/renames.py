@@ -1,4 +1,4 @@
-"""Names by regular expressions and prefixes; each must find something, and no two names may become one. Pure."""
+"""Names by regular expressions, globs and prefixes; each must find something, and no two names may become one. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Renaming:
     strip_prefix : str or None
         Taken off the names that have it.
     rename : tuple of (str, str)
-        Regular expressions and what each becomes wherever it is found.
+        Regular expressions and what each becomes wherever it is found. With `*` in what it becomes, a glob of whole
+        names instead: each `*` there is what that of the glob finds, in turn.
     add_prefix : str or None
         Put before all names.
     """
@@ -60,6 +61,8 @@ def _without(names: dict[str, str], prefix: str) -> dict[str, str] | None:
 
 
 def _replaced(names: dict[str, str], old: str, new: str) -> dict[str, str] | None:
+    if "*" in new:
+        old, new = _of_glob(old, new)
     try:
         pattern = re.compile(old)
         if not any(pattern.search(one) for one in names.values()):
@@ -69,6 +72,16 @@ def _replaced(names: dict[str, str], old: str, new: str) -> dict[str, str] | Non
         raise UsageError(
             "--rename is no regular expression", expected="OLD=NEW", found=f"{old}={new}: {error}"
         ) from None
+
+
+def _of_glob(old: str, new: str) -> tuple[str, str]:
+    """Return a glob of whole names, and names with as many `*`, as a regular expression and what it becomes."""
+    if old.count("*") != new.count("*"):
+        raise UsageError("--rename has `*` in NEW, which OLD must have as often", found=f"{old}={new}")
+    pieces = new.replace("\\", r"\\").split("*")
+    groups = [rf"\g<{number}>" for number in range(1, len(pieces))]
+    pattern = "(.*?)".join(map(re.escape, old.split("*")))
+    return rf"\A{pattern}\Z", "".join(map("".join, zip(pieces, [*groups, ""], strict=True)))
 
 
 def _found(before: dict[str, str], after: dict[str, str] | None, option: str, checkpoint: Checkpoint) -> dict[str, str]:

@@ -148,7 +148,8 @@ def consolidate(
     roots, tag, names, tp_rules
         As for `open`; of a path only.
     rename : sequence of (str, str)
-        Regular expressions and what each becomes wherever it is found in a name.
+        Regular expressions and what each becomes wherever it is found in a name, with groups; or, with `*` in both,
+        globs of whole names.
     strip_prefix, add_prefix : str, optional
         Taken off the names that have it, before all else; put before all names, after all else.
     map : str, path-like or mapping, optional
