@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.fsdp_rank_files.extra import SCHEDULERS
+from zckpt.formats.transformers_trainer.states import PER_GROUP
 from zckpt.state import Checkpoint, ParamGroup
-from zckpt.torchfile import brief
+from zckpt.torchfile import FromFile, brief
 
 ONE, KEEP = "one", "keep"
 
@@ -15,7 +17,7 @@ ONE, KEEP = "one", "keep"
 def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint whose only param group has all parameters in the model's order, and what to say of it.
 
-    Its hyperparameters are those of the first group.
+    Its hyperparameters, and what the scheduler has for it, are those of the first group.
 
     Raises
     ------
@@ -45,7 +47,25 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
         if repr(first.hyperparameters.get(key)) != repr(value)
     ]
     merged = ParamGroup(first.hyperparameters, order)
-    return replace(checkpoint, parameters=parameters, param_groups=[merged]), notes
+    metadata = {
+        key: _of_first(value, len(groups)) if key in SCHEDULERS else value for key, value in checkpoint.metadata.items()
+    }
+    return replace(checkpoint, parameters=parameters, param_groups=[merged], metadata=metadata), notes
+
+
+def _of_first(scheduler: object, count: int) -> object:
+    """Return the state of a scheduler of one param group: what it has for each group, for the first only."""
+    if isinstance(scheduler, FromFile):
+        return replace(scheduler, node=_of_first(scheduler.node, count))
+    if isinstance(scheduler, list):
+        return [_of_first(one, count) for one in scheduler]
+    if not isinstance(scheduler, dict):
+        return scheduler
+    found = {}
+    for key, value in scheduler.items():
+        is_cut = key in PER_GROUP and isinstance(value, (list, tuple)) and len(value) == count
+        found[key] = value[:1] if is_cut else _of_first(value, count) if key == "_schedulers" else value
+    return found
 
 
 def _follows(names: Sequence[str], order: Sequence[str]) -> bool:

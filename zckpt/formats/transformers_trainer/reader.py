@@ -13,7 +13,7 @@ from zckpt.formats.torch_files.state_dicts import OptimizerState, optimizer_rule
 from zckpt.formats.torch_files.tensors import describe
 from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, STATE_NAME, Directory
 from zckpt.formats.transformers_trainer.model import read_json, read_model
-from zckpt.formats.transformers_trainer.readings import Weights, read_names
+from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint, Scalar
 from zckpt.torchfile import read_torchfile
 
@@ -54,8 +54,16 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     if directory.is_adapter:
         checkpoint.details["adapter"] = _adapter(directory)
     _read_optimizers(checkpoint, directory, weights, names)
+    if len(weights) == 1 and directory.optimizers:
+        _arrange(checkpoint, model_order(weights[0]))
     _read_state(checkpoint, directory)
     return checkpoint
+
+
+def _arrange(checkpoint: Checkpoint, order: Sequence[str]) -> None:
+    """Put parameters in the model's order, which files of safetensors do not have: other formats number them by it."""
+    every = checkpoint.parameters
+    checkpoint.parameters = {name: every[name] for name in (*order, *every) if name in every}
 
 
 def _prefixed(weights: Weights, prefix: str) -> Weights:

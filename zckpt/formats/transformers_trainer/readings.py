@@ -8,7 +8,7 @@ an order; the shapes of the optimizer's state decide the rest, or leave several 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from zckpt.errors import UsageError
@@ -174,7 +174,7 @@ class _Reading:
                 return self.in_any_order()
             if found or len(self.candidates) == len(self.numbers):
                 return found
-            order = self._only_order()
+            order = only_order(self.candidates, self.weights)
         except TooManyOrdersError:
             return {}
         return self.in_order(order) if order is not None else {}
@@ -193,24 +193,13 @@ class _Reading:
             return self.fits(self.groups[group][position], longer[name])
 
         groups = {shortened(name): group for name, group in group_of_name.items()}
-        possible = Search(groups, fits, len(counts), self._places(), known.order).possible()
+        places = _places(self.candidates, self.weights)
+        possible = Search(groups, fits, len(counts), places, known.order).possible()
         return {
             self.groups[group][position]: longer[next(iter(names))]
             for (group, position), names in possible.items()
             if len(names) == 1
         }
-
-    def _places(self) -> dict[str, int]:
-        return {shortened(name): place for name, place in self.weights.places.items() if name in self.candidates}
-
-    def _only_order(self) -> list[str] | None:
-        """Return the model's order if what is known leaves only one."""
-        longer = {shortened(name): name for name in self.candidates}
-        search = Search(dict.fromkeys(longer, 0), lambda *_: True, 1, self._places(), self.weights.known.order)
-        possible = search.possible()
-        if not possible or any(len(names) > 1 for names in possible.values()):
-            return None
-        return [longer[next(iter(possible[0, position]))] for position in range(len(longer))]
 
     def _partition(self) -> dict[str, int] | None:
         """Return the param group of each candidate, by shapes and else by the Trainer's rule; None if neither tells."""
@@ -224,6 +213,36 @@ class _Reading:
                 return None
             found[name] = groups[0]
         return found
+
+
+def model_order(weights: Weights) -> list[str]:
+    """Return all parameters in the model's order, if what is known leaves only one; otherwise nothing."""
+    try:
+        return only_order(weights.shapes, weights) or []
+    except TooManyOrdersError:
+        return []
+
+
+def only_order(candidates: Iterable[str], weights: Weights) -> list[str] | None:
+    """Return the order of some of a model's parameters if what is known leaves only one.
+
+    Raises
+    ------
+    TooManyOrdersError
+    """
+    if weights.is_ordered:
+        return list(candidates)
+    longer = {shortened(name): name for name in candidates}
+    places = _places(longer.values(), weights)
+    search = Search(dict.fromkeys(longer, 0), lambda *_: True, 1, places, weights.known.order)
+    possible = search.possible()
+    if not possible or any(len(names) > 1 for names in possible.values()):
+        return None
+    return [longer[next(iter(possible[0, position]))] for position in range(len(longer))]
+
+
+def _places(candidates: Iterable[str], weights: Weights) -> dict[str, int]:
+    return {shortened(name): weights.places[name] for name in candidates if name in weights.places}
 
 
 def shortened(name: str) -> str:

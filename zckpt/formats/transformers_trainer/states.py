@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from zckpt.state import Checkpoint, Scalar
 from zckpt.torchfile import FromFile
@@ -81,5 +82,5 @@ def random_states(checkpoint: Checkpoint) -> dict[str, object]:
         if match is None or not isinstance(node, Mapping) or not set(RANDOM_KEYS.values()) <= node.keys():
             continue
         state = {ours: node[its] for ours, its in RANDOM_KEYS.items()}
-        found[f"rng_state_{int(match[1])}.pth"] = FromFile(state, value.path) if isinstance(value, FromFile) else state
+        found[f"rng_state_{int(match[1])}.pth"] = replace(value, node=state) if isinstance(value, FromFile) else state
     return {"rng_state.pth": found["rng_state_0.pth"]} if list(found) == ["rng_state_0.pth"] else found

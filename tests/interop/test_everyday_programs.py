@@ -1,0 +1,277 @@
+"""From any of the everyday programs to any other: the Trainer, Accelerate, verl, FSDP1, each as it saves and loads.
+
+All train one Llama on the same data, every rank on all of it, with a scheduler that changes the rate at every step. What
+one saved is converted to what another loads; that one holds the same bits, and goes on with the losses that the first
+would have had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.trainer_pt_utils import get_parameter_names
+
+import zckpt
+from tests import gloo
+from tests.fsdp_training import training as verl
+from tests.hf_training.training import Texts, build, same
+
+pytestmark = pytest.mark.interop
+
+SAVED, STEPS, BATCH = 3, 6, 2
+LAST_BITS = 1e-5
+"""Relative; float32 has 6e-8. FSDP sums in other orders, and three steps of AdamW let that grow a little."""
+
+Found = dict[str, torch.Tensor]
+
+
+@dataclass
+class Run:
+    """What was in memory when a program had saved or loaded, by `slot/name`, and the losses of the steps after."""
+
+    found: Found = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    every = [Texts()[BATCH * step + number] for number in range(BATCH)]
+    return {key: torch.stack([one[key] for one in every]) for key in every[0]}
+
+
+def step_of(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> float:
+    loss = model(**batch(number)).loss
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return float(loss.item())
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    return get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=2 * STEPS)
+
+
+def held(model: nn.Module, optimizer: Any) -> Found:
+    """What a model and its optimizer hold, whole, whatever has wrapped them."""
+    found = verl.truth(model, getattr(optimizer, "optimizer", optimizer))
+    return {key: one.detach().clone() for key, one in found.items() if not key.startswith("step/")}
+
+
+# --- the Trainer
+
+
+class Recorded(Trainer):
+    """A Trainer that takes its data in their order, and keeps each step's loss as it is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.losses: list[float] = []
+
+    def _get_train_sampler(self, *_: Any) -> Any:
+        return torch.utils.data.SequentialSampler(Texts())
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
+        return loss
+
+
+@dataclass
+class Look(TrainerCallback):
+    """What the Trainer holds when it has loaded, or when it saves."""
+
+    at: str
+    found: Found = field(default_factory=dict)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.at == "begin":
+            self.found = held(kwargs["model"], kwargs["optimizer"])
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.at == "save" and state.global_step == SAVED:
+            self.found = held(kwargs["model"], kwargs["optimizer"])
+
+
+def train(output: Path, *, resume: Path | None = None) -> Run:
+    arguments = TrainingArguments(
+        output_dir=str(output), max_steps=2 * STEPS, per_device_train_batch_size=BATCH, learning_rate=1e-2,
+        weight_decay=0.0, warmup_steps=2, save_steps=SAVED, max_grad_norm=0.0, report_to=[], use_cpu=True,
+        disable_tqdm=True, adam_epsilon=1e-8,
+    )  # fmt: skip
+    look = Look("save" if resume is None else "begin")
+    trainer = Recorded(model=build("llama", 0 if resume is None else 9), args=arguments, train_dataset=Texts(),
+                       callbacks=[look, Stop()])  # fmt: skip
+    trainer.remove_callback(transformers.PrinterCallback)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return Run(look.found, trainer.losses[SAVED - STEPS :])
+
+
+class Stop(TrainerCallback):
+    """End after `STEPS` of a schedule that is longer."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == STEPS
+
+
+def save_trainer(folder: Path) -> Run:
+    run = train(folder)
+    (folder / f"checkpoint-{SAVED}").rename(folder / "saved")
+    return run
+
+
+def load_trainer(source: Path, folder: Path, ranks: int) -> Run:
+    target = folder / f"checkpoint-{SAVED}"
+    zckpt.convert(source, target, to="transformers-trainer", train_batch_size=BATCH, verify=True)
+    return train(folder, resume=target)
+
+
+# --- Accelerate
+
+
+def accelerated(seed: int) -> tuple[Any, nn.Module, Any, Any]:
+    """A loop with Accelerate, its parameters decayed or not as in transformers' examples."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = build("llama", seed)
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], ["bias", "norm"]))
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) == wanted], "weight_decay": 0.0}
+        for wanted in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler_of(optimizer))
+
+
+def save_accelerate(folder: Path) -> Run:
+    accelerator, model, optimizer, scheduler = accelerated(0)
+    for number in range(SAVED):
+        step_of(model, optimizer, scheduler, number)
+    accelerator.save_state(str(folder / "saved"))
+    model.config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+def load_accelerate(source: Path, folder: Path, ranks: int) -> Run:
+    """Load what is written for the Trainer: the same files, two of them under other names."""
+    target = folder / "state"
+    zckpt.convert(source, target, to="transformers-trainer", train_batch_size=BATCH, verify=True)
+    for name in ("optimizer", "scheduler"):
+        (target / f"{name}.pt").rename(target / f"{name}.bin")
+    accelerator, model, optimizer, scheduler = accelerated(9)
+    accelerator.load_state(str(target))
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+# --- verl, of FSDP2 and of FSDP1
+
+
+def sharded(version: int, world_size: int, seed: int) -> tuple[nn.Module, Any, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    torch.set_num_threads(1)
+    model = build("llama", seed)
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    if version == 2:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        units = ModuleWrapPolicy({LlamaDecoderLayer})
+        model = FullyShardedDataParallel(model, auto_wrap_policy=units, device_mesh=mesh, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    return model, optimizer, scheduler_of(optimizer)
+
+
+def save_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+    model, optimizer, scheduler = sharded(version, world_size, 0)
+    for number in range(SAVED):
+        step_of(model, optimizer, scheduler, number)
+    verl.save(model, optimizer, scheduler, folder, rank, world_size)
+    if not rank:
+        build("llama").config.save_pretrained(folder / "huggingface")  # type: ignore[operator, union-attr]
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+def load_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+    model, optimizer, scheduler = sharded(version, world_size, 9)
+    verl.load(model, optimizer, scheduler, folder, rank, world_size)
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+def save_verl(version: int, folder: Path) -> Run:
+    target = folder / f"global_step_{SAVED}" / "actor"
+    run: Run = gloo.run(save_rank, 2, version, target)[0]
+    (folder / "saved").symlink_to(target)
+    return run
+
+
+def load_verl(version: int, source: Path, folder: Path, ranks: int) -> Run:
+    units = {"units": "model.layers.*"} if version == 1 else {}
+    zckpt.convert(source, folder / "target", to="fsdp-rank-files", world_size=ranks, fsdp_version=version,
+                  groups="one", device="cpu", verify=True, **units)  # fmt: skip
+    runs: list[Run] = gloo.run(load_rank, ranks, version, folder / "target")
+    assert all(run.losses == runs[0].losses for run in runs)
+    return runs[0]
+
+
+RANKED = ("verl", "fsdp1")
+
+SAVES: dict[str, Callable[[Path], Run]] = {
+    "trainer": save_trainer,
+    "accelerate": save_accelerate,
+    "verl": lambda folder: save_verl(2, folder),
+    "fsdp1": lambda folder: save_verl(1, folder),
+}
+LOADS: dict[str, Callable[[Path, Path, int], Run]] = {
+    "trainer": load_trainer,
+    "accelerate": load_accelerate,
+    "verl": lambda *args: load_verl(2, *args),
+    "fsdp1": lambda *args: load_verl(1, *args),
+}
+PAIRS = list(itertools.product(SAVES, LOADS))
+
+
+def cases() -> list[Any]:
+    """Every program to every other; `nightly` to itself, and at the number of ranks that it was saved at."""
+    changed = [(one, other, 3 if other in RANKED else 1) for one, other in PAIRS]
+    kept = [(one, other, 2) for one, other in PAIRS if other in RANKED]
+    quick = [one for one in changed if one[0] != one[1]]
+    return [*quick, *(pytest.param(*one, marks=pytest.mark.nightly) for one in (changed + kept) if one not in quick)]
+
+
+@pytest.mark.parametrize(("one", "other", "ranks"), cases())
+def test_one_program_goes_on_where_another_left_off(
+    one: str, other: str, ranks: int, shared: Callable[[str, Callable[[Path], Any]], Any], tmp_path: Path
+) -> None:
+    def make(folder: Path) -> tuple[Path, Run]:
+        return folder / "saved", SAVES[one](folder)
+
+    source, saved = shared(f"everyday-{one}", make)
+    resumed = LOADS[other](source, tmp_path, ranks)
+    assert resumed.found.keys() == saved.found.keys()
+    assert [key for key, tensor in saved.found.items() if not same(resumed.found[key], tensor)] == []
+    assert len(saved.losses) == STEPS - SAVED
+    assert resumed.losses == pytest.approx(saved.losses, rel=LAST_BITS)
