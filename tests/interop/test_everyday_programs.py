@@ -1,8 +1,8 @@
 """From any of the everyday programs to any other: the Trainer, Accelerate, verl, FSDP1, each as it saves and loads.
 
-All train one Llama on the same data, every rank on all of it, with a scheduler that changes the rate at every step. What
-one saved is converted to what another loads; that one holds the same bits, and goes on with the losses that the first
-would have had.
+All train one Llama on the same data, every rank on all of it, with a scheduler that changes the rate at every step.
+What one saved is converted to what another loads; that one holds the same bits, and goes on with the losses that the
+first would have had.
 """
 
 from __future__ import annotations
