@@ -33,7 +33,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)  # a slice of one element may keep a stride of its own
+    flat.copy_(tensor.reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def stored(path: Path, tensor: torch.Tensor, pieces: list[Extent] | None = None) -> Slot:

@@ -192,10 +192,11 @@ def test_a_run_is_opened_at_its_last_step(written: Callable[..., Path], tmp_path
 def test_a_step_may_have_no_roles(written: Callable[..., Path], tmp_path: Path) -> None:
     for step in (2, 4):
         copied(written(LLAMA, world_size=2), tmp_path / f"global_step_{step}")
+        torch.save({"position": step}, tmp_path / f"global_step_{step}" / "data.pt")
     with pytest.raises(UnknownFormatError, match="several steps"):
         zckpt.open(tmp_path)
     (tmp_path / "latest_ckpt_global_step.txt").write_text("4\n")
-    assert zckpt.open(tmp_path).step == 4
+    assert (zckpt.open(tmp_path).step, zckpt.open(tmp_path).metadata["data"]) == (4, {"position": 4})
     assert not take_inventory(zckpt.open(tmp_path)).left_out
 
 
@@ -396,3 +397,9 @@ def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> 
     zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
     assert zckpt.diff(source, tmp_path / "ranks").equal
     assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None
+
+
+def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")  # verl writes None then
+    zckpt.convert(folder, tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
+    assert zckpt.diff(folder, tmp_path / "deepspeed").equal

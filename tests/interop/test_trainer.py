@@ -18,8 +18,12 @@ from tests.cli.console import refused, succeeded
 from tests.hf_training.training import SAVED, STEPS, Run, Truth, build, same, train, unbroken
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.account import take_inventory
+from zckpt.formats.transformers_trainer.architectures import architecture
+from zckpt.formats.transformers_trainer.decay import group_of
 
 pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
 
 
 def freeze_embeddings(model: nn.Module) -> None:
@@ -164,6 +168,50 @@ def test_what_a_source_has_not_is_written_by_rule(run: Callable[..., Run], tmp_p
     assert all(same(ended[name], tensor) for name, tensor in unbroken.items())
 
 
+@pytest.mark.parametrize(("fixture", "kind"), [("hf_llama_s2_bf16_dp2", "llama"), ("hf_gpt2_s1_fp32_dp2", "gpt2")])
+def test_what_deepspeed_saved_is_numbered_as_the_trainer_does(fixture: str, kind: str, tmp_path: Path) -> None:
+    """The Trainer's own optimizer of a model with these parameters takes each one's state."""
+    source = FIXTURES / fixture
+    done = zckpt.convert(source, tmp_path / "target", to="transformers-trainer", train_batch_size=2, verify=True)
+    assert any("LambdaLR after 5 steps" in note for note in done.notes)
+    truth = load_file(source / "truth.safetensors")
+    names = [one["param_names"] for one in torch.load(tmp_path / "target" / "optimizer.pt")["param_groups"]]
+    known = architecture(kind)
+    model = list(zckpt.open(source).parameters)
+    trained = {name for group in names for name in group}
+    assert names == [[n for n in model if n in trained and group_of(n, known) == at] for at in (0, 1)]
+    state = torch.load(tmp_path / "target" / "optimizer.pt")["state"]
+    for number, name in enumerate(name for group in names for name in group):
+        assert torch.equal(state[number]["exp_avg_sq"], truth[f"exp_avg_sq/{name}"]), name
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    assert all(torch.equal(weights[name], truth[f"fp32/{name}"]) for name in trained)
+
+
+def test_one_param_group_becomes_the_trainers_two_and_unlike_ones_are_refused(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run("llama")
+    model = build("llama")
+    model.load_state_dict(load_file(one.directory / "model.safetensors"))
+    every = list(model.named_parameters())
+    optimizer = torch.optim.AdamW([p for _, p in every], lr=1e-2, weight_decay=0.1)
+    sum(p.square().sum() for _, p in every).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(whole, tmp_path / "one.pt")
+    done = zckpt.convert(tmp_path / "one.pt", tmp_path / "target", to="transformers-trainer", train_batch_size=2)
+    assert any("made the Trainer's two" in note for note in done.notes)
+    assert [group.parameters for group in zckpt.open(tmp_path / "target").param_groups] == one.truth.groups
+    halves = [{"params": [p for _, p in every[:9]]}, {"params": [p for _, p in every[9:]], "lr": 1e-3}]
+    other = torch.optim.AdamW(halves, lr=1e-2)
+    sum(p.square().sum() for _, p in every).backward()  # type: ignore[union-attr]
+    other.step()
+    torch.save({**whole, "optimizer": other.state_dict()}, tmp_path / "two.pt")
+    with pytest.raises(UnsupportedError, match="that the Trainer has as one differ"):
+        zckpt.convert(tmp_path / "two.pt", tmp_path / "none", to="transformers-trainer", train_batch_size=2,
+                      names=[name for name, _ in every])  # fmt: skip
+
+
 def test_without_a_step_it_is_refused(run: Callable[..., Run], tmp_path: Path) -> None:
     shutil.copy(run("llama").directory / "model.safetensors", tmp_path)
     with pytest.raises(UnsupportedError, match="after which step"):
@@ -184,6 +232,32 @@ def test_consolidated_model_loads_from_pretrained(run: Callable[..., Run], tmp_p
     assert all(same(loaded[key.removeprefix("weight/")], value)
                for key, value in one.truth.tensors.items() if key.startswith("weight/"))  # fmt: skip
     zckpt.consolidate(one.directory, target, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", ["zckpt", "dcp", "fsdp-rank-files", "consolidated", "universal"])
+def test_configuration_goes_along_from_where_each_kind_of_source_keeps_it(
+    kind: str, run: Callable[..., Run], tmp_path: Path
+) -> None:
+    one = run("qwen2")
+    source = tmp_path / kind
+    zckpt.convert(one.directory, source, to=kind)
+    home = source / "huggingface" if kind == "fsdp-rank-files" else source
+    home.mkdir(exist_ok=True)
+    shutil.copy(one.directory / "config.json", home)
+    zckpt.consolidate(source, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    weights = {key: value for key, value in one.truth.tensors.items() if key.startswith("weight/")}
+    assert all(same(loaded[key.removeprefix("weight/")], value) for key, value in weights.items())
+
+
+def test_model_of_a_trainer_with_deepspeed_loads_from_pretrained(tmp_path: Path) -> None:
+    source = FIXTURES / "other" / "trainer_ds2_gpt2"
+    zckpt.consolidate(source / "checkpoint-4", tmp_path / "model", dtype="keep")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    truth = load_file(source / "truth.safetensors")
+    masters = {key.partition("/")[2]: value for key, value in truth.items() if key.startswith("master/")}
+    assert masters
+    assert all(torch.equal(loaded[name], value.to(loaded[name].dtype)) for name, value in masters.items())
 
 
 def test_configuration_can_be_anywhere_else(run: Callable[..., Run], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision
 
 import zckpt
-from tests.fsdp_training.training import STEPS, made, step, truth
+from tests.fsdp_training.training import STEPS, Net, made, step, truth
 from tests.gloo import run
 from zckpt.errors import UnsupportedError, UsageError
 
@@ -70,6 +70,29 @@ def test_training_goes_on_under_any_strategy_at_any_number_of_ranks(
         slot, _, name = key.partition("/")
         if slot != "step" and "head.weight" not in name:
             assert torch.equal(opened.read(name, slot), one), key
+
+
+def plain_run(folder: Path) -> tuple[Found, list[float]]:
+    """Train the bare model, save it with torch, its optimizer numbered, and return what it held and what came then."""
+    torch.manual_seed(0)
+    net = Net()
+    del net.frozen
+    net.frozen = nn.Linear(6, 7, bias=False)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for number in range(STEPS):
+        step(net, optimizer, scheduler, number)
+    root = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    torch.save({**root, "step": STEPS}, folder / "saved")
+    found = {key: one.clone() for key, one in truth(net, optimizer).items()}
+    return found, [step(net, optimizer, scheduler, STEPS + number) for number in range(2)]
+
+
+def test_numbers_of_the_bare_models_optimizer_are_units_members(tmp_path: Path) -> None:
+    expected, _ = plain_run(tmp_path)
+    found, _ = run(load_and_train, 2, "fsdp1", tmp_path)[0]
+    for key, one in expected.items():
+        assert torch.equal(found[key], one), key
 
 
 class Pieces(nn.Module):

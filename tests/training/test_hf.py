@@ -124,6 +124,26 @@ def test_trainer_resumes_at_another_number_of_processes(
         assert (output / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
 
 
+def resume_without_deepspeed(rank: int, world_size: int, output: Path) -> dict[int, float]:
+    """Go on with the plain Trainer; return the losses of all steps."""
+    trainer = trainer_of(world_size, output, deepspeed=False)
+    trainer.train(resume_from_checkpoint=str(output / f"checkpoint-{SAVED}"))
+    return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
+
+
+def test_plain_trainer_goes_on_with_what_deepspeed_saved(
+    whole: tuple[Path, dict[str, Trained]], tmp_path: Path
+) -> None:
+    saved, expected = whole
+    target = tmp_path / f"checkpoint-{SAVED}"
+    done = zckpt.convert(saved / "deepspeed" / target.name, target, to="transformers-trainer", verify=True)
+    assert done.notes == ()
+    found = run(resume_without_deepspeed, 1, tmp_path)[0]
+    assert found.keys() == expected["deepspeed"].losses.keys()
+    for step, loss in expected["deepspeed"].losses.items():
+        assert found[step] == pytest.approx(loss, rel=1e-4), step
+
+
 # --- the files
 
 

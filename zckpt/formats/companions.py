@@ -107,7 +107,9 @@ def _copy(checkpoint: Checkpoint, path: Path) -> bool:
             slots, texts, nbytes = safetensors_file.read_header(path)
             used = sum(slot.nbytes for slot in slots.values())
             tree = {safetensors_file.METADATA_KEY: texts, **slots}
-            file = SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=safetensors_file.RULES)
+            file = SourceFile(
+                str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=safetensors_file.rules_of(texts, slots)
+            )
         else:
             found = read_torchfile(path)
             if not isinstance(found.root, dict):

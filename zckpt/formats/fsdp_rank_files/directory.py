@@ -58,7 +58,7 @@ class Directory:
     models, optimizers, extras : tuple of Path
         By rank; the last two may be empty.
     beside : tuple of Path
-        State of all of the training, in the step's folder above it, where that was opened.
+        State of all of the training: in it, or in the step's folder above it, where that was opened.
     trackers : tuple of Path
         Files that say which step is the last.
     others : tuple of Path
@@ -188,6 +188,7 @@ def _read(path: Path, beside: tuple[Path, ...], trackers: tuple[Path, ...]) -> D
     for kind, size, rank, name in _rank_files(path):
         by_size.setdefault(size, {}).setdefault(kind, {})[rank] = path / name
     step = next((int(m[1]) for one in (path, path.parent) if (m := _STEP.fullmatch(one.resolve().name))), None)
+    beside = (*(path / name for name in BESIDE if is_file(path / name)), *beside)  # of a step without roles: its own
     size = _world_size(path, by_size, config)
     files = by_size.pop(size)
     world_size = size or 1 + max(rank for ranks in files.values() for rank in ranks)

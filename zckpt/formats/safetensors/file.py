@@ -44,6 +44,18 @@ FOR_TORCH = {"format": "pt"}
 RULES = (Rule((METADATA_KEY, "format"), IMPLIED, "which library the tensors are for"),)
 """Of the texts in a header."""
 
+
+def aliases_in(texts: Mapping[str, str], slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Return the names of tied tensors that `safetensors.torch.save_model` left out, and those that it kept."""
+    return {alias: owner for alias, owner in texts.items() if owner in slots and alias not in slots}
+
+
+def rules_of(texts: Mapping[str, str], slots: Mapping[str, Slot]) -> tuple[Rule, ...]:
+    """Return what is known of the texts in a header."""
+    about = "another name of a tensor"
+    return (*RULES, *(Rule((METADATA_KEY, alias), IMPLIED, about) for alias in aliases_in(texts, slots)))
+
+
 MAXIMUM_HEADER_NBYTES = 100_000_000
 """The format's own bound."""
 
@@ -211,7 +223,7 @@ def read(source: Path) -> Checkpoint:
                 "model",
                 tensor_nbytes=sum(slot.nbytes for slot in slots.values()),
                 tree={METADATA_KEY: metadata, **slots},
-                rules=RULES,
+                rules=rules_of(metadata, slots),
             )
         )
         for name, slot in slots.items():

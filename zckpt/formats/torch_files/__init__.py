@@ -37,8 +37,8 @@ class TorchSave(Format):
     name = "torch"
     title = "files of torch.save"
     reads = (
-        ("files of `torch.save`", "state dicts, optimizers by number or name, several of each (GANs, Lightning, Composer); "
-         "zip and legacy, both byte orders, every dtype, strided and shared storages"),
+        ("files of `torch.save`", "state dicts, optimizers by number or name, several of each (GANs, Lightning, "
+         "Composer); zip and legacy, both byte orders, every dtype, strided and shared storages"),
     )  # fmt: skip
 
     def find(self, search: Search) -> Found | NearMiss | None:

@@ -9,7 +9,7 @@ from zckpt.errors import UnsupportedError
 from zckpt.formats.transformers_trainer.architectures import Architecture
 from zckpt.formats.transformers_trainer.decay import DECAYED, UNDECAYED, group_of, may_be_layer_norms
 from zckpt.formats.transformers_trainer.modules import Search, TooManyOrdersError
-from zckpt.formats.transformers_trainer.readings import PEFT_FRONT
+from zckpt.formats.transformers_trainer.readings import shortened
 from zckpt.state import Checkpoint, ParamGroup
 
 Members = list[list[str]]
@@ -41,13 +41,14 @@ def as_the_trainer_has_them(checkpoint: Checkpoint, known: Architecture, notes: 
         members.append([])
     if not _are_the_trainers(checkpoint, members, known):
         members = _parted(checkpoint, known)
-        notes.append(f"{len(groups)} param groups were made the Trainer's two: decayed, and norms and biases")
+        count = f"{len(groups)} param groups were" if len(groups) > 1 else "the param group was"
+        notes.append(f"{count} made the Trainer's two: decayed, and norms and biases")
     _check_order(checkpoint, members, known)
     return _regrouped(checkpoint, members)
 
 
 def _group(name: str, known: Architecture) -> int:
-    return group_of(name.removeprefix(PEFT_FRONT), known)
+    return group_of(shortened(name), known)
 
 
 def _are_the_trainers(checkpoint: Checkpoint, members: Members, known: Architecture) -> bool:
@@ -81,7 +82,7 @@ def _parted(checkpoint: Checkpoint, known: Architecture) -> Members:
 def _check_order(checkpoint: Checkpoint, members: Members, known: Architecture) -> None:
     """Raise unless a model may have its parameters in the order of these groups."""
     at = {(group, number): name for group, names in enumerate(members) for number, name in enumerate(names)}
-    short = {name: name.removeprefix(PEFT_FRONT) for name in at.values()}
+    short = {name: shortened(name) for name in at.values()}
     groups = {short[name]: group for (group, _), name in at.items()}
 
     def fits(name: str, group: int, number: int) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zckpt.errors import DamagedFileError, SourceError, UnsupportedError
-from zckpt.formats.safetensors.file import METADATA_KEY, RULES, read_header, weight_map
+from zckpt.formats.safetensors.file import METADATA_KEY, aliases_in, read_header, rules_of, weight_map
 from zckpt.formats.torch_files.content import is_state_dict
 from zckpt.formats.torch_files.reader import add_tensors
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
@@ -24,7 +24,7 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, Directo
 from zckpt.formats.transformers_trainer.readings import Weights
 from zckpt.state import WEIGHT, Checkpoint, Parameter, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
-from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.storage.files import is_file, read_whole
 from zckpt.torchfile import Tensor, brief, read_torchfile
 
@@ -103,16 +103,16 @@ def _check_index(index: Path, where: Mapping[str, str]) -> None:
 
 def _read_safetensors(one: Checkpoint, path: Path) -> None:
     slots, texts, nbytes = read_header(path)
-    aliases = {alias: owner for alias, owner in texts.items() if owner in slots and alias not in slots}
-    rules = (*RULES, *(Rule((METADATA_KEY, alias), IMPLIED, "another name of a tensor") for alias in aliases))
     used = sum(slot.nbytes for slot in slots.values())
     tree = {METADATA_KEY: texts, **slots}
-    one.files.append(SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules))
+    one.files.append(
+        SourceFile(str(path), nbytes, "model", tensor_nbytes=used, tree=tree, rules=rules_of(texts, slots))
+    )
     for name, slot in slots.items():
         _check_new(one, name, path)
         trained = is_floating(slot.dtype) and not _is_running(name, slots)
         (one.parameters if trained else one.buffers)[name] = Parameter(name, slot.shape, slot.dtype, {WEIGHT: slot})
-    for alias, owner in aliases.items():
+    for alias, owner in aliases_in(texts, slots).items():
         if owner in one.parameters:
             shape, dtype = one.parameters[owner].shape, one.parameters[owner].dtype
             one.parameters[alias] = Parameter(alias, shape, dtype, tied_to=owner)

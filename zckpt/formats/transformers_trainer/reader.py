@@ -81,7 +81,7 @@ def _read_optimizers(
         own = sum(counts[:number])
         is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
         given = names[own : own + counts[number]] if is_cut and names is not None else names
-        model = _model_of(number, len(states), weights)
+        model = _joined(weights) if is_cut else _model_of(number, len(states), weights)
         found.append(read_names(state, model, given, path=str(path)) if model is not None else {})
         if len(found[-1]) < counts[number] and len(states) > 1:
             raise UnsupportedError(
@@ -92,11 +92,16 @@ def _read_optimizers(
                 advice="give --names FILE: the names of all optimizers' parameters in their order, one a line",
             )
     if states:
-        _attach(checkpoint, directory.optimizers, states, found)
+        _attach(checkpoint, directory.optimizers, states, found, is_adapter=directory.is_adapter)
 
 
 def _attach(
-    checkpoint: Checkpoint, paths: Sequence[Path], states: Sequence[OptimizerState], found: Sequence[Mapping[int, str]]
+    checkpoint: Checkpoint,
+    paths: Sequence[Path],
+    states: Sequence[OptimizerState],
+    found: Sequence[Mapping[int, str]],
+    *,
+    is_adapter: bool,
 ) -> None:
     """Give parameters their state, and say whose is not known."""
     if len(states) == 1:
@@ -105,7 +110,8 @@ def _attach(
         _attach_further(checkpoint, state, path, certain)
     checkpoint.is_numbered = not all(state.recorded_names for state in states)
     if any(len(certain) < len(state.every_number) for state, certain in zip(states, found, strict=True)):
-        checkpoint.warnings.append(f"{paths[0].name}: {NAMES_ADVICE}")
+        base = "put config.json of the model that the adapter is added to there, or " if is_adapter else ""
+        checkpoint.warnings.append(f"{paths[0].name}: {base}{NAMES_ADVICE}")
 
 
 def _attach_further(checkpoint: Checkpoint, state: OptimizerState, path: Path, certain: Mapping[int, str]) -> None:
@@ -120,8 +126,13 @@ def _attach_further(checkpoint: Checkpoint, state: OptimizerState, path: Path, c
 
 def _model_of(number: int, num_optimizers: int, weights: Sequence[Weights]) -> Weights | None:
     """Return the model that an optimizer is of, by its number; of one optimizer all of them, one after the other."""
-    if num_optimizers > 1 or len(weights) == 1:
-        return weights[number] if num_optimizers == len(weights) else None
+    if num_optimizers == len(weights):
+        return weights[number]
+    return _joined(weights) if num_optimizers == 1 else None
+
+
+def _joined(weights: Sequence[Weights]) -> Weights:
+    """Return several models as one, one after the other."""
     shapes = {name: shape for one in weights for name, shape in one.shapes.items()}
     places: dict[str, int] = {}
     for one in weights:

@@ -187,12 +187,12 @@ class _Reading:
         if counts != [len(one) for one in self.groups]:
             return {}
 
-        longer = {_shortened(name): name for name in group_of_name}
+        longer = {shortened(name): name for name in group_of_name}
 
         def fits(name: str, group: int, position: int) -> bool:
             return self.fits(self.groups[group][position], longer[name])
 
-        groups = {_shortened(name): group for name, group in group_of_name.items()}
+        groups = {shortened(name): group for name, group in group_of_name.items()}
         possible = Search(groups, fits, len(counts), self._places(), known.order).possible()
         return {
             self.groups[group][position]: longer[next(iter(names))]
@@ -201,11 +201,11 @@ class _Reading:
         }
 
     def _places(self) -> dict[str, int]:
-        return {_shortened(name): place for name, place in self.weights.places.items() if name in self.candidates}
+        return {shortened(name): place for name, place in self.weights.places.items() if name in self.candidates}
 
     def _only_order(self) -> list[str] | None:
         """Return the model's order if what is known leaves only one."""
-        longer = {_shortened(name): name for name in self.candidates}
+        longer = {shortened(name): name for name in self.candidates}
         search = Search(dict.fromkeys(longer, 0), lambda *_: True, 1, self._places(), self.weights.known.order)
         possible = search.possible()
         if not possible or any(len(names) > 1 for names in possible.values()):
@@ -219,14 +219,14 @@ class _Reading:
         for name, shape in self.candidates.items():
             groups = [at for at, own in enumerate(shapes) if shape in own or None in own]
             if len(groups) > 1 and len(self.groups) == 2:
-                groups = [group_of(_shortened(name), self.weights.known)]
+                groups = [group_of(shortened(name), self.weights.known)]
             if len(groups) != 1:
                 return None
             found[name] = groups[0]
         return found
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """Return the name that a parameter has in the model that PEFT has added to, apart from the adapter's."""
     name = name.removeprefix(PEFT_FRONT)
     return f"{name}.weight" if name.endswith(f".{MAGNITUDE}") else name

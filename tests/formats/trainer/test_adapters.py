@@ -1,0 +1,152 @@
+"""Adapters of PEFT 0.21.2 that the Trainer of transformers 5.23 trained; `adapters/` holds what they wrote.
+
+Of each, `truth.json` has the live names of the optimizer's groups, and `truth.safetensors` every tensor by
+`slot|live name`. `lora` adds to attention and MLP, `modules` is DoRA with a head of its own, `embedding` has adapters
+of an embedding, and a head and norms of its own. `config.json` is that of the model they are added to.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from tests.cli.console import inspected, refused
+from zckpt.errors import UnknownFormatError
+from zckpt.formats.account import take_inventory
+
+ADAPTERS = Path(__file__).parent / "adapters"
+KINDS = ["lora", "modules", "embedding"]
+
+
+def filed(name: str) -> str:
+    """Return the name that PEFT's files have for a live one."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+    return name.replace(".modules_to_save.default", "").replace(".default", "")
+
+
+def truth_of(kind: str) -> tuple[list[list[str]], dict[str, torch.Tensor]]:
+    live = json.loads((ADAPTERS / kind / "truth.json").read_text())["groups"]
+    tensors = {key: one for key, one in load_file(ADAPTERS / kind / "truth.safetensors").items()
+               if "original_module" not in key}  # fmt: skip
+    return live, tensors
+
+
+def adapter(kind: str, directory: Path, *, config: bool) -> Path:
+    """Copy an adapter, with the configuration of its model or without."""
+    shutil.copytree(ADAPTERS / kind, directory, ignore=shutil.ignore_patterns("truth.*"))
+    if config:
+        shutil.copy(ADAPTERS / "config.json", directory)
+    return directory
+
+
+def assert_is_truth(directory: Path, kind: str, names: list[str] | None = None) -> None:
+    live, tensors = truth_of(kind)
+    checkpoint = zckpt.open(directory, names=names)
+    assert not checkpoint.unnamed
+    assert [group.parameters for group in checkpoint.param_groups] == [[filed(n) for n in group] for group in live]
+    for key, tensor in tensors.items():
+        slot, _, name = key.partition("|")
+        assert torch.equal(checkpoint.read(filed(name), slot), tensor), key
+    assert not take_inventory(checkpoint).left_out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_optimizer_of_an_adapter_is_read_by_the_type_of_its_model(kind: str, tmp_path: Path) -> None:
+    assert_is_truth(adapter(kind, tmp_path / "a", config=True), kind)
+
+
+def test_configuration_of_the_model_is_found_where_the_adapter_says(tmp_path: Path) -> None:
+    directory = adapter("lora", tmp_path / "a", config=False)
+    (tmp_path / "base").mkdir()
+    shutil.copy(ADAPTERS / "config.json", tmp_path / "base")
+    about = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(
+        json.dumps({**about, "base_model_name_or_path": str(tmp_path / "base")})
+    )
+    assert_is_truth(directory, "lora")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_live_names_are_taken_too(kind: str, tmp_path: Path) -> None:
+    live, _ = truth_of(kind)
+    directory = adapter(kind, tmp_path / "a", config=False)
+    assert zckpt.open(directory).unnamed
+    assert_is_truth(directory, kind, [name for group in live for name in group])
+
+
+def test_what_shapes_tell_without_a_configuration_is_true(tmp_path: Path) -> None:
+    live, _ = truth_of("lora")
+    checkpoint = zckpt.open(adapter("lora", tmp_path / "a", config=False))
+    pairs = list(zip(checkpoint.param_groups[0].parameters, live[0], strict=True))
+    assert [(ours, its) for ours, its in pairs if not ours.isdecimal() and ours != filed(its)] == []
+    assert sum(not ours.isdecimal() for ours, _ in pairs) == 4  # those of `down_proj`, which no other is like
+    assert any("config.json" in warning for warning in checkpoint.warnings)
+
+
+def test_adapter_by_itself_is_read_and_says_what_it_is(tmp_path: Path) -> None:
+    directory = adapter("lora", tmp_path / "a", config=False)
+    for name in ("optimizer.pt", "trainer_state.json"):
+        (directory / name).unlink()
+    details = inspected(directory)["details"]
+    assert (details["adapter"]["peft_type"], details["adapter"]["r"]) == ("LORA", 2)
+    torch.save(load_file(directory / "adapter_model.safetensors"), directory / "adapter_model.bin")
+    (directory / "adapter_model.safetensors").unlink()
+    assert zckpt.open(directory).parameters.keys() == load_file(ADAPTERS / "lora" / "adapter_model.safetensors").keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_consolidated_adapter_is_what_peft_loads(kind: str, tmp_path: Path) -> None:
+    directory = adapter(kind, tmp_path / "a", config=True)
+    zckpt.consolidate(directory, tmp_path / "model")
+    assert {path.name for path in (tmp_path / "model").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "config.json",
+    }  # fmt: skip
+    ours, its = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "model", directory))
+    assert ours.keys() == its.keys()
+    assert all(torch.equal(ours[name], its[name]) for name in its)
+
+
+@pytest.mark.parametrize("through", [None, "zckpt", "dcp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | None, tmp_path: Path) -> None:
+    directory = adapter(kind, tmp_path / "a", config=True)
+    source = directory
+    if through is not None:
+        source = tmp_path / through
+        zckpt.convert(directory, source, to=through)
+        for name in ("adapter_config.json", "config.json"):
+            shutil.copy(directory / name, source)
+    target = tmp_path / "target"
+    zckpt.convert(source, target, to="transformers-trainer", train_batch_size=2, verify=True)
+    assert_is_truth(target, kind)
+    ours, its = (torch.load(path / "optimizer.pt") for path in (target, directory))
+    assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in its["param_groups"]]
+    for number, state in its["state"].items():
+        assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
+
+
+def test_several_adapters_and_pipelines_of_models_name_what_to_give(tmp_path: Path) -> None:
+    adapter("lora", tmp_path / "two" / "one", config=False)
+    adapter("lora", tmp_path / "two" / "other", config=False)
+    with pytest.raises(UnknownFormatError, match=r"several adapters of PEFT: one, other.*two/one"):
+        zckpt.open(tmp_path / "two")
+    pipeline = tmp_path / "pipeline"
+    for name in ("unet", "vae"):
+        (pipeline / name).mkdir(parents=True)
+        weights = ADAPTERS / "lora" / "adapter_model.safetensors"
+        shutil.copy(weights, pipeline / name / "diffusion_pytorch_model.safetensors")
+    (pipeline / "model_index.json").write_text("{}")
+    refused(3, "inspect", pipeline, words=("pipeline of diffusers", "unet, vae", str(pipeline / "unet")))
+    assert zckpt.open(pipeline / "unet").format == "transformers-trainer"
+
+
+def test_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> None:
+    directory = adapter("lora", tmp_path / "a", config=False)
+    (directory / "adapter_model.safetensors").unlink()
+    refused(3, "inspect", directory, words=("without the model's files", "model.safetensors"))
