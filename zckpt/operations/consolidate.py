@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
-from zckpt.formats.assets import ADAPTER_CONFIG, copies_of, find_assets
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -31,6 +31,8 @@ from zckpt.state.names import PEFT
 from zckpt.storage.ownership import Owned, check_replaceable
 
 ADAPTER_NAME = "adapter_model.safetensors"
+
+NO_CONFIG = f"no {CONFIG_NAME} goes along, which from_pretrained wants; --config DIR says where one is"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
@@ -182,6 +184,8 @@ def consolidate(
     checkpoint, notes = naming.of(found)
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
+    if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
+        notes = [*notes, NO_CONFIG]
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
     done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
