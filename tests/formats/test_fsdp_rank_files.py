@@ -397,3 +397,9 @@ def test_equal_tensors_that_are_not_said_to_be_tied_stay_two(tmp_path: Path) -> 
     zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2, verify=True)
     assert zckpt.diff(source, tmp_path / "ranks").equal
     assert zckpt.open(tmp_path / "ranks").parameters["head.weight"].tied_to is None
+
+
+def test_a_training_without_a_scheduler_goes_on_under_deepspeed(written: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copied(written(LLAMA, world_size=2), tmp_path / "run")  # verl writes None then
+    zckpt.convert(folder, tmp_path / "deepspeed", to="deepspeed", world_size=3, stage=2)
+    assert zckpt.diff(folder, tmp_path / "deepspeed").equal

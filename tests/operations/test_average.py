@@ -58,6 +58,23 @@ def test_moments_and_masters_are_averaged_and_the_rest_is_the_last_ones(tmp_path
         assert equal(slots[f"master/{name}"], mean([t.masters[name] for t in truths], [1, 1, 1], torch.float32))
 
 
+def test_moments_of_formats_are_averaged_wherever_those_keep_the_step(tmp_path: Path) -> None:
+    """A step is one number; so is a moment of a 0-d parameter, and is averaged."""
+    source = FIXTURES / "s2_bf16_dp2_zerodim"
+    zckpt.convert(source, tmp_path / "dcp", to="dcp")
+    zckpt.convert(source, tmp_path / "ranks", to="fsdp-rank-files", world_size=2)
+    (tmp_path / "ranks" / "zckpt.pt").unlink()
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(name for group in zckpt.open(source).param_groups for name in group.parameters))
+    for last in (source, tmp_path / "dcp", tmp_path / "ranks"):
+        opened = zckpt.open(last, names=names.read_text().splitlines() if last.name == "ranks" else None)
+        out = tmp_path / f"{last.name}.safetensors"
+        zckpt.average([tmp_path / "dcp", source, opened], out, slots="all", weights=[-1, 1, 1], verify=True)
+        found, truth = load_file(out.with_suffix(".optimizer.safetensors")), Truth(source).kind("exp_avg")
+        scalar = next(name for name, one in truth.items() if not one.shape)
+        assert torch.equal(found[f"exp_avg/{scalar}"], truth[scalar])
+
+
 def test_an_exponential_average_is_torchs(tmp_path: Path) -> None:
     from torch.optim.swa_utils import get_ema_avg_fn
 

@@ -84,6 +84,8 @@ class _Combining:
     rule: Rule
     slots: Sequence[str]
     from_last: Sequence[str]
+    single: set[str] = field(default_factory=set)
+    """Slots that are one number, such as a step: they go with the last source's hyperparameters."""
 
     def combined(self) -> Combined:
         first, last = self.sources[0], self.sources[-1]
@@ -102,6 +104,10 @@ class _Combining:
         idle = [one for one in self.from_last if not any(fnmatchcase(name, one) for name in every)]
         if idle:
             raise UsageError(f"no tensor is called {idle[0]!r}", path=named(last), expected="a name, or a pattern")
+        self.single = {"step"} | {
+            key for ones in every.values() for one in ones if one.shape
+            for key, slot in one.slots.items() if not slot.shape
+        }  # fmt: skip
         for name, ones in every.items():
             self._add(found, name, ones)
         _tie(found.checkpoint, every)
@@ -123,8 +129,12 @@ class _Combining:
         (found.checkpoint.buffers if is_buffer else found.checkpoint.parameters)[name] = one
         keys = dict.fromkeys(key for each in ones for key in each.slots if key not in (WEIGHT, MASTER))
         for key in keys:
-            if self.slots == ["all"] or key in self.slots:
+            if self.slots != ["all"] and key not in self.slots:
+                continue
+            if key not in self.single:
                 one.slots[key] = self._slot(found, key, name, ones)
+            elif key in ones[-1].slots:  # else a group of the last source has it
+                one.slots[key] = ones[-1].slots[key]
 
     def _parameter(self, found: Combined, name: str, ones: Sequence[Parameter]) -> Parameter:
         """Return a tensor of the model, with its weight, and a master where some source has one."""
@@ -164,8 +174,8 @@ class _Combining:
                 expected=f"{slots[0].shape}, as in the others",
                 advice="leave it out of --slots",
             )
-        if not slots[0].shape or any(fnmatchcase(name, pattern) for pattern in self.from_last):
-            return slots[-1]  # one number, a step, goes with the last one's hyperparameters
+        if any(fnmatchcase(name, pattern) for pattern in self.from_last):
+            return slots[-1]
         if all(slot.dtype in NUMBERS for slot in slots):
             return replace(self._computed(key, name, slots), dtype=_common([slot.dtype for slot in slots]))
         return self._same(found, key, name, slots)

@@ -202,9 +202,7 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
         "frozen_param_shapes": None,
         "shared_params": {p.name: p.tied_to for p in checkpoint.parameters.values() if p.tied_to is not None},
         "frozen_param_fragments": None,
-        "lr_scheduler": metadata.get("lr_scheduler"),
-        "data_sampler": metadata.get("data_sampler"),
-        "random_ltd": metadata.get("random_ltd"),
+        **{key: metadata.get(key) for key in NONE_IF_ABSENT},
         "skipped_steps": metadata.get("skipped_steps", 0),
         "global_steps": metadata.get("global_steps", step),
         **{key: metadata[key] for key in ("global_samples",) if key in metadata},  # DeepSpeed counts it from the steps
@@ -282,6 +280,9 @@ _COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scal
 
 HANDLED = frozenset({LOSS_SCALER, DYNAMIC, OVERFLOW, *_COUNTED, "clip_grad"})
 """Keys next to an optimizer's state that ZeRO's files say in their own form, or the training's configuration says."""
+
+NONE_IF_ABSENT = ("lr_scheduler", "data_sampler", "random_ltd")
+"""Keys of metadata that DeepSpeed's files always have: a None there is the same as nothing."""
 
 _DEFAULTS: Mapping[str, object] = {
     "min_loss_scale": 1, "hysteresis": 2, "consecutive_hysteresis": False, "loss_scale_window": 1000,

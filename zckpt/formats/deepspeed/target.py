@@ -43,6 +43,8 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     a, b = sides
     if a.format != b.format and None in values and _is_bookkeeping(key):
         return True
+    if key == "metadata.lr_scheduler" and values == (None, None):  # no scheduler, which only one of them says
+        return True
     if key.startswith("metadata.ds_config.zero_optimization."):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":

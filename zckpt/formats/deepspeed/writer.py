@@ -77,7 +77,9 @@ def _from_elsewhere(job: Job) -> TargetFiles:
         )
     target = _decide(converted, _recut(options, options.world_size, stage))
     notes = foreign.notes(checkpoint, stage=stage)
-    written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=set(foreign.HANDLED))
+    none = {key for key in foreign.NONE_IF_ABSENT if checkpoint.metadata.get(key) is None}
+    restated = foreign.HANDLED | none
+    written = TargetFiles(target_files(target, run_directory=True), notes=notes, restated=restated)
     return _without_clipping(written, checkpoint, stage)
 
 

@@ -1,0 +1,316 @@
+"""docs/recipes.md: every pair of its table, every command and every program on it is run, as it stands there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, ROOT, command, environment, inspected, run
+from zckpt.cli import cli
+from zckpt.formats.registry import formats
+
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+OTHER = FIXTURES / "other"
+SOURCE = "SOURCE"
+YES, NO, NAMES, GROUPS = "yes", "no", "names", "groups"
+LLAMA = "hf_llama_s2_bf16_dp2"
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "vocab_size": 67,
+          "max_position_embeddings": 32, "tie_word_embeddings": True}  # fmt: skip
+IN_A_PROCESS = "zckpt inspect run/ --tag"
+"""How the line begins whose command is a process of its own."""
+
+
+def _saved_model(at: Path) -> None:
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    torch.save({name: checkpoint.read(name, "weight") for name in [*checkpoint.parameters, *checkpoint.buffers]}, at)
+
+
+def _converted(name: str, *, lacks: str = "", **options: Any) -> Callable[[Path], None]:
+    """What zckpt makes of a fixture; without the file in which it keeps what is its own."""
+
+    def make(at: Path) -> None:
+        zckpt.convert(FIXTURES / name, at, **options)
+        if lacks:
+            (at / lacks).unlink()
+
+    return make
+
+
+def _hugging_face(at: Path) -> None:
+    zckpt.consolidate(FIXTURES / LLAMA, at, dtype="bfloat16", max_shard_size=4096)
+    (at / "config.json").write_text(json.dumps(CONFIG))
+
+
+def _adapter(at: Path) -> None:
+    at.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{name}.lora_A.weight": torch.ones(2, 16), f"{name}.lora_B.weight": torch.ones(16, 2)},
+              at / "adapter_model.safetensors")  # fmt: skip
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (at / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _meta(at: Path) -> None:
+    at.mkdir()
+    zckpt.consolidate(FIXTURES / LLAMA, at / "model.pt", dtype="bfloat16", map="llama-huggingface-meta",
+                      map_config=CONFIG)  # fmt: skip
+    (at / "model.pt").rename(at / "consolidated.00.pth")
+    params = {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 67, "norm_eps": 1e-6}
+    (at / "params.json").write_text(json.dumps(params))
+
+
+def _trainer(at: Path) -> None:
+    zckpt.convert(FIXTURES / LLAMA, at, to="transformers-trainer")
+    (at / "config.json").write_text(json.dumps(CONFIG))
+
+
+def _node(number: int) -> Callable[[Path], None]:
+    """The files of one of two nodes, each with a rank of a run."""
+
+    def make(at: Path) -> None:
+        folder = at / "global_step5"
+        folder.mkdir(parents=True)
+        for one in (FIXTURES / LLAMA / "global_step5").iterdir():
+            rank = re.search(r"zero_pp_rank_(\d)", one.name)
+            if int(rank[1] if rank else 0) == number:
+                (folder / one.name).symlink_to(one)
+        (at / "latest").write_text("global_step5")
+
+    return make
+
+
+def _lightning(at: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "lr_schedulers": []}
+    about = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {}}
+    torch.save(states | about, at)
+
+
+FOUND = {
+    "run": FIXTURES / LLAMA,
+    "run-stage0": FIXTURES / "s0_bf16_dp2",
+    "run-experts": FIXTURES / "moe_ep2_s2_bf16_dp2",
+    "run-tp": FIXTURES / "tp2_s1_bf16_dp2",
+    "run-pp": FIXTURES / "pp2_s1_bf16_dp1",
+    "run-lamb": FIXTURES / "own_lamb_s2_fp32_dp2",
+    "universal": FIXTURES / "universal" / LLAMA,
+    "out/checkpoint-4": OTHER / "trainer_ds2_gpt2" / "checkpoint-4",
+    "epoch=0-step=5.ckpt": OTHER / "litsim_ds2" / "epoch=0-step=5.ckpt",
+    "state": OTHER / "accel_ds2_bf16" / "state",
+    "lightning-fsdp.ckpt": OTHER / "lightning_fsdp2" / "epoch=0-step=5.ckpt",
+    "state-fsdp": OTHER / "accel_fsdp2_dp2" / "state",
+    "dcp": OTHER / "dcp_fsdp2_dp2" / "ckpt",
+    "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
+    "zero": OTHER / "zro_dp2_adamw" / "ckpt",
+}
+"""What a program wrote, by the name that it has on the page."""
+
+UNNAMED = {"ckpt.pt": OTHER / "plain_adamw", "zero": OTHER / "zro_dp2_adamw"}
+"""Where the truth is about those whose optimizer has numbers only."""
+
+MADE: dict[str, Callable[[Path], None]] = {
+    "run-stage3": _converted(LLAMA, to="deepspeed", world_size=3, stage=3),
+    "global_step_5/actor": _converted(LLAMA, to="fsdp-rank-files", groups="one", lacks="zckpt.pt"),
+    "weights.pt": _saved_model,
+    "out/checkpoint-5": _trainer,
+    "epoch=1.ckpt": _lightning,
+    "llama": _hugging_face,
+    "adapter": _adapter,
+    "names.txt": lambda at: at.write_text(_names("zero")) and None,
+    "node0": _node(0),
+    "node1": _node(1),
+    "meta": _meta,
+    "resume": _converted(LLAMA, to="consolidated"),
+    "saved": _converted(LLAMA, to="zckpt", world_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds every checkpoint of the page."""
+    directory = tmp_path_factory.mktemp("recipes")
+    for name, path in FOUND.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).symlink_to(path)
+    for name, make in MADE.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        make(directory / name)
+    return directory
+
+
+@pytest.fixture
+def there(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with every checkpoint of the page in it."""
+    for one in everything.iterdir():
+        (tmp_path / one.name).symlink_to(one)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- what is on the page
+
+
+def _sections() -> dict[str, str]:
+    """The text below each heading, by the anchor of the heading."""
+    found = re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-"): text
+            for title, text in zip(found[1::2], found[2::2], strict=True)}  # fmt: skip
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Language and content of each block of code."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def _lines(block: str) -> list[str]:
+    return block.replace("\\\n", " ").splitlines()
+
+
+def _table() -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Anchors of the table's columns, and of each row SOURCE and what it says."""
+    text = PAGE[PAGE.index("| I have") :]
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")
+    ]
+    anchors = [re.fullmatch(r"\[.*\]\(#(.*)\)", cell)[1] for cell in head[2:]]  # type: ignore[index]
+    return anchors, [(row[1].strip("`"), row[2:]) for row in rows]
+
+
+SECTIONS = _sections()
+COLUMNS, ROWS = _table()
+BLOCKS = [(language, block) for language, block in _blocks(PAGE) if SOURCE not in block]
+
+
+def _of_all(anchor: str) -> tuple[str, str]:
+    """The one block of a section that is about SOURCE: language and content."""
+    [found] = [one for one in _blocks(SECTIONS[anchor]) if SOURCE in one[1]]
+    return found
+
+
+# --- live objects of a checkpoint
+
+
+def _live(source: str) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+    """A model with the parameters and buffers of a checkpoint, and an optimizer with its groups."""
+    checkpoint = zckpt.open(source)
+    model = torch.nn.Module()
+    known: dict[str, torch.nn.Parameter] = {}
+    for one in [*checkpoint.parameters.values(), *checkpoint.buffers.values()]:
+        *path, last = one.name.split(".")
+        module = model
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, torch.nn.Module())
+            module = module.get_submodule(step)
+        value = torch.zeros(one.shape, dtype=getattr(torch, one.dtype))
+        if one.name in checkpoint.buffers:
+            module.register_buffer(last, value)
+        elif one.tied_to is not None:
+            module.register_parameter(last, known[one.tied_to])
+        else:
+            known[one.name] = torch.nn.Parameter(value, requires_grad=not one.frozen)
+            module.register_parameter(last, known[one.name])
+    names = _true_groups(source) if source in UNNAMED else [one.parameters for one in checkpoint.param_groups]
+    groups = [{"params": [known[name] for name in one if name in known]} for one in names]
+    return model, torch.optim.AdamW(groups) if groups else None
+
+
+def _names(source: str) -> str:
+    """The file that `--names` takes: the names of a source's optimizer, as it numbers them."""
+    return "".join(f"{name}\n" for group in _true_groups(source) for name in group)
+
+
+def _true_groups(source: str) -> list[list[str]]:
+    """The names in each param group of a source whose optimizer has numbers only."""
+    groups = json.loads((UNNAMED[source] / "truth.json").read_text())["param_groups"]
+    return [group["params"] for group in groups]
+
+
+# --- what is run
+
+
+def _run(line: str) -> subprocess.CompletedProcess[str]:
+    words = shlex.split(line, comments=True)
+    assert words[0] == "zckpt", line
+    return run(*words[1:])
+
+
+@pytest.mark.parametrize(("source", "cells"), ROWS, ids=[source for source, _ in ROWS])
+def test_every_pair_of_the_table(source: str, cells: list[str], there: Path) -> None:
+    for anchor, cell in zip(COLUMNS, cells, strict=True):
+        language, block = _of_all(anchor)
+        text = block.replace(SOURCE, source)
+        if language == "python":
+            model, optimizer = _live(source)
+            with contextlib.nullcontext() if cell == YES else pytest.raises(zckpt.UnsupportedError):
+                exec(text, {"zckpt": zckpt, "model": model, "optimizer": optimizer})
+            continue
+        for line in _lines(text):
+            _pair(line, source, cell.split(", "))
+
+
+def _pair(line: str, source: str, said: list[str]) -> None:
+    done = _run(line)
+    if NAMES in said:
+        assert "give --names FILE" in done.stderr, (line, done.stderr)
+        Path("names.txt").unlink(missing_ok=True)
+        Path("names.txt").write_text(_names(source))
+        done = _run(f"{line} --names names.txt")
+    if GROUPS in said:
+        assert done.returncode == 5, line
+        assert "the Trainer's two param groups" in done.stderr, done.stderr
+    elif NO in said:
+        assert done.returncode in (2, 5), (line, done.stderr)
+    else:
+        assert {*said} <= {YES, NAMES}
+        assert done.returncode == 0, (line, done.stderr)
+
+
+@pytest.mark.parametrize(("language", "block"), BLOCKS, ids=[block.splitlines()[0][:60] for _, block in BLOCKS])
+def test_every_block_of_the_page(language: str, block: str, there: Path) -> None:
+    if language == "python":
+        model, optimizer = _live("run")
+        exec(block, {"zckpt": zckpt, "model": model, "optimizer": optimizer})
+        return
+    assert language == "sh"
+    for line in _lines(block):
+        if line.startswith("python -c "):
+            exec(shlex.split(line)[2])
+            continue
+        if line.startswith(IN_A_PROCESS):
+            words = command(*shlex.split(line, comments=True)[1:])
+            done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
+        else:
+            done = _run(line)
+        said = re.search(r"# exit status (\d)", line)
+        assert done.returncode == (int(said[1]) if said else 0), (line, done.stderr)
+
+
+# --- what must be on the page
+
+
+def test_every_format_that_is_read_is_a_row_and_every_one_that_is_written_a_section(there: Path) -> None:
+    found = {inspected(source)["format"] for source, _ in ROWS}
+    assert found == {one.name for one in formats()}
+    written = {one.name for one in formats() if one.writes}
+    assert written == set(re.findall(r"--to ([\w-]+)", PAGE))
+
+
+def test_every_verb_is_on_the_page() -> None:
+    used = {line.split()[1] for _, block in _blocks(PAGE) for line in block.splitlines() if line.startswith("zckpt ")}
+    assert used == set(cli.commands) - {"formats"}
