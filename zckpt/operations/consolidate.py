@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -27,7 +27,6 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
-from zckpt.state.names import PEFT
 from zckpt.storage.ownership import Owned, check_replaceable
 
 ADAPTER_NAME = "adapter_model.safetensors"
@@ -203,8 +202,7 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetF
     kind_of_model(path)
     tensors = _model(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
     assets = _assets(checkpoint, path, chosen)
-    is_adapter = ADAPTER_CONFIG in assets and all(name.startswith(PEFT) for name in tensors)
-    files = _model_files(path, tensors, chosen.max_shard_size, is_adapter=is_adapter)
+    files = _model_files(path, tensors, chosen.max_shard_size, assets)
     optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
     every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
     return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets)), len(tensors)
@@ -237,7 +235,7 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
     return tensors
 
 
-def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapter: bool) -> list[TargetFile]:
+def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
         from zckpt.formats.torch_files import writer as torch_writer
@@ -246,9 +244,11 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapte
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
-    if is_adapter:
+    if is_adapter(tensors, assets):
         return [safetensors_file.lay_out(ADAPTER_NAME, entries, safetensors_file.FOR_TORCH)]
-    return safetensors_file.lay_out_directory(entries, max_shard_size, metadata=safetensors_file.FOR_TORCH)
+    return safetensors_file.lay_out_directory(
+        entries, max_shard_size, stem=stem_of(assets), metadata=safetensors_file.FOR_TORCH
+    )
 
 
 def _optimizer_file(
