@@ -184,7 +184,7 @@ def consolidate(
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
-        notes = [*notes, NO_CONFIG]
+        notes = (*notes, NO_CONFIG)
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
     done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
