@@ -180,7 +180,7 @@ def consolidate(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
     if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
@@ -221,6 +221,14 @@ def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Pat
 def owned_with(laid: TargetFiles) -> Owned | None:
     """Return which directories a target may replace: those of models, with what else it has; None of a file."""
     return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
+
+
+def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without an optimizer that only numbers its parameters, where a model alone is written."""
+    if not checkpoint.unnamed or not checkpoint.parameters:
+        return checkpoint
+    parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
+    return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
 
 
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
