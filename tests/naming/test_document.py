@@ -329,3 +329,18 @@ def test_numbers_are_in_the_arguments_of_megatron(grouped: bool, tmp_path: Path)
     shapes = {name.split(".")[-2]: tuple(one.shape) for name, one in load_file(tmp_path / "d.safetensors").items()}
     keys = (2, 8) if grouped else (8, 8)
     assert shapes == {"q_proj": (8, 8), "k_proj": keys, "v_proj": keys}
+
+
+def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.randn(12, 5)) for _ in range(5)]  # which is which of three, nothing tells
+    optimizer = torch.optim.SGD(weights, momentum=0.9)
+    for one in weights:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    torch.save({"model": tensors(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(UnsupportedError, match="give --names FILE"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="zckpt", map=QKV, map_config={"n_head": 3})
+    with pytest.raises(UnsupportedError, match="give --names FILE"):
+        zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
+    zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", map=QKV, map_config={"n_head": 3})
+    assert torch.load(tmp_path / "m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)

@@ -10,7 +10,7 @@ from pathlib import Path
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
-from zckpt.formats.assets import copies_of, find_assets, is_adapter, stem_of
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -30,6 +30,8 @@ from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 
 ADAPTER_NAME = "adapter_model.safetensors"
+
+NO_CONFIG = f"no {CONFIG_NAME} goes along, which from_pretrained wants; --config DIR says where one is"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
@@ -178,9 +180,11 @@ def consolidate(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
+    if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
+        notes = (*notes, NO_CONFIG)
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
     done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
@@ -217,6 +221,14 @@ def _assets(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> dict[str, Pat
 def owned_with(laid: TargetFiles) -> Owned | None:
     """Return which directories a target may replace: those of models, with what else it has; None of a file."""
     return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
+
+
+def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without an optimizer that only numbers its parameters, where a model alone is written."""
+    if not checkpoint.unnamed or not checkpoint.parameters:
+        return checkpoint
+    parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
+    return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
 
 
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
