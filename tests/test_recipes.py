@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
@@ -91,14 +92,34 @@ def _node(number: int) -> Callable[[Path], None]:
     return make
 
 
-def _lightning(at: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+def _trained(*sizes: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, sizes[0])).sum().backward()
     optimizer.step()
+    return model, optimizer
+
+
+def _lightning(at: Path) -> None:
+    model, optimizer = _trained(3, 5, 2)
     states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "lr_schedulers": []}
     about = {"epoch": 1, "global_step": 1, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {}}
     torch.save(states | about, at)
+
+
+def _several(at: Path) -> None:
+    """A GAN: two models, and an optimizer of each."""
+    (one, of_one), (two, of_two) = _trained(3, 5, 2), _trained(2, 7, 1)
+    models = {"generator": one.state_dict(), "discriminator": two.state_dict()}
+    torch.save({**models, "optimizer_g": of_one.state_dict(), "optimizer_d": of_two.state_dict()}, at)
+
+
+def _accelerate(at: Path) -> None:
+    at.mkdir()
+    model, optimizer = _trained(3, 5, 2)
+    save_file(model.state_dict(), at / "model.safetensors")
+    torch.save(optimizer.state_dict(), at / "optimizer.bin")
+    torch.save({"step": 1, "torch_manual_seed": torch.get_rng_state()}, at / "random_states_0.pkl")
 
 
 FOUND = {
@@ -129,6 +150,8 @@ MADE: dict[str, Callable[[Path], None]] = {
     "weights.pt": _saved_model,
     "out/checkpoint-5": _trainer,
     "epoch=1.ckpt": _lightning,
+    "state-plain": _accelerate,
+    "gan.pt": _several,
     "llama": _hugging_face,
     "adapter": _adapter,
     "names.txt": lambda at: at.write_text(_names("zero")) and None,
@@ -205,8 +228,8 @@ def _of_all(anchor: str) -> tuple[str, str]:
 # --- live objects of a checkpoint
 
 
-def _live(source: str) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
-    """A model with the parameters and buffers of a checkpoint, and an optimizer with its groups."""
+def _live(source: str) -> tuple[torch.nn.Module, Any]:
+    """A model with the tensors of a checkpoint, and an optimizer with its groups, or several by name."""
     checkpoint = zckpt.open(source)
     model = torch.nn.Module()
     known: dict[str, torch.nn.Parameter] = {}
@@ -225,9 +248,14 @@ def _live(source: str) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
         else:
             known[one.name] = torch.nn.Parameter(value, requires_grad=not one.frozen)
             module.register_parameter(last, known[one.name])
-    names = _true_groups(source) if source in UNNAMED else [one.parameters for one in checkpoint.param_groups]
-    groups = [{"params": [known[name] for name in one if name in known]} for one in names]
-    return model, torch.optim.AdamW(groups) if groups else None
+    if source in UNNAMED:
+        return model, torch.optim.AdamW([{"params": [known[name] for name in one]} for one in _true_groups(source)])
+    groups: dict[str | None, list[dict[str, Any]]] = {}
+    for one in checkpoint.param_groups:
+        trained = [known[name] for name in one.parameters if name in known]
+        groups.setdefault(one.optimizer, []).append({"params": trained})
+    found = {name: torch.optim.AdamW(some) for name, some in groups.items()}
+    return model, found.get(None, found or None)
 
 
 def _names(source: str) -> str:

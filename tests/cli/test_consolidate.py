@@ -819,3 +819,12 @@ def test_reader_that_goes_away_does_not_undo_the_work(tmp_path: Path) -> None:
         )
     assert done.stderr == b""
     assert (tmp_path / "m.safetensors").is_file()
+
+
+def test_a_directory_without_a_configuration_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    said = "no config.json goes along"
+    assert said in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "model").stderr
+    options = ("--config", tmp_path)
+    assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "other", *options).stderr
+    assert said not in succeeded("consolidate", FIXTURES / "s2_bf16_dp2", tmp_path / "one.safetensors").stderr

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from zckpt.formats.transformers_trainer.architectures import architecture, architectures
+from zckpt.formats.torch_files.state_dicts import OptimizerState
+from zckpt.formats.transformers_trainer.architectures import Architecture, architecture, architectures
 from zckpt.formats.transformers_trainer.decay import group_of
+from zckpt.formats.transformers_trainer.readings import Weights, read_names
 
 pytestmark = pytest.mark.interop
 
@@ -53,6 +58,36 @@ def hold(kind: str) -> None:
             decayed = transformers.Trainer.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
             for name in names:
                 assert (group_of(name, known) == 0) == (name in decayed), (kind, name)
+
+
+class OfShapes(OptimizerState):
+    """An optimizer whose state is nothing but shapes."""
+
+    def shape(self, number: int) -> tuple[int, ...] | None:
+        return self.state[number]["shape"]  # type: ignore[return-value]
+
+    def tensors(self, number: int) -> dict[str, Any]:
+        return {"exp_avg": SimpleNamespace(shape=self.state[number]["shape"])}
+
+
+def read_back(model: torch.nn.Module, kind: str) -> None:
+    """Give all parameters the Trainer's numbers, and find their names again from sorted ones and shapes."""
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
+    decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    order = sorted(shapes, key=lambda name: name not in decayed)  # stable
+    counts = sum(name in decayed for name in order)
+    groups = [{"params": list(range(counts))}, {"params": list(range(counts, len(order)))}]
+    optimizer = OfShapes({number: {"shape": shapes[name]} for number, name in enumerate(order)}, groups)
+    for known in (architecture(kind), Architecture()):
+        found = read_names(optimizer, Weights(dict(sorted(shapes.items())), known=known))
+        assert all(order[number] == name for number, name in found.items())
+        assert len(found) == len(order) or not known.siblings, kind
+
+
+@pytest.mark.parametrize("kind", USUAL)
+def test_numbers_of_the_trainer_become_names_again_and_never_wrong_ones(kind: str) -> None:
+    for model in models(kind):
+        read_back(model, kind)
 
 
 @pytest.mark.parametrize("kind", USUAL)

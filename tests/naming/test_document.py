@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -301,3 +302,45 @@ def test_elements_of_every_type_are_arranged(tmp_path: Path) -> None:
     for n in range(len(kinds)):
         ours, its = values[f"x.{n}"].T.contiguous(), found[f"y.{n}"]
         assert np.array_equal(ours.view(torch.uint8).numpy(), its.contiguous().view(torch.uint8).numpy())
+
+
+def test_numbers_are_those_of_the_source_and_no_other_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"n_head": 2}')  # of whatever else lies around
+    (tmp_path / "model").mkdir()
+    source = saved(tmp_path / "model" / "a.safetensors", tensors())
+    with pytest.raises(UsageError, match="do not tell heads"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
+    (tmp_path / "model" / "params.json").write_text('{"n_head": 3, "other": null}')
+    done = zckpt.consolidate(source, tmp_path / "b.safetensors", map=QKV)
+    assert done.notes[-1] == f"the numbers of the model are those of {tmp_path / 'model' / 'params.json'}"
+    joined = torch.stack([tensors()[f"{one}.weight"].view(3, 4, 5) for one in "qkv"], dim=1).reshape(36, 5)
+    assert_same(load_file(tmp_path / "b.safetensors")["qkv.weight"], joined, "qkv")
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_numbers_are_in_the_arguments_of_megatron(grouped: bool, tmp_path: Path) -> None:
+    model = {"decoder.layers.0.self_attention.linear_qkv.weight": torch.randn((6 if grouped else 12) * 2, 8)}
+    arguments = argparse.Namespace(
+        num_attention_heads=4, num_query_groups=1, kv_channels=2, group_query_attention=grouped, seed=1
+    )
+    torch.save({"model": model, "args": arguments}, tmp_path / "c.pt")
+    done = zckpt.consolidate(tmp_path / "c.pt", tmp_path / "d.safetensors", map="llama-huggingface-megatron")
+    assert done.notes[-1] == "the numbers of the model are those of the arguments in it"
+    shapes = {name.split(".")[-2]: tuple(one.shape) for name, one in load_file(tmp_path / "d.safetensors").items()}
+    keys = (2, 8) if grouped else (8, 8)
+    assert shapes == {"q_proj": (8, 8), "k_proj": keys, "v_proj": keys}
+
+
+def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameters(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.randn(12, 5)) for _ in range(5)]  # which is which of three, nothing tells
+    optimizer = torch.optim.SGD(weights, momentum=0.9)
+    for one in weights:
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+    torch.save({"model": tensors(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(UnsupportedError, match="give --names FILE"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="zckpt", map=QKV, map_config={"n_head": 3})
+    with pytest.raises(UnsupportedError, match="give --names FILE"):
+        zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
+    zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", map=QKV, map_config={"n_head": 3})
+    assert torch.load(tmp_path / "m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)

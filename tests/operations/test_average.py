@@ -108,7 +108,10 @@ def test_formats_are_mixed(tmp_path: Path) -> None:
 
 
 def test_tied_names_stay_one_tensor(tmp_path: Path) -> None:
-    zckpt.average(SAME, tmp_path / "m.pt")
+    done = zckpt.average(SAME, tmp_path / "m.pt")
+    owners = [one for one in zckpt.open(SAME[0]).tensors() if one.tied_to is None]
+    assert done.num_averaged + done.num_equal + done.num_from_last == len(owners)
+    assert done.num_equal == sum(one.dtype in ("int64", "bool", "uint8") for one in owners)
     found, tied = torch.load(tmp_path / "m.pt", weights_only=True), Truth(SAME[0]).tied
     assert tied
     for alias, owner in tied.items():

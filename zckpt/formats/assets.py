@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.companions import copy_of
 from zckpt.state import Checkpoint
+from zckpt.state.names import PEFT
+from zckpt.storage.files import read_head
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 FOLDERS = ("", "huggingface")
+
+MAXIMUM_CONFIG_NBYTES = 1 << 20
+
+STEM, DIFFUSERS_STEM = "model", "diffusion_pytorch_model"
+_DIFFUSERS_KEY = b'"_diffusers_version"'
+_LIVE = frozenset({"default", "modules_to_save", "original_module"})
+"""Parts of names in a live model of PEFT that its files do not have."""
 
 _NAMES = re.compile(
     r"(?:config|generation_config|adapter_config|preprocessor_config|processor_config|video_preprocessor_config"
@@ -51,6 +60,30 @@ def find_assets(checkpoint: Checkpoint, given: Path | None = None) -> dict[str, 
     every = [_assets_in(root / folder) for root in roots for folder in FOLDERS]
     whole = [found for found in every if {CONFIG_NAME, ADAPTER_CONFIG} & found.keys()]
     return next(iter(whole), {})
+
+
+def is_adapter(names: Iterable[str], assets: Collection[str]) -> bool:
+    """Tell whether a model is what PEFT's files have of an adapter, not one that an adapter was added to.
+
+    Parameters
+    ----------
+    names : iterable of str
+        Of its tensors.
+    assets : collection of str
+        Names of the files that go with it.
+    """
+    every = list(names)
+    live = any(_LIVE & set(name.split(".")) for name in every)
+    return ADAPTER_CONFIG in assets and bool(every) and not live and all(name.startswith(PEFT) for name in every)
+
+
+def stem_of(assets: Mapping[str, Path]) -> str:
+    """Return what the file of a model is called that these files go with: diffusers has a name of its own."""
+    return DIFFUSERS_STEM if _DIFFUSERS_KEY in _head(assets.get(CONFIG_NAME)) else STEM
+
+
+def _head(path: Path | None) -> bytes:
+    return b"" if path is None else read_head(str(path), MAXIMUM_CONFIG_NBYTES)
 
 
 def copies_of(assets: dict[str, Path]) -> list[TargetFile]:

@@ -86,8 +86,11 @@ class Naming:
             from zckpt.naming.document import read_map
             from zckpt.naming.sizes import read_config
 
-            config = read_config(self.map_config, changed)
-            changed, notes = mapped(changed, read_map(self.map), config)
+            config, where = read_config(self.map_config, changed)
+            found = read_map(self.map)
+            changed, notes = mapped(changed, found, config)
+            if where is not None and found.sizes:
+                notes.append(f"the numbers of the model are those of {where}")
         renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
         changed.origin, changed.wrapped = None, {}  # of names that are no longer so
         return changed, tuple(notes)

@@ -16,38 +16,46 @@ from zckpt.torchfile import FromFile
 from zckpt.torchfile.nodes import Object
 
 FILES = ("config.json", "params.json", "huggingface/config.json", "hf_config/config.json")
-"""Where programs keep a model's numbers, in a checkpoint's folder or the one around it."""
+"""Where programs keep a model's numbers, in a checkpoint's folder."""
 
 INSIDE = ("text_config", "llm_config")
 """Where the configuration of a model of several keeps that of its language model."""
 
 
-def read_config(given: str | os.PathLike[str] | Mapping[str, object] | None, checkpoint: Checkpoint) -> dict[str, int]:
+def read_config(
+    given: str | os.PathLike[str] | Mapping[str, object] | None, checkpoint: Checkpoint
+) -> tuple[dict[str, int], str | None]:
     """Return the whole numbers of a model's configuration: the one given, or that of the checkpoint's program.
+
+    Returns
+    -------
+    dict of str to int
+    str or None
+        Where they were found, if none was given. Only with the checkpoint is looked: the configuration of another
+        model may have the same shapes.
 
     Raises
     ------
     UsageError
         A file was given that cannot be read, or one is there that cannot be.
     """
-    if isinstance(given, Mapping):
-        return _numbers(given)
     if given is not None:
-        return _numbers(read_json(given))
-    folders = dict.fromkeys(
-        path if path.is_dir() else path.parent
-        for path in map(Path, (checkpoint.source, checkpoint.opened))
-        if path.name
-    )
-    for folder in dict.fromkeys([*folders, *(folder.parent for folder in folders)]):
+        return _numbers(given if isinstance(given, Mapping) else read_json(given)), None
+    paths = [Path(path) for path in (checkpoint.source, checkpoint.opened) if path]
+    for folder in dict.fromkeys(path if path.is_dir() else path.parent for path in paths):
         for name in FILES:
             if (folder / name).is_file():
-                return _numbers(read_json(folder / name))
-    arguments = checkpoint.metadata.get("args")  # Megatron-LM's
+                return _numbers(read_json(folder / name)), str(folder / name)
+    arguments = checkpoint.metadata.get("args")
     node = arguments.node if isinstance(arguments, FromFile) else arguments
     if isinstance(node, Object) and isinstance(node.state, dict):
         node = node.state
-    return _numbers({str(key): value for key, value in node.items()}) if isinstance(node, dict) else {}
+    if not isinstance(node, dict):
+        return {}, None
+    numbers = _numbers({str(key): value for key, value in node.items()})
+    if node.get("group_query_attention") is False:
+        numbers.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
+    return numbers, "the arguments in it"
 
 
 def _numbers(config: Mapping[str, object]) -> dict[str, int]:

@@ -145,14 +145,14 @@ def average(
     done, num_tensors, verified = write_computed(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
-    num_equal = sum(one.tied_to is None for one in mean.checkpoint.tensors()) - mean.num_computed - mean.num_from_last
+    num_averaged, num_equal, num_from_last = mean.counts()
     return Averaged(
-        **{**done.fields(), "verified": verified, "notes": (*done.notes, *_notes(mean, shares, num_equal))},
+        **{**done.fields(), "verified": verified, "notes": (*done.notes, *_notes(shares, num_equal, num_from_last))},
         num_tensors=num_tensors,
         sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
-        num_averaged=mean.num_computed,
+        num_averaged=num_averaged,
         num_equal=num_equal,
-        num_from_last=mean.num_from_last,
+        num_from_last=num_from_last,
     )
 
 
@@ -233,10 +233,10 @@ def _check_equal(mean: Combined, sources: Sequence[Checkpoint], memory: int) -> 
     )
 
 
-def _notes(mean: Combined, shares: Sequence[float], num_equal: int) -> list[str]:
+def _notes(shares: Sequence[float], num_equal: int, num_from_last: int) -> list[str]:
     notes = [f"the mean of {len(shares)} checkpoints, by {', '.join(f'{share:.6g}' for share in shares)}"]
     if num_equal:
         notes.append(f"not averaged, for they are no numbers and the same in all: {num_equal}")
-    if mean.num_from_last:
-        notes.append(f"not averaged but the last one's: {mean.num_from_last}")
+    if num_from_last:
+        notes.append(f"not averaged but the last one's: {num_from_last}")
     return notes

@@ -35,16 +35,21 @@ class Combined:
     ----------
     checkpoint : Checkpoint
         Without files of its own.
-    num_computed, num_from_last : int, tensors of the model
-        That are computed, and that are the last source's.
+    computed, last : set of str
+        Names of the model's tensors that are computed, and that are the last source's.
     equal : list of (SlotSet, int)
         What must be the same in the first source and another, and in which.
     """
 
     checkpoint: Checkpoint
-    num_computed: int = 0
-    num_from_last: int = 0
+    computed: set[str] = field(default_factory=set)
+    last: set[str] = field(default_factory=set)
     equal: list[tuple[SlotSet, int]] = field(default_factory=list)
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many tensors are computed, the same in all, and the last one's; tied ones count once."""
+        names = {one.name for one in self.checkpoint.tensors() if one.tied_to is None}
+        return len(names & self.computed), len(names - self.computed - self.last), len(names & self.last)
 
 
 def combined(
@@ -143,10 +148,10 @@ class _Combining:
             without = [named(source) for source, slot in zip(self.sources, best, strict=True) if slot is None]
             raise UsageError(f"{name} has no values", path=without[0], expected="a weight or a master")
         if any(fnmatchcase(name, pattern) for pattern in self.from_last):
-            found.num_from_last += 1
+            found.last.add(name)
             result.slots = {key: slot for key, slot in last.slots.items() if key in (WEIGHT, MASTER)}
         elif all(slot.dtype in NUMBERS for slot in there):
-            found.num_computed += 1
+            found.computed.add(name)
             own = _common([one.dtype for one in ones])
             result.dtype = own
             keys = [WEIGHT, *([MASTER] if any(MASTER in one.slots for one in ones) else [])]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UsageError
-from zckpt.formats.assets import ADAPTER_CONFIG, copies_of, find_assets
+from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets, is_adapter, stem_of
 from zckpt.formats.consolidated.model import (
     DEFAULT_MAX_SHARD_NBYTES,
     Tensors,
@@ -27,10 +27,11 @@ from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
-from zckpt.state.names import PEFT
 from zckpt.storage.ownership import Owned, check_replaceable
 
 ADAPTER_NAME = "adapter_model.safetensors"
+
+NO_CONFIG = f"no {CONFIG_NAME} goes along, which from_pretrained wants; --config DIR says where one is"
 
 TIED = ("duplicate", "drop")
 OWNED = Owned(lambda name: safetensors_file.OWN_NAMES.fullmatch(name) is not None)
@@ -179,9 +180,11 @@ def consolidate(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
+    if not laid.is_file and not {CONFIG_NAME, ADAPTER_CONFIG} & set(laid.copied):
+        notes = (*notes, NO_CONFIG)
     laid = replace(laid, notes=notes)
     check_model_apart([checkpoint], path, laid, overwrite=overwrite)
     done = write_from(found, laid, path, how, owned=owned_with(laid), dropped=dropped)
@@ -199,8 +202,7 @@ def lay_out(checkpoint: Checkpoint, path: Path, chosen: Chosen) -> tuple[TargetF
     kind_of_model(path)
     tensors = _model(checkpoint, chosen.dtype, tied=chosen.tied, exclude_frozen=chosen.exclude_frozen)
     assets = _assets(checkpoint, path, chosen)
-    is_adapter = ADAPTER_CONFIG in assets and all(name.startswith(PEFT) for name in tensors)
-    files = _model_files(path, tensors, chosen.max_shard_size, is_adapter=is_adapter)
+    files = _model_files(path, tensors, chosen.max_shard_size, assets)
     optimizer = _optimizer_file(checkpoint, path, chosen.slots, chosen.dtype)
     every = [*files, *([optimizer] if optimizer else []), *copies_of(assets)]
     return TargetFiles(every, is_file=kind_of_model(path) != DIRECTORY, copied=frozenset(assets)), len(tensors)
@@ -221,6 +223,14 @@ def owned_with(laid: TargetFiles) -> Owned | None:
     return None if laid.is_file else Owned(lambda name: OWNED.is_own(name) or name in laid.copied)
 
 
+def _without_numbers(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without an optimizer that only numbers its parameters, where a model alone is written."""
+    if not checkpoint.unnamed or not checkpoint.parameters:
+        return checkpoint
+    parameters = {name: replace(one, group=None) for name, one in checkpoint.parameters.items()}
+    return replace(checkpoint, parameters=parameters, unnamed={}, param_groups=[])
+
+
 def _check_choice(option: str, value: str | None, choices: Sequence[str | None]) -> None:
     if value not in choices:
         raise UsageError(f"unusable {option}", expected=" or ".join(str(c) for c in choices if c), found=repr(value))
@@ -233,7 +243,7 @@ def _model(checkpoint: Checkpoint, dtype: str | None, *, tied: str, exclude_froz
     return tensors
 
 
-def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapter: bool) -> list[TargetFile]:
+def _model_files(path: Path, tensors: Tensors, max_shard_size: int, assets: Mapping[str, Path]) -> list[TargetFile]:
     kind = kind_of_model(path)
     if kind == TORCH:
         from zckpt.formats.torch_files import writer as torch_writer
@@ -242,9 +252,11 @@ def _model_files(path: Path, tensors: Tensors, max_shard_size: int, *, is_adapte
     entries = [safetensors_file.Entry(name, slot, dtype, name) for name, (slot, dtype) in tensors.items()]
     if kind == SAFETENSORS:
         return [safetensors_file.lay_out(path.name, entries)]
-    if is_adapter:
+    if is_adapter(tensors, assets):
         return [safetensors_file.lay_out(ADAPTER_NAME, entries, safetensors_file.FOR_TORCH)]
-    return safetensors_file.lay_out_directory(entries, max_shard_size, metadata=safetensors_file.FOR_TORCH)
+    return safetensors_file.lay_out_directory(
+        entries, max_shard_size, stem=stem_of(assets), metadata=safetensors_file.FOR_TORCH
+    )
 
 
 def _optimizer_file(

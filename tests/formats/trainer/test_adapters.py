@@ -125,6 +125,7 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | Non
     target = tmp_path / "target"
     zckpt.convert(source, target, to="transformers-trainer", train_batch_size=2, verify=True)
     assert_is_truth(target, kind)
+    assert (target / "adapter_model.safetensors").is_file()
     ours, its = (torch.load(path / "optimizer.pt") for path in (target, directory))
     assert [one["params"] for one in ours["param_groups"]] == [one["params"] for one in its["param_groups"]]
     for number, state in its["state"].items():
@@ -144,6 +145,11 @@ def test_several_adapters_and_pipelines_of_models_name_what_to_give(tmp_path: Pa
     (pipeline / "model_index.json").write_text("{}")
     refused(3, "inspect", pipeline, words=("pipeline of diffusers", "unet, vae", str(pipeline / "unet")))
     assert zckpt.open(pipeline / "unet").format == "transformers-trainer"
+    (pipeline / "unet" / "config.json").write_text('{"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"}')
+    zckpt.consolidate(pipeline / "unet", tmp_path / "unet")
+    assert {path.name for path in (tmp_path / "unet").iterdir()} == {
+        "config.json", "diffusion_pytorch_model.safetensors",
+    }  # fmt: skip
 
 
 def test_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ WHOLE_NAME = "model.safetensors"
 """Of a model that is one file."""
 
 OWN_NAMES = re.compile(
-    r"model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|(?:optimizer|adapter_model)\.safetensors"
+    r"(?:diffusion_pytorch_)?model(?:(?:-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
+    r"|(?:optimizer|adapter_model)\.safetensors"
 )
 """Names of the files of a directory that `consolidate` writes."""
 
@@ -166,6 +167,7 @@ def lay_out_directory(
     maximum: int,
     *,
     indexed: bool = False,
+    stem: str = "model",
     metadata: Mapping[str, str] | None = None,
 ) -> list[TargetFile]:
     """Return the files of a directory in Hugging Face's layout: one, or shards of at most `maximum` bytes and an index.
@@ -178,6 +180,8 @@ def lay_out_directory(
     maximum : int, bytes
     indexed : bool
         Whether one file is a shard, too, and has an index.
+    stem : str
+        What the files' names begin with.
     metadata : mapping of str to str, optional
         Texts of every file's header.
     """
@@ -191,15 +195,15 @@ def lay_out_directory(
         shards[-1].append(entry)
         nbytes += entry.nbytes
     if len(shards) == 1 and not indexed:
-        return [lay_out(WHOLE_NAME, shards[0], metadata)]
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        return [lay_out(f"{stem}.safetensors", shards[0], metadata)]
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     index = {
         "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
         "weight_map": {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard},
     }
     text = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     files = [lay_out(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
-    return [*files, TargetFile(INDEX_NAME, len(text), [Literal(0, text)])]
+    return [*files, TargetFile(f"{stem}.safetensors.index.json", len(text), [Literal(0, text)])]
 
 
 def read(source: Path) -> Checkpoint:

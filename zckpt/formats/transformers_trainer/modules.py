@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 MOST_DEPTH = 64
 """Of modules within modules; names of more are not searched."""
 
+MOST_SIBLINGS = 2048
+"""In one module; more are not searched: each is held against each."""
+
 MOST_ORDERS = 4096
 """Of sets of siblings that may come first, in one module; more are not searched."""
 
@@ -199,6 +202,8 @@ class Search:
         return self._items[id(module)]
 
     def _with_order(self, module: Module) -> list[_Item]:
+        if len(module.own) + len(module.children) > MOST_SIBLINGS:
+            raise TooManyOrdersError
         names = [*module.own, *module.children]
         reaches = [self._reach(name) for name in module.own.values()] + [m.reach for m in module.children.values()]
         known = {name: at for at, name in enumerate(self._siblings(module.path, names))}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.assets import ADAPTER_CONFIG, CONFIG_NAME, copies_of, find_assets
+from zckpt.formats.assets import CONFIG_NAME, copies_of, find_assets, is_adapter
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
 from zckpt.formats.consolidated.optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -73,7 +73,7 @@ def lay_out(job: Job) -> TargetFiles:
     model_type = (read_json(assets[CONFIG_NAME]) or {}).get("model_type") if CONFIG_NAME in assets else None
     known = architecture(model_type if isinstance(model_type, str) else None)
     notes: list[str] = []
-    files = _model_files(checkpoint, is_adapter=ADAPTER_CONFIG in assets and _is_adapter(checkpoint))
+    files = _model_files(checkpoint, assets)
     if checkpoint.param_groups:
         checkpoint = as_the_trainer_has_them(checkpoint, known, notes)
         slots = [name for name in checkpoint.slot_names() if name not in (WEIGHT, MASTER)]
@@ -123,15 +123,11 @@ def _check(checkpoint: Checkpoint) -> None:
         )
 
 
-def _is_adapter(checkpoint: Checkpoint) -> bool:
-    return "adapter" in checkpoint.details or all("lora_" in name for name in checkpoint.parameters)
-
-
-def _model_files(checkpoint: Checkpoint, *, is_adapter: bool) -> list[TargetFile]:
+def _model_files(checkpoint: Checkpoint, assets: Mapping[str, Path]) -> list[TargetFile]:
     entries = []
     for name, slot in _weights(checkpoint).items():
         entries.append(safetensors_file.Entry(name, slot, slot.dtype, name))
-    if is_adapter:
+    if is_adapter([one.name for one in checkpoint.tensors()], assets):
         return [safetensors_file.lay_out(f"{ADAPTER_STEM}.safetensors", entries, safetensors_file.FOR_TORCH)]
     return safetensors_file.lay_out_directory(entries, DEFAULT_MAX_SHARD_NBYTES, metadata=safetensors_file.FOR_TORCH)
 
