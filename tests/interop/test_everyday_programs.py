@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, get_scheduler
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -26,6 +27,7 @@ import zckpt
 from tests import gloo
 from tests.fsdp_training import training as verl
 from tests.hf_training.training import Texts, build, same
+from zckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.interop
 
@@ -275,3 +277,14 @@ def test_one_program_goes_on_where_another_left_off(
     assert [key for key, tensor in saved.found.items() if not same(resumed.found[key], tensor)] == []
     assert len(saved.losses) == STEPS - SAVED
     assert resumed.losses == pytest.approx(saved.losses, rel=LAST_BITS)
+
+
+def test_sorted_names_in_several_groups_are_not_taken_for_the_models_order(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(4, 4, bias=False), "norm": nn.RMSNorm(4)})
+    optimizer = torch.optim.AdamW([{"params": [model["up"].weight]}, {"params": [model["norm"].weight]}])
+    (model["up"].weight.sum() + model["norm"].weight.sum()).backward()
+    optimizer.step()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    with pytest.raises(UnsupportedError, match="sorted by name, in several groups"):
+        zckpt.convert(tmp_path, tmp_path / "target", to="fsdp-rank-files", world_size=1, groups="one")

@@ -34,6 +34,14 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
             advice="give --groups keep, or convert from a format of training",
         )
+    if len(groups) > 1 and _is_sorted(checkpoint, order):
+        raise UnsupportedError(
+            "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
+            path=checkpoint.source,
+            found=listed(order, most=3),
+            advice="give --groups keep, put the config.json of a known model_type with the source, or convert from a "
+            "format of training",
+        )
     parameters = dict(checkpoint.parameters)
     for name in order:
         one = parameters[name]
@@ -66,6 +74,14 @@ def _of_first(scheduler: object, count: int) -> object:
         is_cut = key in PER_GROUP and isinstance(value, (list, tuple)) and len(value) == count
         found[key] = value[:1] if is_cut else _of_first(value, count) if key == "_schedulers" else value
     return found
+
+
+def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
+    """Tell whether names are sorted within each element type, as safetensors have them: that is no model's order."""
+    by_type: dict[str, list[str]] = {}
+    for name in order:
+        by_type.setdefault(str(checkpoint.parameters[name].dtype), []).append(name)
+    return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
 
 
 def _follows(names: Sequence[str], order: Sequence[str]) -> bool:
