@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import zckpt
 from tests.cli.console import FIXTURES, command, copy, environment, inspected, refused, run, succeeded
 from tests.truth import Truth
+from zckpt.cli.reading import inspect_command
 
 DEEPSPEED = sorted(p.parent.name for p in FIXTURES.glob("*/truth.json"))
 ZERO = [n for n in DEEPSPEED if "s0_" not in n]
@@ -409,3 +411,7 @@ def test_help_and_version_are_on_standard_output() -> None:
     assert "consolidate" in succeeded("--help").stdout
     assert "SOURCE" in succeeded("inspect", "-h").stdout
     assert succeeded("--version").stdout.startswith("zckpt")
+
+
+def test_a_command_without_the_group_has_the_same_help() -> None:
+    assert CliRunner().invoke(inspect_command, ["-h"]).exit_code == 0

@@ -34,7 +34,10 @@ COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=HELP)
 @click.version_option(__version__, prog_name="zckpt")
 @click.option("--debug", is_flag=True, help="Show a traceback for errors.")
 def cli(debug: bool) -> None:
@@ -47,6 +50,7 @@ def cli(debug: bool) -> None:
 for command in (inspect_command, consolidate_command, reshard_command, convert_command, strip_command, average_command,
                 merge_adapter_command, diff_command, fingerprint_command, verify_command, map_command,
                 formats_command):  # fmt: skip
+    command.context_settings.update(HELP)  # click keeps the help option of the first call, which may be without a group
     cli.add_command(command)
 
 
