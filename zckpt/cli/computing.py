@@ -7,9 +7,27 @@ from typing import Any
 
 import click
 
-from zckpt.cli.options import ByteSize, comma_separated, show, source_options, write_options
+from zckpt.cli.options import (
+    comma_separated,
+    exclude_frozen_option,
+    max_shard_size_option,
+    show,
+    source_options,
+    tied_option,
+    write_options,
+)
 from zckpt.cli.streams import reporter
 from zckpt.errors import UsageError
+
+config_option = click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
+)
+recomputed_option = click.option(
+    "--verify", is_flag=True, help="After writing, compute everything once more and compare every byte."
+)
 
 
 @click.command("average")
@@ -44,24 +62,11 @@ from zckpt.errors import UsageError
     metavar="GLOB",
     help="Take these tensors from the last SOURCE: integers, say, that are not the same in all. May be repeated.",
 )
-@click.option(
-    "--tied",
-    type=click.Choice(["duplicate", "drop"]),
-    default="duplicate",
-    show_default=True,
-    help="Write a tied parameter under all its names, or its owner's only.",
-)
-@click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
-@click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
-)
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
-)
-@click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
+@tied_option
+@exclude_frozen_option
+@max_shard_size_option
+@config_option
+@recomputed_option
 @write_options
 @source_options
 def average_command(
@@ -117,23 +122,10 @@ def average_command(
     type=click.Choice(["float32", "bfloat16", "float16", "keep"]),
     help="Element type of trained parameters. Default: masters as float32, parameters without a master in their own.",
 )
-@click.option(
-    "--tied",
-    type=click.Choice(["duplicate", "drop"]),
-    default="duplicate",
-    show_default=True,
-    help="Write a tied parameter under all its names, or its owner's only.",
-)
-@click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
-)
-@click.option(
-    "--config",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
-)
-@click.option("--verify", is_flag=True, help="After writing, compute everything once more and compare every byte.")
+@tied_option
+@max_shard_size_option
+@config_option
+@recomputed_option
 @write_options
 @source_options
 def merge_adapter_command(

@@ -56,6 +56,17 @@ class ByteSize(_IntegerType):
 
 
 source_argument = click.argument("source", type=click.Path(path_type=Path))
+tied_option = click.option(
+    "--tied",
+    type=click.Choice(["duplicate", "drop"]),
+    default="duplicate",
+    show_default=True,
+    help="Write a tied parameter under all its names, or its owner's only.",
+)
+max_shard_size_option = click.option(
+    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
+)
+exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

@@ -8,15 +8,17 @@ from typing import Any
 import click
 
 from zckpt.cli.options import (
-    ByteSize,
     ConvertCommand,
     ReshardCommand,
     comma_separated,
+    exclude_frozen_option,
+    max_shard_size_option,
     naming_options,
     proof_options,
     show,
     source_argument,
     source_options,
+    tied_option,
     write_options,
 )
 from zckpt.cli.streams import reporter
@@ -39,17 +41,9 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
     metavar="all|SLOT,...",
     help="Also write these optimizer slots, to TARGET's name with .optimizer in it, or into the directory.",
 )
-@click.option(
-    "--tied",
-    type=click.Choice(["duplicate", "drop"]),
-    default="duplicate",
-    show_default=True,
-    help="Write a tied parameter under all its names, or its owner's only.",
-)
-@click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
-@click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
-)
+@tied_option
+@exclude_frozen_option
+@max_shard_size_option
 @click.option(
     "--config",
     type=click.Path(path_type=Path),

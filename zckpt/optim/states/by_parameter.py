@@ -16,17 +16,8 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.states import (
-    NamedShare,
-    Restoring,
-    Source,
-    Target,
-    Values,
-    as_stored,
-    as_torch,
-    members_of,
-    stored_groups,
-)
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
+from zckpt.optim.states.values import as_stored, as_torch
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, ParamGroup, Slot
 

@@ -17,8 +17,9 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.flat_parameters import Member, Members
 from zckpt.optim.param_groups import Names
-from zckpt.optim.states import NamedShare, Restoring, Source, Values, as_stored, as_torch, is_trained, read_numbers
+from zckpt.optim.states import NamedShare, Restoring, Source, Values, is_trained
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share
 from zckpt.state import Parameter, Scalar, Slot
 

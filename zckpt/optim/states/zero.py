@@ -14,18 +14,9 @@ from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group
-from zckpt.optim.states import (
-    NamedShare,
-    Restoring,
-    Source,
-    Target,
-    Values,
-    as_stored,
-    as_torch,
-    read_numbers,
-    stored_groups,
-)
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
 from zckpt.optim.zero.deepspeed_state import scaler_object, settings

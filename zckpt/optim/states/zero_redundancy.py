@@ -22,8 +22,9 @@ from zckpt.optim.distributed import DistributedOptimizer, LocalOptimizer
 from zckpt.optim.files import open_for
 from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote_names, sync
 from zckpt.optim.ranks import Ranks, written_together
-from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, as_torch, members_of, stored_groups
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.values import as_torch
 from zckpt.optim.tensors import Share, bare, world_rank
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
 from zckpt.state import ParamGroup, Slot

@@ -1,0 +1,72 @@
+"""Values of an optimizer that are no tensors of elements: as a file has them, and as an optimizer keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.operations.tensors import TensorRead, dtype_name, read_tensors
+from zckpt.state import Extent, Parameter, Scalar, Slot
+
+
+def like(value: object, current: object) -> Any:
+    """Return a hyperparameter as the optimizer keeps it: in a tensor of its own, where it has one."""
+    if isinstance(current, torch.Tensor) and isinstance(value, (int, float)):
+        return torch.full_like(current, value)
+    return value
+
+
+def as_torch(value: object) -> object:
+    """Return a value that is no tensor of elements as an optimizer keeps it: a Scalar was a tensor, and is one.
+
+    Raises UnsupportedError: it is tensors that mean nothing one without the other, such as codes and scales.
+    """
+    if holds_tensors(value):
+        raise UnsupportedError(
+            "holds state that is no plain tensor, quantised say, which cannot be given to an optimizer as floats",
+            advice="load the model alone, or everything in the program that saved it",
+        )
+    if isinstance(value, Scalar):
+        return torch.tensor(value.value, dtype=getattr(torch, value.dtype))
+    return value
+
+
+def as_stored(value: object) -> object:
+    """Return a value that a file can hold; a tensor of one element as its number and type.
+
+    Raises UnsupportedError: a tensor of several elements.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            raise UnsupportedError("a hyperparameter is a tensor of several elements", found=tuple(value.shape))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return Scalar(whole.item(), dtype_name(value.dtype))
+    return value
+
+
+def read_numbers(every: Sequence[dict[str, object]], owners: Sequence[Parameter | None]) -> None:
+    """Put single numbers in the place of tensors that hold one for a whole parameter.
+
+    A parameter that is a single number itself has one of each kind; `step` is none for each element.
+    """
+    pairs = [(values, owner.shape) for values, owner in zip(every, owners, strict=True) if owner is not None]
+    numbers = {"step"} | {
+        key
+        for values, shape in pairs
+        for key, value in values.items()
+        if isinstance(value, Slot) and not value.shape and shape
+    }
+    found = [
+        (values, key, value, torch.empty((), dtype=getattr(torch, value.dtype)))
+        for values, _ in pairs
+        for key, value in values.items()
+        if key in numbers and isinstance(value, Slot) and not value.shape
+    ]
+    read_tensors(TensorRead(slot, Extent.whole(()), tensor) for _, _, slot, tensor in found)
+    for values, key, slot, tensor in found:
+        values[key] = Scalar(tensor.item(), slot.dtype)
