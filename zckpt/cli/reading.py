@@ -11,6 +11,7 @@ import click
 
 from zckpt.cli.options import (
     comma_separated,
+    dequantize_option,
     json_option,
     memory_option,
     naming_options,
@@ -107,6 +108,7 @@ def inspect_command(
 @page_options
 @memory_option("Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@dequantize_option
 @naming_options
 @source_options
 @partial(source_options, suffix="b")
@@ -123,6 +125,7 @@ def diff_command(
     overwrite: bool,
     memory: int,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
     where_b: dict[str, Any],
@@ -146,6 +149,7 @@ def diff_command(
             rtol
             or atol
             or ignore
+            or dequantize
             or any(naming.values())
             or any(where[key] for key in ("tag", "roots"))
             or any(where_b.values())
@@ -165,6 +169,7 @@ def diff_command(
             rtol=rtol,
             atol=atol,
             **naming,
+            dequantize=dequantize,
             ignore_metadata=ignore == "metadata",
             **common,
             **where,
@@ -195,6 +200,7 @@ def diff_command(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@dequantize_option
 @naming_options
 @source_options
 def fingerprint_command(
@@ -205,6 +211,7 @@ def fingerprint_command(
     as_json: bool,
     memory: int,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
@@ -219,12 +226,17 @@ def fingerprint_command(
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)
-    if write and any(naming.values()):
-        raise UsageError("digests under other names are not the source's own", expected="--output FILE, not --write")
+    if write and (dequantize or any(naming.values())):
+        raise UsageError(
+            "digests under other names, or of other values, are not the source's own",
+            expected="--output FILE, not --write",
+        )
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
-    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), **naming)
+    found = fingerprint(
+        checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **naming
+    )
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)

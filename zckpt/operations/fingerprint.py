@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.formats.torch_files.quantised import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 
@@ -25,6 +26,7 @@ def fingerprint(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Fingerprint:
     """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
 
@@ -38,6 +40,8 @@ def fingerprint(
         As for `open`; of a path only.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`: the fingerprint of the checkpoint under other names.
+    dequantize : bool
+        As for `diff`: the fingerprint of the checkpoint with quantised state as floats.
 
     Raises
     ------
@@ -47,5 +51,8 @@ def fingerprint(
         The checkpoint cannot be read.
     """
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    checkpoint, _ = naming.of(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    if dequantize:
+        [found] = with_floats(found)
+    checkpoint, _ = naming.of(found)
     return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

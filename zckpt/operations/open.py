@@ -31,7 +31,8 @@ class OpenedCheckpoint(Checkpoint):
         name : str
             A parameter or buffer, as the bare model or as the files call it; a tied name gives its owner's values.
         slot : str, optional
-            By default the master if there is one, else the weight.
+            By default the master if there is one, else the weight. State that bitsandbytes or torchao has quantised is
+            read as float32, under Adam's names.
 
         Returns
         -------
@@ -67,9 +68,15 @@ class OpenedCheckpoint(Checkpoint):
         else:
             raise UsageError(f"no parameter {name}", path=self.source)
         key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
-        if key not in owner.slots:
-            raise UsageError(f"{name} has no slot {key}", path=self.source, expected=", ".join(owner.slots) or "none")
-        return owner.slots[key]
+        if key in owner.slots:
+            return owner.slots[key]
+        from zckpt.formats.torch_files.quantised import float_slots
+
+        floats = float_slots(owner, self.source)
+        if key not in floats:
+            there = ", ".join({**owner.slots, **floats})
+            raise UsageError(f"{name} has no slot {key}", path=self.source, expected=there or "none")
+        return floats[key]
 
 
 def open(  # noqa: A001
