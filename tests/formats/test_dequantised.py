@@ -95,6 +95,27 @@ def assert_loaded(kind: str, net: nn.Module, optimizer: torch.optim.Optimizer) -
     assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
 
 
+def test_a_plain_adamw_resumes_from_deepspeeds() -> None:
+    opened = zckpt.open(FIXTURES / "own_blockwise_s3_fp32_dp2")
+    net = nn.Module()
+    for one in opened.parameters.values():
+        *path, last = one.name.split(".")
+        module = net
+        for step in path:
+            module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+        if one.tied_to is None:
+            module.register_parameter(last, nn.Parameter(torch.zeros(one.shape), requires_grad=one.group is not None))
+    groups = [{"params": [net.get_parameter(name) for name in one.parameters]} for one in opened.param_groups]
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(UnsupportedError, match="each rank had its own"):
+        zckpt.load(opened.source, model=net, optimizer=optimizer, strict=False)
+    zckpt.load(opened.source, model=net, optimizer=optimizer, strict=False, dequantize=True)
+    for parameter, state in optimizer.state.items():
+        [name] = [name for name, one in net.named_parameters() if one is parameter]
+        assert torch.equal(state["exp_avg_sq"], opened.read(name, "exp_avg_sq"))
+    assert optimizer.state
+
+
 @pytest.mark.parametrize("kind", ADAM)
 def test_a_plain_adamw_resumes_from_load(kind: str) -> None:
     net = model(kind)
@@ -125,6 +146,61 @@ def shares(rank: int, world_size: int) -> None:
 
 def test_ranks_read_their_shares() -> None:
     on_ranks(shares, 3)
+
+
+NESTED = "__bnb_optimizer_quant_state__"
+
+
+def partitions_of(opened: zckpt.Checkpoint) -> list[dict[str, Any]]:
+    """What each rank's file has, in the order of ranks."""
+    paths = sorted(Path(opened.source).glob("*optim_states.pt"))
+    return [torch.load(path, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"] for path in paths]
+
+
+def in_file_order(opened: zckpt.Checkpoint, group: int) -> list[str]:
+    """The parameters of a group in the order in which ZeRO-3 lays them out: that of `param_shapes`."""
+    [path] = Path(opened.source).glob("zero_pp_rank_0_*model_states.pt")
+    return list(torch.load(path, weights_only=False)["param_shapes"][group])
+
+
+def values(state: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    codes, number = state[key], key[-1]
+    if codes.dtype == torch.float32:
+        return codes
+    scales = state[f"absmax{number}"].repeat_interleave(256)[: codes.numel()]
+    return state[f"qmap{number}"][codes.long()] * scales
+
+
+def test_blocks_of_each_ranks_partition(tmp_path: Path) -> None:
+    """Of ZeRO-3: rank after rank has a padded piece of each parameter, in the order of the sub-group."""
+    run_directory = FIXTURES / "own_blockwise_s3_fp32_dp2"
+    opened = zckpt.open(run_directory)
+    with pytest.raises(UnsupportedError, match="each rank has its own"):
+        zckpt.convert(run_directory, tmp_path / "t", to="zckpt")
+    wanted: dict[tuple[str, str], torch.Tensor] = {}
+    for number, group in enumerate(opened.param_groups):
+        ranks = [one["state"][number][NESTED] for one in partitions_of(opened)]
+        at = 0
+        for name in in_file_order(opened, number):
+            shape = opened.parameters[name].shape
+            numel = torch.Size(shape).numel()
+            piece = -(-numel // len(ranks))
+            for state, slot in NAMES.items():
+                parts = [values(one, state)[at : at + piece] for one in ranks]
+                wanted[name, slot] = torch.cat(parts)[:numel].view(shape)
+            at += piece
+        assert sorted(in_file_order(opened, number)) == sorted(group.parameters)
+    for key, value in wanted.items():
+        assert torch.equal(opened.read(*key), value), key
+    for to, options in {
+        "zckpt": {"world_size": 3},
+        "universal": {},
+        "deepspeed": {"world_size": 3, "stage": 2},
+    }.items():
+        zckpt.convert(run_directory, tmp_path / to, to=to, dequantize=True, verify=True, **options)
+        written = zckpt.open(tmp_path / to)
+        assert not written.per_rank
+        assert all(torch.equal(written.read(*key), value) for key, value in wanted.items()), to
 
 
 def of_bitsandbytes(numel: int, block: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -167,7 +243,7 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         ({"step": 1, "x": State8bit(pieces["state1"], pieces["absmax1"], pieces["qmap1"])},
          UnsupportedError, "x of w is quantised in a way"),
         ({"step": 1, **pieces, "absmax1": torch.rand(21)}, DamagedFileError, "its scales fit no size of blocks"),
-        ({"step": 1, **pieces, "qmap1": torch.rand(255)}, DamagedFileError, "exp_avg of w: .* do not belong together"),
+        ({"step": 1, **pieces, "qmap1": torch.rand(255)}, DamagedFileError, "state1 of w: .* do not belong together"),
         ({"step": 1, **pieces, "state1": torch.zeros(2, 2500, dtype=torch.uint8)}, UnsupportedError, "state1 of w is"),
     ]  # fmt: skip
     for number, (state, error, match) in enumerate(cases):

@@ -81,3 +81,71 @@ class Blockwise:
         values[:whole].reshape(-1, self.block)[...] *= scale[: whole // self.block, None]
         values[whole:] *= scale[whole // self.block :]
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Elements of a tensor whose codes lie in those of something larger, as a rank's partition; blocks are that one's.
+
+    Parameters
+    ----------
+    start, numel : int, elements
+        Of the tensor.
+    position : int, elements
+        Of the first one, in what the codes are of.
+    codes : Slot
+        Flat, of uint8.
+    scales : Slot
+        (blocks, elements of a block), float32: each row says one scale again and again.
+    qmap : Slot
+    """
+
+    start: int
+    numel: int
+    position: int
+    codes: Slot
+    scales: Slot
+    qmap: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class InPortions:
+    """The values of quantised state that ranks have portions of, in blocks that begin anywhere in the tensor.
+
+    Parameters
+    ----------
+    portions : tuple of Portion
+        In order; together they are all of the tensor.
+    """
+
+    portions: tuple[Portion, ...]
+
+    @property
+    def step(self) -> None:
+        """Any elements can be computed by themselves."""
+        return
+
+    @property
+    def width(self) -> int:
+        """Bytes of a float32."""
+        return 4
+
+    def inputs(self, start: int, numel: int) -> list[Input]:
+        """Return of each portion that has some of the elements their codes, the scale of each, and the map."""
+        found: list[Input] = []
+        for one in self.portions:
+            low, high = max(start, one.start), min(start + numel, one.start + one.numel)
+            if low < high:
+                at, count = one.position + low - one.start, high - low
+                found += [
+                    Input(one.codes, Extent.flat(one.codes.shape, at, count), one.codes.dtype),
+                    Input(one.scales, Extent.flat(one.scales.shape, at, count), "float32"),
+                    Input(one.qmap, Extent.whole(one.qmap.shape), "float32"),
+                ]
+        return found
+
+    def compute(self, inputs: Sequence[Callable[[], Array]]) -> Array:
+        """Return the values of a block."""
+        read = iter(inputs)
+        values: list[Array] = [qmap()[codes()] * scale() for codes, scale, qmap in zip(read, read, read, strict=True)]
+        return values[0] if len(values) == 1 else np.concatenate(values)

@@ -18,11 +18,11 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
-from zckpt.formats.torch_files.quantised import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.proof import check_companions, check_sources

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
-from zckpt.formats.torch_files.quantised import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.naming.inside import leave_old_names
 from zckpt.operations.open import Source, named, opened

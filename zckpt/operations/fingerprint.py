@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.formats.torch_files.quantised import with_floats
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 

@@ -70,9 +70,12 @@ class OpenedCheckpoint(Checkpoint):
         key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
         if key in owner.slots:
             return owner.slots[key]
+        from zckpt.formats.deepspeed.quantised import with_float_slots
         from zckpt.formats.torch_files.quantised import float_slots
 
         floats = float_slots(owner, self.source)
+        if owner.name in self.parameters and any(one.group == owner.group for one in self.per_rank):
+            floats |= with_float_slots(self).parameters[owner.name].slots
         if key not in floats:
             there = ", ".join({**owner.slots, **floats})
             raise UsageError(f"{name} has no slot {key}", path=self.source, expected=there or "none")

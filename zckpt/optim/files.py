@@ -27,7 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
-from zckpt.formats.torch_files.quantised import with_floats
+from zckpt.formats.floats import with_floats
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint

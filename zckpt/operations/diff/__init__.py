@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
-from zckpt.formats.torch_files.quantised import with_floats
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
