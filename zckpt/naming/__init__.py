@@ -20,6 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zckpt.errors import UsageError
 from zckpt.naming.renames import Renaming
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
@@ -78,25 +79,66 @@ class Naming:
         SourceError
             Parts of one tensor have state that contradicts itself.
         """
-        if not self.changes:
-            return checkpoint, ()
-        changed, notes = replace(checkpoint), list[str]()
-        before = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename))
-        renamed(changed, before.of(changed))
-        if self.map is not None:
-            from zckpt.naming.apply import mapped
-            from zckpt.naming.document import read_map
-            from zckpt.naming.sizes import check_settings, numbers_of, read_config
+        (changed,), notes = self._applied([checkpoint], None)
+        return changed, notes
 
-            config, where = read_config(self.map_config, changed)
-            found = read_map(self.map)
-            check_settings(found, config, changed.opened or changed.source)
-            changed, notes = mapped(changed, found, numbers_of(config))
-            if where is not None and found.sizes:
-                notes.append(f"the numbers of the model are those of {where}")
-        renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
-        changed.origin, changed.wrapped = None, {}  # of names that are no longer so
-        return changed, tuple(notes)
+    def of_all(self, checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], tuple[str, ...]]:
+        """Return checkpoints of one model under the same names, where some may have them already.
+
+        Each pattern must find something in one of them. The map goes in the direction that fits the first.
+
+        Parameters
+        ----------
+        checkpoints : sequence of Checkpoint
+            Stay as they are.
+
+        Raises
+        ------
+        UsageError, UnsupportedError, SourceError
+            As for `of`.
+        """
+        return self._applied(checkpoints, set())
+
+    def _applied(
+        self, checkpoints: Sequence[Checkpoint], idle: set[str] | None
+    ) -> tuple[list[Checkpoint], tuple[str, ...]]:
+        """Return checkpoints under their new names, and what to know of them; `idle` as for `Renaming.of`."""
+        if not self.changes:
+            return list(checkpoints), ()
+        made: list[Checkpoint] = []
+        notes: list[str] = []
+        idles: list[set[str]] = []
+        side: int | None = None
+        for checkpoint in checkpoints:
+            changed = replace(checkpoint)
+            unused = None if idle is None else set[str]()
+            renamed(changed, Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename)).of(changed, unused))
+            idles.append(unused or set())
+            if self.map is not None:
+                changed, more, side = self._mapped(changed, side)
+                notes += more
+            renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
+            changed.origin, changed.wrapped = None, {}  # of names that are no longer so
+            made.append(changed)
+        for option in sorted(set.intersection(*idles)):
+            raise UsageError(
+                f"{option} finds no name", path=checkpoints[0].opened or checkpoints[0].source,
+                expected="one in any of the sources",
+            )  # fmt: skip
+        return made, tuple(dict.fromkeys(notes))
+
+    def _mapped(self, checkpoint: Checkpoint, side: int | None) -> tuple[Checkpoint, list[str], int]:
+        from zckpt.naming.apply import mapped
+        from zckpt.naming.document import read_map
+        from zckpt.naming.sizes import check_settings, numbers_of, read_config
+
+        config, where = read_config(self.map_config, checkpoint)
+        found = read_map(self.map or {})
+        check_settings(found, config, checkpoint.opened or checkpoint.source)
+        changed, notes, side = mapped(checkpoint, found, numbers_of(config), side)
+        if where is not None and found.sizes and notes:
+            notes.append(f"the numbers of the model are those of {where}")
+        return changed, notes, side
 
 
 AS_IT_IS = Naming()

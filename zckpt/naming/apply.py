@@ -23,8 +23,10 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tuple[Checkpoint, list[str]]:
-    """Return a checkpoint under the names of a map's other side, and what to know of it.
+def mapped(
+    checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None
+) -> tuple[Checkpoint, list[str], int]:
+    """Return a checkpoint under the names of a map's other side, what to know of it, and which side that is.
 
     Parameters
     ----------
@@ -34,6 +36,8 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
         Goes in the direction that fits the names.
     config : mapping of str to int
         Numbers of the model.
+    to : int, optional
+        The side whose names are wanted: what has them already stays as it is.
 
     Raises
     ------
@@ -47,6 +51,8 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
     path = checkpoint.opened or checkpoint.source
     shapes = {parameter.name: parameter.shape for parameter in checkpoint.tensors()}
     found = fit(map_, shapes, path)
+    if found.source == to:
+        return checkpoint, [], to
     taken = taken_apart(checkpoint, map_, found, config)
     gone = {one.source for one in taken}
     checkpoint = replace(
@@ -58,7 +64,7 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
         work.add(instance)
     for one in taken:
         work.give(one)
-    return work.result()
+    return *work.result(), found.target
 
 
 def _refuse(checkpoint: Checkpoint, map_: Map) -> None:
