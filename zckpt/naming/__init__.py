@@ -12,6 +12,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     parts       the slots and state of such a tensor
     optimizer   state of a parameter that its program takes apart when it saves the model
     apply       a checkpoint under the other names
+    inside      names in what a checkpoint carries along
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError
 from zckpt.naming.renames import Renaming
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
+
+if TYPE_CHECKING:
+    from zckpt.naming.apply import Mapped
 
 MapSource = str | os.PathLike[str] | Mapping[str, object]
 """The name of a shipped map, a JSON file, or what such a file holds."""
@@ -79,8 +84,13 @@ class Naming:
         SourceError
             Parts of one tensor have state that contradicts itself.
         """
-        (changed,), notes = self._applied([checkpoint], None)
+        changed, notes, _ = self.traced(checkpoint)
         return changed, notes
+
+    def traced(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...], dict[str, str]]:
+        """Return the same, and the new names, by the old ones, of tensors that have nothing but another name."""
+        (changed,), notes, (names,) = self._applied([checkpoint], None)
+        return changed, notes, names
 
     def of_all(self, checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], tuple[str, ...]]:
         """Return checkpoints of one model under the same names, where some may have them already.
@@ -97,14 +107,16 @@ class Naming:
         UsageError, UnsupportedError, SourceError
             As for `of`.
         """
-        return self._applied(checkpoints, set())
+        made, notes, _ = self._applied(checkpoints, set())
+        return made, notes
 
     def _applied(
         self, checkpoints: Sequence[Checkpoint], idle: set[str] | None
-    ) -> tuple[list[Checkpoint], tuple[str, ...]]:
-        """Return checkpoints under their new names, and what to know of them; `idle` as for `Renaming.of`."""
+    ) -> tuple[list[Checkpoint], tuple[str, ...], list[dict[str, str]]]:
+        """Return checkpoints under their new names, what to know of them, and names; `idle` as for `Renaming.of`."""
         if not self.changes:
-            return list(checkpoints), ()
+            return list(checkpoints), (), [{one.name: one.name for one in each.tensors()} for each in checkpoints]
+        traces: list[dict[str, str]] = []
         made: list[Checkpoint] = []
         notes: list[str] = []
         idles: list[set[str]] = []
@@ -112,12 +124,17 @@ class Naming:
         for checkpoint in checkpoints:
             changed = replace(checkpoint)
             unused = None if idle is None else set[str]()
-            renamed(changed, Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename)).of(changed, unused))
+            names = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename)).of(changed, unused)
+            renamed(changed, names)
             idles.append(unused or set())
             if self.map is not None:
-                changed, more, side = self._mapped(changed, side)
-                notes += more
-            renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
+                found = self._mapped(changed, side)
+                changed, side = found.checkpoint, found.side
+                notes += found.notes
+                names = {old: found.names[new] for old, new in names.items() if new in found.names}
+            last = Renaming(add_prefix=self.add_prefix).of(changed)
+            renamed(changed, last)
+            traces.append({old: last[new] for old, new in names.items() if new in last})
             changed.origin, changed.wrapped = None, {}  # of names that are no longer so
             made.append(changed)
         for option in sorted(set.intersection(*idles)):
@@ -125,9 +142,9 @@ class Naming:
                 f"{option} finds no name", path=checkpoints[0].opened or checkpoints[0].source,
                 expected="one in any of the sources",
             )  # fmt: skip
-        return made, tuple(dict.fromkeys(notes))
+        return made, tuple(dict.fromkeys(notes)), traces
 
-    def _mapped(self, checkpoint: Checkpoint, side: int | None) -> tuple[Checkpoint, list[str], int]:
+    def _mapped(self, checkpoint: Checkpoint, side: int | None) -> Mapped:
         from zckpt.naming.apply import mapped
         from zckpt.naming.document import read_map
         from zckpt.naming.sizes import check_settings, numbers_of, read_config
@@ -135,10 +152,10 @@ class Naming:
         config, where = read_config(self.map_config, checkpoint)
         found = read_map(self.map or {})
         check_settings(found, config, checkpoint.opened or checkpoint.source)
-        changed, notes, side = mapped(checkpoint, found, numbers_of(config), side)
-        if where is not None and found.sizes and notes:
-            notes.append(f"the numbers of the model are those of {where}")
-        return changed, notes, side
+        done = mapped(checkpoint, found, numbers_of(config), side)
+        if where is not None and found.sizes and done.notes:
+            done.notes.append(f"the numbers of the model are those of {where}")
+        return done
 
 
 AS_IT_IS = Naming()

@@ -23,10 +23,29 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-def mapped(
-    checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None
-) -> tuple[Checkpoint, list[str], int]:
-    """Return a checkpoint under the names of a map's other side, what to know of it, and which side that is.
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """What a map makes of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    notes : list of str
+        What to know of it.
+    side : int
+        Whose names it has.
+    names : dict of str to str
+        The new names of tensors that have nothing but another name, by their old ones.
+    """
+
+    checkpoint: Checkpoint
+    notes: list[str]
+    side: int
+    names: dict[str, str]
+
+
+def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None) -> Mapped:
+    """Return a checkpoint under the names of a map's other side.
 
     Parameters
     ----------
@@ -52,7 +71,7 @@ def mapped(
     shapes = {parameter.name: parameter.shape for parameter in checkpoint.tensors()}
     found = fit(map_, shapes, path)
     if found.source == to:
-        return checkpoint, [], to
+        return Mapped(checkpoint, [], to, {name: name for name in shapes})
     taken = taken_apart(checkpoint, map_, found, config)
     gone = {one.source for one in taken}
     checkpoint = replace(
@@ -64,7 +83,7 @@ def mapped(
         work.add(instance)
     for one in taken:
         work.give(one)
-    return *work.result(), found.target
+    return work.result()
 
 
 def _refuse(checkpoint: Checkpoint, map_: Map) -> None:
@@ -179,8 +198,8 @@ class _Mapping:
             made, parameter=parameter, sources=(*made.sources, taken.source), is_buffer=False, is_same=False
         )
 
-    def result(self) -> tuple[Checkpoint, list[str]]:
-        """Return the checkpoint, and the notes."""
+    def result(self) -> Mapped:
+        """Return the checkpoint, and what to know of it."""
         names = {source: one.parameter.name for one in self._made.values() for source in one.sources}
         parameters: dict[str, Parameter] = {}
         buffers: dict[str, Parameter] = {}
@@ -204,7 +223,7 @@ class _Mapping:
         changed = replace(
             self._checkpoint, parameters=parameters, buffers=buffers, param_groups=groups, duplicates=duplicates
         )
-        return changed, self._notes
+        return Mapped(changed, self._notes, self._fit.target, same)
 
     def _tied(self, parameter: Parameter, names: Mapping[str, str]) -> Parameter:
         """Return an alias of the tensor that its owner has become, which must have become the same."""
