@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums, seen_of
-from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.copy import Piece, elements, pieces, ranges_read
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.engine.targets import Literal
@@ -23,6 +23,7 @@ from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer
 from zckpt.errors import TargetError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
+from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import read_into
 
 BUFFER_NBYTES = 1 << 19
@@ -181,13 +182,18 @@ def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     target = os.open(batch.path, os.O_WRONLY)
     buffer = bytearray(batch.buffer_nbytes)
     try:
-        with WatchedSources(batch.watched) as sources:
+        with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
             seen = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
         first = seen[0].offset
         start_writeback(target, first, seen[-1].offset + seen[-1].nbytes - first)
         return seen, sources.seen
     finally:
         os.close(target)
+
+
+def _ranges(batch: Batch) -> Iterator[Range]:
+    """Yield what a batch reads."""
+    return ranges_read([piece for piece in batch.pieces if isinstance(piece, Piece)])
 
 
 def _write_piece(
