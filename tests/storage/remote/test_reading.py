@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
-import tempfile
+import subprocess
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, refused, run, succeeded
+from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, Proxy
+from zckpt.engine.workers import running_on
 from zckpt.storage.remote import attempts, mount
 
 SOURCE = FIXTURES / "s2_bf16_dp4"
@@ -34,10 +36,6 @@ def put(served: Served, source: Path, name: str) -> str:
     if not (served.directory / name).exists():
         shutil.copytree(source, served.directory / name)
     return f"{served.url}/{name}"
-
-
-def trees() -> set[str]:
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("zckpt-remote-")}
 
 
 def of_url(document: Any, url: str, path: Path) -> Any:
@@ -228,17 +226,24 @@ def test_what_is_opened_is_read_until_it_is_let_go(s3: Served) -> None:
     assert len(list(inside.iterdir())) == count - 1
 
 
-def test_nothing_is_left_after_a_command(s3: Served) -> None:
-    import subprocess
-
-    from tests.cli.console import command, environment
-
-    before = trees()
+def test_nothing_is_left_after_a_command(s3: Served, tmp_path: Path) -> None:
     done = subprocess.run(
-        command("diff", put(s3, SOURCE, "run"), SOURCE), env=environment(), capture_output=True, text=True, check=False
+        command("diff", put(s3, SOURCE, "run"), SOURCE),
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert trees() == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_in_other_processes_go_to_the_store_themselves(s3: Served, tmp_path: Path) -> None:
+    url = put(s3, SOURCE, "run")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, running_on(pool):
+        zckpt.consolidate(url, tmp_path / "m.safetensors")
+    zckpt.consolidate(SOURCE, tmp_path / "n.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
 
 
 def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
