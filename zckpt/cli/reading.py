@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from zckpt.cli.options import (
+    Place,
     comma_separated,
     executor_option,
     json_option,
@@ -74,7 +75,7 @@ def inspect_command(
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
 
     _check_page(html, overwrite=overwrite)
     checkpoint = opened(source, **where)
@@ -93,7 +94,7 @@ def inspect_command(
 
 
 @click.command("diff")
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="A B")
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
 @click.option(
@@ -220,7 +221,7 @@ def fingerprint_command(
     """
     from zckpt.compare.digests import digests_path, write_digests
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
+from zckpt.storage.distant import MARK
 from zckpt.version import __version__
 
 TASK_NBYTES = 128 << 20
@@ -220,7 +221,9 @@ def _task(
 
 
 def _known(path: str, is_written: bool) -> Known | None:
-    """Return a file as it is here; None of what is no file, or none that can be read, which is said when it is."""
+    """Return a file as it is here; None of one in a store, which knows it by itself, and of what cannot be read."""
+    if MARK in path:
+        return None
     try:
         found = os.stat(path)  # noqa: PTH116
     except (OSError, ValueError):

@@ -11,8 +11,10 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.executors.using import check_executor, using
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 
 
+@takes_urls
 def fingerprint(
     source: Source,
     *,

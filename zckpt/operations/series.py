@@ -13,6 +13,7 @@ from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.names import canonical_names
@@ -63,6 +64,7 @@ class Series:
         }
 
 
+@takes_urls
 def series(
     sources: Sequence[Source],
     *,
