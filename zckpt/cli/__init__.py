@@ -10,7 +10,6 @@ import atexit
 import gc
 import os
 import sys
-import traceback
 
 import click
 
@@ -85,6 +84,8 @@ def main() -> None:
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exc()
     if isinstance(error, ZckptError):
         click.echo(f"zckpt: {error}", err=True)

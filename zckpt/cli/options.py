@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -12,12 +13,12 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
-from zckpt.formats.options import Option, options_of
-from zckpt.formats.registry import formats, names
+from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from zckpt.formats.options import Option
     from zckpt.operations.target import Written
 
     _IntegerType = click.ParamType[int]
@@ -55,7 +56,22 @@ class ByteSize(_IntegerType):
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-source_argument = click.argument("source", type=click.Path(path_type=Path))
+class Place(click.Path):
+    """A path, or a URL, which stays as it is."""
+
+    name = "place"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Return a Path, or the text of a URL."""
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
+source_argument = click.argument("source", type=Place())
 tied_option = click.option(
     "--tied",
     type=click.Choice(["duplicate", "drop"]),
@@ -95,7 +111,7 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
     suffix : str
         Of a verb's second source: `b` gives `--tag-b`, ..., and `where_b`.
     """
-    path = click.Path(path_type=Path)
+    path = Place()
     options: dict[str, dict[str, Any]] = {
         "tag": {"help": "Which checkpoint of a run directory; by default the one `latest` names."},
         "root": {
@@ -262,6 +278,9 @@ class FormatCommand(click.Command):
 
     def of_formats(self) -> list[click.Option]:
         """Return one option for each name; what it means for which formats is in its help."""
+        from zckpt.formats.options import options_of
+        from zckpt.formats.registry import formats
+
         every: dict[str, list[tuple[str, Option]]] = {}
         for one in formats():
             for option in options_of(getattr(one, self.stated)):
@@ -271,6 +290,9 @@ class FormatCommand(click.Command):
     @classmethod
     def typed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Return the values of formats' options as their formats take them, from what click returns."""
+        from zckpt.formats.options import options_of
+        from zckpt.formats.registry import formats
+
         kinds = {option.name: option.kind for one in formats() for option in options_of(getattr(one, cls.stated))}
         return {name: None if value is None else kinds[name](value) for name, value in given.items()}
 
@@ -288,6 +310,8 @@ class ConvertCommand(FormatCommand):
 
     def of_formats(self) -> list[click.Option]:
         """Return `--to` and the options of formats that are written."""
+        from zckpt.formats.registry import formats, names
+
         written = [one for one in formats() if one.writes]
         width = max(len(one.name) for one in written)
         listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)
