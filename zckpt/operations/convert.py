@@ -63,7 +63,7 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
@@ -114,13 +114,13 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, to)))
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
 
 
-def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers in a format of programs that have one."""
     names = checkpoint.optimizers()
-    if not names or to == "zckpt":
+    if not names or written.keeps_optimizers:
         return ()
     return (
         f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
