@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 
 
+@takes_urls
 def reshard(
     source: Source,
     target: str | os.PathLike[str],
@@ -33,6 +36,7 @@ def reshard(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -60,7 +64,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         Refused: ranks' files have names in many places that only their program knows. `convert` writes new ones.
@@ -81,7 +85,7 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor,
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     if naming.changes:
