@@ -1,7 +1,7 @@
 """Elements that lie far apart, or in another order, moved at the speed of memory. Knows arrays and strides only.
 
-Of what lies far apart only the pages it is on are read, through mappings of the file: windows of bounded size, for which
-there is room in an address space that is limited, however far the elements reach.
+Of what lies far apart only the pages it is on are read, through mappings of the file: windows of bounded size, for
+which there is room in an address space that is limited, however far the elements reach.
 
 Rows of a few elements are moved as one wide element each, and what is transposed in tiles that stay in the cache:
 element by element, either takes as long as reading from a disk.
