@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state.names import as_filed
 
 
+@takes_urls
 def reshard(
     source: Source,
     target: str | os.PathLike[str],
@@ -31,6 +34,7 @@ def reshard(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -53,7 +57,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
@@ -72,7 +76,7 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor,
     )  # fmt: skip
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)

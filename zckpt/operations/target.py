@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from glob import escape
@@ -25,7 +26,8 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, TargetError, UsageError
+from zckpt.errors import LeftOutError, TargetError, UsageError, WorkerError, shown
+from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -141,7 +143,7 @@ def _write_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's refusal to write into a TargetError."""
     try:
         yield
-    except TargetError:
+    except (TargetError, WorkerError):
         raise
     except OSError as error:
         raise TargetError(
@@ -172,6 +174,8 @@ class How:
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter or None
+    executor : Executor, str or None
+        Who reads and writes; see `executors.using`.
     """
 
     weight_check: bool
@@ -180,10 +184,12 @@ class How:
     dry_run: bool
     memory: int
     reporter: Reporter | None
+    executor: Executor | str | None
 
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
+        check_executor(self.executor)
 
 
 def write_from(
@@ -230,18 +236,19 @@ def write_from(
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
-        checked = write_target(
-            planned,
-            target,
-            owned=owned,
-            more=more,
-            overwrite=how.overwrite,
-            memory=how.memory,
-            reporter=how.reporter,
-            checks=checks,
-            prove=prove,
-            prove_files=prove_files,
-        )
+        with using(how.executor):
+            checked = write_target(
+                planned,
+                target,
+                owned=owned,
+                more=more,
+                overwrite=how.overwrite,
+                memory=how.memory,
+                reporter=how.reporter,
+                checks=checks,
+                prove=prove,
+                prove_files=prove_files,
+            )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
@@ -383,7 +390,8 @@ class Written:
 def about(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what a document says of one of several checkpoints."""
     keys = ("source", "format", "step", "world_size", "zero_stage")
-    return {key: getattr(checkpoint, key) for key in keys}
+    found = {key: getattr(checkpoint, key) for key in keys}
+    return {**found, "source": shown(checkpoint.source)}
 
 
 def number(value: float | None) -> float | str | None:
