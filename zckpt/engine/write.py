@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums
-from zckpt.engine.copy import Piece, pieces
+from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
@@ -24,6 +24,7 @@ from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer
 from zckpt.errors import TargetError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
+from zckpt.storage.distant import Range, ahead
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -181,10 +182,15 @@ def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     target = os.open(batch.path, os.O_WRONLY)
     buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
-        with WatchedSources(batch.watched) as sources:
+        with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
             seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, checksummed=batch.checksummed)
         first = min(one.offset for one in seen)
         start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
     finally:
         os.close(target)
+
+
+def _ranges(batch: Batch) -> Iterator[Range]:
+    """Yield what a batch reads of files that are elsewhere."""
+    return ranges_read([piece for piece in batch.pieces if isinstance(piece, Piece)])

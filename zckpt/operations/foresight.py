@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zckpt.engine.packs import GAP_NBYTES
 from zckpt.engine.plan import Copy, FilePlan, Plan
-from zckpt.errors import TargetError
+from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
@@ -106,7 +106,9 @@ class Foresight:
             "free_inodes": None if self.room is None else self.room.files,
             "read_requests": sum(one.requests for one in self.reads.values()),
             "requested_nbytes": sum(one.nbytes for one in self.reads.values()),
-            "reads": {path: {"requests": one.requests, "nbytes": one.nbytes} for path, one in self.reads.items()},
+            "reads": {
+                shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in self.reads.items()
+            },
             "buffers_nbytes": self.buffers,
             "free_memory_nbytes": free,
             "memory_limit": limit,
