@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def reshard(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -55,7 +57,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
@@ -74,7 +76,7 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor,
     )  # fmt: skip
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from glob import escape
@@ -27,6 +28,7 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
 from zckpt.errors import LeftOutError, UsageError, shown
+from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, check_fits, foresee
@@ -161,6 +163,8 @@ class How:
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter or None
+    executor : Executor, str or None
+        Who reads and writes; see `executors.using`.
     """
 
     weight_check: bool
@@ -169,10 +173,12 @@ class How:
     dry_run: bool
     memory: int
     reporter: Reporter | None
+    executor: Executor | str | None
 
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
+        check_executor(self.executor)
 
 
 def write_from(
@@ -224,18 +230,19 @@ def write_from(
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
-        checked = write_target(
-            planned,
-            target,
-            owned=owned,
-            more=more,
-            overwrite=how.overwrite,
-            memory=how.memory,
-            reporter=how.reporter,
-            checks=checks,
-            prove=prove,
-            prove_files=prove_files,
-        )
+        with using(how.executor):
+            checked = write_target(
+                planned,
+                target,
+                owned=owned,
+                more=more,
+                overwrite=how.overwrite,
+                memory=how.memory,
+                reporter=how.reporter,
+                checks=checks,
+                prove=prove,
+                prove_files=prove_files,
+            )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from zckpt.errors import TargetError
+from zckpt.errors import TargetError, WorkerError
 from zckpt.storage.files import open_file, read_into
 
 _FULL = (
@@ -138,7 +138,7 @@ def write_errors(path: Path) -> Iterator[None]:
     """Turn the operating system's refusal to write `path`, or to give memory for that, into a TargetError."""
     try:
         yield
-    except TargetError:
+    except (TargetError, WorkerError):
         raise
     except OSError as error:
         raise TargetError(
