@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from zckpt.cli.options import (
+    Place,
     comma_separated,
     exclude_frozen_option,
     max_shard_size_option,
+    naming_options,
     show,
     source_options,
     tied_option,
@@ -21,7 +23,7 @@ from zckpt.errors import UsageError
 
 config_option = click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
 )
@@ -31,8 +33,8 @@ recomputed_option = click.option(
 
 
 @click.command("average")
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--target", "-t", type=click.Path(path_type=Path), required=True, help="What to write.")
+@click.argument("sources", type=Place(), nargs=-1, required=True)
+@click.option("--target", "-t", type=Place(), required=True, help="What to write.")
 @click.option(
     "--weights",
     metavar="W,...",
@@ -67,6 +69,7 @@ recomputed_option = click.option(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@naming_options
 @write_options
 @source_options
 def average_command(
@@ -78,6 +81,7 @@ def average_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
@@ -85,6 +89,7 @@ def average_command(
 
     Masters count where there are some, else weights; computed in float32 and rounded once. TARGET is named as that of
     consolidate: x.safetensors, x.pt, or a directory. Of several SOURCEs, --root is a folder that holds all of them.
+    Names are changed in every SOURCE that has them; a map gives all of them the names that the first has not.
     """
     from zckpt.operations.average import average
 
@@ -96,6 +101,7 @@ def average_command(
         from_last=from_last,
         reporter=reporter("average", quiet=quiet),
         **options,
+        **naming,
         **writing,
         **where,
     )
@@ -103,12 +109,12 @@ def average_command(
 
 
 @click.command("merge-adapter")
-@click.argument("base", type=click.Path(path_type=Path))
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("base", type=Place())
+@click.argument("adapter", type=Place())
+@click.argument("target", type=Place())
 @click.option(
     "--adapter-config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="FILE",
     help="The adapter_config.json, where it is not with ADAPTER's tensors.",
 )
@@ -126,6 +132,7 @@ def average_command(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@naming_options
 @write_options
 @source_options
 def merge_adapter_command(
@@ -135,6 +142,7 @@ def merge_adapter_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
@@ -142,11 +150,13 @@ def merge_adapter_command(
 
     BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
     checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are
-    --tag, --root, --names and --tp-rules.
+    --tag, --root, --names and --tp-rules, and the options for other names: those with which ADAPTER was trained.
     """
     from zckpt.operations.merge_adapter import merge_adapter
 
-    done = merge_adapter(base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **writing, **where)
+    done = merge_adapter(
+        base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **naming, **writing, **where
+    )
     show(done, as_json=as_json, quiet=quiet)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -12,6 +13,7 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
+from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,7 +56,22 @@ class ByteSize(_IntegerType):
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-source_argument = click.argument("source", type=click.Path(path_type=Path))
+class Place(click.Path):
+    """A path, or a URL, which stays as it is."""
+
+    name = "place"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Return a Path, or the text of a URL."""
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
+source_argument = click.argument("source", type=Place())
 tied_option = click.option(
     "--tied",
     type=click.Choice(["duplicate", "drop"]),
@@ -71,6 +88,11 @@ dequantize_option = click.option(
     help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
 )
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+executor_option = click.option(
+    "--executor",
+    metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
+    help="Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -99,7 +121,7 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
     suffix : str
         Of a verb's second source: `b` gives `--tag-b`, ..., and `where_b`.
     """
-    path = click.Path(path_type=Path)
+    path = Place()
     options: dict[str, dict[str, Any]] = {
         "tag": {"help": "Which checkpoint of a run directory; by default the one `latest` names."},
         "root": {
@@ -108,7 +130,8 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
         },
         "names": {
             "type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE",
-            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only; of "
+            "safetensors, of the model's parameters in its order, which the files do not have.",
         },
         "tp-rules": {
             "type": path, "metavar": "FILE",
@@ -175,7 +198,7 @@ def write_options(command: Command) -> Command:
 
     @wraps(command)
     def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
-        writing = {key: given.pop(key) for key in ("memory", "overwrite", "drop", "dry_run")}
+        writing = {key: given.pop(key) for key in ("memory", "executor", "overwrite", "drop", "dry_run")}
         writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
         return command(*arguments, writing=writing, **given)
 
@@ -189,6 +212,7 @@ def write_options(command: Command) -> Command:
                 help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
             ),
             memory_option("Bound of all copy buffers."),
+            executor_option,
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
             click.option(
                 "--drop",

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 import click
 
 from zckpt.cli.options import (
+    Place,
     comma_separated,
     dequantize_option,
+    executor_option,
     json_option,
     memory_option,
     naming_options,
@@ -74,7 +76,7 @@ def inspect_command(
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
 
     _check_page(html, overwrite=overwrite)
     checkpoint = opened(source, **where)
@@ -93,7 +95,7 @@ def inspect_command(
 
 
 @click.command("diff")
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="A B")
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
 @click.option(
@@ -107,6 +109,7 @@ def inspect_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
 @dequantize_option
 @naming_options
@@ -124,6 +127,7 @@ def diff_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     dequantize: bool,
     naming: dict[str, Any],
@@ -138,7 +142,7 @@ def diff_command(
     """
     _check_page(html, overwrite=overwrite)
     common: dict[str, Any] = {
-        "slots": comma_separated(slots), "parameters": parameters, "memory": memory,
+        "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
         "reporter": reporter("diff", quiet=quiet),
     }  # fmt: skip
     if series:
@@ -199,6 +203,7 @@ def diff_command(
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @dequantize_option
 @naming_options
@@ -210,6 +215,7 @@ def fingerprint_command(
     overwrite: bool,
     as_json: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     dequantize: bool,
     naming: dict[str, Any],
@@ -222,7 +228,7 @@ def fingerprint_command(
     """
     from zckpt.compare.digests import digests_path, write_digests
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)
@@ -235,7 +241,12 @@ def fingerprint_command(
     if target is not None:
         check_target(target, overwrite=overwrite)
     found = fingerprint(
-        checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), dequantize=dequantize, **naming
+        checkpoint,
+        memory=memory,
+        executor=executor,
+        reporter=reporter("fingerprint", quiet=quiet),
+        dequantize=dequantize,
+        **naming,
     )
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
@@ -254,6 +265,7 @@ def fingerprint_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
 @source_options
 def verify_command(
@@ -264,6 +276,7 @@ def verify_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     where: dict[str, Any],
 ) -> int:
@@ -275,7 +288,8 @@ def verify_command(
     from zckpt.operations.verify import verify
 
     _check_page(html, overwrite=overwrite)
-    found = verify(source, deep=deep, against=against, memory=memory, reporter=reporter("verify", quiet=quiet), **where)
+    bar = reporter("verify", quiet=quiet)
+    found = verify(source, deep=deep, against=against, memory=memory, executor=executor, reporter=bar, **where)
     document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of

@@ -9,6 +9,7 @@ import click
 
 from zckpt.cli.options import (
     ConvertCommand,
+    Place,
     ReshardCommand,
     comma_separated,
     dequantize_option,
@@ -24,7 +25,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import reporter
 
-target_argument = click.argument("target", type=click.Path(path_type=Path))
+target_argument = click.argument("target", type=Place())
 
 
 @click.command("consolidate")
@@ -47,7 +48,7 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
 @max_shard_size_option
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
@@ -102,6 +103,7 @@ def consolidate_command(
 @target_argument
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
+@naming_options
 @write_options
 @source_options
 def reshard_command(
@@ -113,6 +115,7 @@ def reshard_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: object,
 ) -> None:
@@ -121,7 +124,7 @@ def reshard_command(
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
-    and the Trainer resumes from TARGET.
+    and the Trainer resumes from TARGET. Names stay as they are: `convert --to deepspeed` changes them.
     """
     from zckpt.operations.reshard import reshard
 
@@ -132,6 +135,7 @@ def reshard_command(
         verify=verify,
         fingerprint=bool(fingerprint),
         reporter=reporter("reshard", quiet=quiet),
+        **naming,
         **writing,
         **where,
         **ReshardCommand.typed(options),

@@ -9,7 +9,6 @@ as the function says, and what it needs of its inputs is read when it asks for i
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,16 +18,20 @@ import numpy as np
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
 from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
+from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
-from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.clone import BLOCK_NBYTES
+from zckpt.storage.distant import Range, found
 from zckpt.storage.files import Sources
 
 LARGE_NBYTES = 1 << 16
 """From this size on what lies end to end in the target is written by itself: what is between is not waited for."""
 
+NEAR_NBYTES = 1 << 20
+"""Of a file that is elsewhere, elements this near to each other are read at once, with what is between them."""
 
 CAST_NBYTES = 1 << 17
 """Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
@@ -92,9 +95,12 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     if isinstance(hole.slot, Computed):
         yield from _computed(one, hole.slot, most)
         return
+    if len(one.copies) == 1 and hole.nbytes <= most_bytewise and one.copies[0].is_bytewise:
+        yield Piece(hole.offset, hole.nbytes, one.copies)
+        return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
         for copy in (part for whole in one.copies for part in _dense(whole)):
-            for cut in _cut(copy, most_bytewise if copy.is_bytewise else most):
+            for cut in _cut_bytes(copy, most_bytewise) if copy.is_bytewise else _cut(copy, most):
                 yield Piece(cut.offset, cut.nbytes, (cut,))
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
@@ -176,6 +182,17 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
+def _cut_bytes(copy: Copy, most: int) -> Iterator[Copy]:
+    """Cut a copy that is moved as it is where blocks of the target begin, so that no block is in two pieces."""
+    size = itemsize(copy.target_dtype)
+    first = (most - copy.offset % BLOCK_NBYTES) // size
+    if copy.nbytes <= most or first < 1:
+        yield from _cut(copy, most)
+        return
+    yield _rows(copy, 0, first)
+    yield from _cut(_rows(copy, first, copy.shape[0] - first), most)
+
+
 def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
@@ -227,18 +244,31 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
             values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
         return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
-        return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
+        return in_order(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
     for copy in piece.copies:
         dtype = numpy_dtype(copy.target_dtype)
         target: Array = np.ndarray(copy.shape, dtype, buffer, copy.offset - piece.offset, copy.strides)
-        target[...] = _values(copy, sources)
+        place(target, _values(copy, sources))
     return memoryview(buffer)
 
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    arrays = [_gather(copy, source, sources) for source in copy.sources]
+    return _converted([_gather(copy, source, sources) for source in copy.sources], copy)
+
+
+def converted(data: memoryview, copy: Copy) -> memoryview:
+    """Return the bytes of elements of a copy that were read end to end, as the target has them."""
+    return (
+        np.ascontiguousarray(_converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy))
+        .view(np.uint8)
+        .data
+    )
+
+
+def _converted(arrays: list[Array], copy: Copy) -> Array:
+    """Return what the elements of each source of a copy become: in order, resolved, averaged, cast."""
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
     if copy.unresolved:
@@ -252,30 +282,77 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     dtype = numpy_dtype(copy.source_dtype)
     if source.path == ZEROS:
         return np.zeros(copy.shape, dtype)
-    reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
+    reach = reach_of(copy.shape, source.strides, dtype.itemsize)
     if reach <= 2 * copy.numel * dtype.itemsize:
         buffer = bytearray(reach)
         sources.read(source.path, source.offset, memoryview(buffer))
         gathered: Array = np.ndarray(copy.shape, dtype, buffer, strides=source.strides)
         return gathered
+    if found(source.path) is not None:
+        return _gather_rows(copy, source, sources, dtype)
     return _gather_mapped(copy, source, sources, reach)
 
 
+def _gather_rows(copy: Copy, source: Strided, sources: Sources, dtype: np.dtype[np.generic]) -> Array:
+    """Gather elements that lie far apart in a file that is elsewhere: what lies near each other is read at once."""
+    gathered: Array = np.empty(copy.shape, dtype)
+    for index, part in _rows_of(copy.shape, source, dtype.itemsize):
+        buffer = bytearray(part.nbytes)
+        sources.read(source.path, part.offset, memoryview(buffer))
+        gathered[index] = np.ndarray(part.shape, dtype, buffer, strides=part.strides)
+    return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a strided source that are read at once: `nbytes` bytes from `offset` on have them all."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _rows_of(shape: tuple[int, ...], source: Strided, size: int) -> Iterator[tuple[tuple[int | slice, ...], _Part]]:
+    """Yield the parts of a source that are read at once, each with the index of its elements.
+
+    Dimensions are taken apart, the one of the largest steps first, until most of what is read is needed, or little is
+    read in all.
+    """
+    steps = sorted(range(len(shape)), key=lambda dim: -source.strides[dim])
+    apart = 0
+    while apart < len(steps):
+        rest = steps[apart:]
+        reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in rest)
+        if reach <= max(2 * size * math.prod(shape[dim] for dim in rest), NEAR_NBYTES):
+            break
+        apart += 1
+    inner = sorted(steps[apart:])
+    reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in inner)
+    for at in np.ndindex(*(shape[dim] for dim in steps[:apart])):
+        place = dict(zip(steps[:apart], at, strict=True))
+        offset = source.offset + sum(n * source.strides[dim] for dim, n in place.items())
+        index = tuple(place.get(dim, slice(None)) for dim in range(len(shape)))
+        yield index, _Part(offset, reach, tuple(shape[d] for d in inner), tuple(source.strides[d] for d in inner))
+
+
+def ranges_read(some: Sequence[Piece]) -> Iterator[Range]:
+    """Yield which bytes of which files pieces read, for `ahead`; of computed ones, none, for they say so later."""
+    for piece in some:
+        for copy in () if isinstance(piece, ComputedPiece) else piece.copies:
+            size = itemsize(copy.source_dtype)
+            for source in copy.sources:
+                if found(source.path) is not None:
+                    for _, part in _rows_of(copy.shape, source, size):
+                        yield source.path, part.offset, part.nbytes
+
+
 def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
-    """Gather elements that lie far apart through a mapping of the file: only the pages they are on are read."""
-    start = source.offset - source.offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        mapped = mmap.mmap(
-            sources.descriptor(source.path), source.offset - start + reach, access=mmap.ACCESS_READ, offset=start
-        )
-    except ValueError as error:
-        raise DamagedFileError(
-            "the file ends too early", path=source.path, expected=f"at least {source.offset + reach} bytes"
-        ) from error
-    view: Array = np.ndarray(copy.shape, numpy_dtype(copy.source_dtype), mapped, source.offset - start, source.strides)
-    found: Array = view.copy()
+    """Gather elements that lie far apart through mappings of the file: only the pages they are on are read."""
+    gathered: Array = np.empty(copy.shape, numpy_dtype(copy.source_dtype))
+    gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
     sources.touch(source.path, source.offset, reach)
-    return found
+    return gathered
 
 
 def _elements_of(one: Input, sources: Sources) -> Array:

@@ -28,10 +28,12 @@ from zckpt.engine.copy import pieces
 from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
@@ -162,19 +164,35 @@ def scan(
         for slot in one.slots:
             refuse_endless(slot, one.label)
     progress = reporter or SilentReporter()
-    progress.begin(sum(one.numel * itemsize(one.dtypes[0]) for one in sets))
+    total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
+    progress.begin(total)
     try:
         with Workers(READERS) as workers:
             most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
             spare: list[list[Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))
-            with closing(workers.run(partial(look_at_batch, look, spare), batches)) as results:
+            portions = Portions(total, _batch_nbytes, _reads)
+            with closing(workers.run(partial(look_at_batch, look, spare), batches, portions)) as results:
                 for batch, found in results:
-                    progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch))
+                    progress.advance(_batch_nbytes(batch))
                     yield from found
     finally:
         progress.end()
+
+
+def _batch_nbytes(batch: Sequence[Block]) -> int:
+    return sum(block.numel * itemsize(block.dtypes[0]) for block in batch)
+
+
+def _reads(batch: Sequence[Block]) -> Iterator[str]:
+    """Yield the files in which a batch lies; of a computed slot, whose inputs say it, none."""
+    for block in batch:
+        for source in block.sources:
+            if isinstance(source, Slot):
+                yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
+            else:
+                yield from (path for path, _, _ in source)
 
 
 def _blocks(
@@ -209,7 +227,7 @@ def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
-    with Sources() as sources:
+    with Sources() as sources, ahead(_ranges(batch)):
         for block in batch:
             arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
             found = look(block.index, block.start, arrays)
@@ -217,6 +235,14 @@ def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[
                 results.append((block.index, found))
     spare.append(buffers)
     return results
+
+
+def _ranges(batch: Sequence[Block]) -> Iterator[Range]:
+    """Yield what a batch reads of slots that lie flat; of others each piece says so itself."""
+    for block in batch:
+        for source in block.sources:
+            if not isinstance(source, Slot):
+                yield from source
 
 
 def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:

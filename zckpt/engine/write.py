@@ -14,16 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums, seen_of
-from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums
+from zckpt.engine.copy import Piece, pieces, ranges_read
+from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
-from zckpt.engine.plan import Copy, FilePlan, Plan
+from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import TargetError
+from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
-from zckpt.storage.files import read_into
+from zckpt.storage.distant import Range, ahead
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -87,10 +90,11 @@ def write(
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large)
             batches = (batch for path, one in files for batch in _batches(path, one, most, large, checks))
-            for batch, (seen, read) in workers.run(write_batch, batches):
+            portions = Portions(plan.copy_nbytes, _batch_nbytes, _reads, _writes)
+            for batch, (seen, read) in workers.run(write_batch, batches, portions):
                 checks.add(read)
                 files.note(batch, seen)
-                progress.advance(sum(_moved(piece) for piece in batch.pieces))
+                progress.advance(_batch_nbytes(batch))
             files.finish()
             return checks.finish(workers.map)
     finally:
@@ -138,6 +142,23 @@ def _moved(piece: Piece | PackPiece | Literal) -> int:
     return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
 
 
+def _batch_nbytes(batch: Batch) -> int:
+    return sum(_moved(piece) for piece in batch.pieces)
+
+
+def _reads(batch: Batch) -> Iterator[str]:
+    """Yield the files that a batch reads; of a pack, those that the format lists from the first to the last."""
+    for piece in batch.pieces:
+        if isinstance(piece, PackPiece):
+            yield from piece.pack.paths(piece.low, piece.high)
+        elif isinstance(piece, Piece):
+            yield from (source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS)
+
+
+def _writes(batch: Batch) -> tuple[str]:
+    return (batch.path,)
+
+
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Seen]:
     """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
     with path.open("wb") as file:
@@ -168,8 +189,8 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
             yield Batch(str(path), (block,), checksummed, buffer)
     found = (piece for fill in one.fills for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
     for batch in batched(found, lambda piece: piece.nbytes):
-        watched = checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
-        yield Batch(str(path), batch, checksummed, buffer, watched)
+        read = (s.path for piece in batch for copy in piece.copies for s in copy.sources) if checks.watched else ()
+        yield Batch(str(path), batch, checksummed, buffer, checks.watched.intersection(read))
     for pack in one.file.packs:
         for packed in batched(pack.pieces(), lambda piece: piece.nbytes):
             watched = checks.watched.intersection(pack.paths(packed[0].low, packed[-1].high))
@@ -179,67 +200,17 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
 def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
     target = os.open(batch.path, os.O_WRONLY)
-    buffer = bytearray(batch.buffer_nbytes)
+    buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
-        with WatchedSources(batch.watched) as sources:
-            seen = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
-        first = seen[0].offset
-        start_writeback(target, first, seen[-1].offset + seen[-1].nbytes - first)
+        with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
+            seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, checksummed=batch.checksummed)
+        first = min(one.offset for one in seen)
+        start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
     finally:
         os.close(target)
 
 
-def _write_piece(
-    piece: Piece | PackPiece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray
-) -> Seen:
-    if isinstance(piece, Literal):
-        crc = _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
-        return Seen(batch.path, piece.offset, len(piece.data), crc)
-    if isinstance(piece, PackPiece):
-        packed = piece.read(sources)
-        _write_all(target, packed, piece.offset)
-        return Seen(batch.path, piece.offset, piece.nbytes, crc32(packed) if batch.checksummed else None)
-    if piece.is_bytewise:
-        watched = piece.copies[0].sources[0].path in batch.watched
-        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)
-        if watched and crc is not None:
-            sources.seen.append(seen_of(piece, crc))
-        return Seen(batch.path, piece.offset, piece.nbytes, crc)
-    data = elements(piece, sources)
-    _write_all(target, data, piece.offset)
-    return Seen(batch.path, piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
-
-
-def _copy_bytes(
-    copy: Copy, target: int, sources: WatchedSources, buffer: bytearray, *, checksummed: bool
-) -> int | None:
-    """Copy contiguous bytes through a buffer; return their CRC-32 where it is asked for."""
-    source = copy.sources[0]
-    descriptor = sources.descriptor(source.path)
-    crc = 0
-    for at in range(0, copy.nbytes, len(buffer)):
-        view = memoryview(buffer)[: min(len(buffer), copy.nbytes - at)]
-        read_into(descriptor, source.offset + at, view, path=source.path)
-        if checksummed:
-            crc = crc32(view, crc)
-        _write_all(target, view, copy.offset + at)
-    return crc if checksummed else None
-
-
-def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> int | None:
-    """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
-    data = memoryview(literal.data)
-    crc = 0
-    for at in range(0, len(data), step):
-        view = data[at : at + step]
-        if checksummed:
-            crc = crc32(view, crc)
-        _write_all(target, view, literal.offset + at)
-    return crc if checksummed else None
-
-
-def _write_all(target: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(target, data[done:], offset + done)
+def _ranges(batch: Batch) -> Iterator[Range]:
+    """Yield what a batch reads of files that are elsewhere."""
+    return ranges_read([piece for piece in batch.pieces if isinstance(piece, Piece)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.naming.inside import leave_old_names
+from zckpt.naming.inside import follow_names
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -24,6 +26,7 @@ from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
 
+@takes_urls
 def convert(
     source: Source,
     target: str | os.PathLike[str],
@@ -37,6 +40,7 @@ def convert(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -61,12 +65,12 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
@@ -92,7 +96,7 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor,
     )  # fmt: skip
     written = get(to)
     if not written.writes:
@@ -106,9 +110,9 @@ def convert(
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
         _round_means(found)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes, followed = naming.traced(found)
     if naming.changes:
-        notes += leave_old_names(checkpoint, found)
+        notes += follow_names(checkpoint, found, followed)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
@@ -117,13 +121,13 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, to)))
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
 
 
-def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers in a format of programs that have one."""
     names = checkpoint.optimizers()
-    if not names or to == "zckpt":
+    if not names or written.keeps_optimizers:
         return ()
     return (
         f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "
