@@ -33,6 +33,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/rank_files.py
 	$(BIN)/python bench/plan_scale.py
+	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/map.py
 	$(BIN)/python bench/average.py
 	$(BIN)/python bench/cold_start.py
