@@ -25,6 +25,8 @@ check: $(VENV)/.development
 	$(BIN)/mypy
 
 bench: $(VENV)/.development
+	$(BIN)/python bench/table.py
+	$(BIN)/python bench/copier.py
 	$(BIN)/python bench/consolidate.py
 	$(BIN)/python bench/reshard.py
 	$(BIN)/python bench/diff.py
