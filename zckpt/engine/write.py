@@ -20,8 +20,10 @@ from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import TargetError
+from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import Range, ahead
@@ -88,10 +90,11 @@ def write(
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large)
             batches = (batch for path, one in files for batch in _batches(path, one, most, large, checks))
-            for batch, (seen, read) in workers.run(write_batch, batches):
+            portions = Portions(plan.copy_nbytes, _batch_nbytes, _reads, _writes)
+            for batch, (seen, read) in workers.run(write_batch, batches, portions):
                 checks.add(read)
                 files.note(batch, seen)
-                progress.advance(sum(_moved(piece) for piece in batch.pieces))
+                progress.advance(_batch_nbytes(batch))
             files.finish()
             return checks.finish(workers.map)
     finally:
@@ -137,6 +140,23 @@ class _Files:
 def _moved(piece: Piece | PackPiece | Literal) -> int:
     """Return the bytes of tensors in a piece."""
     return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
+
+
+def _batch_nbytes(batch: Batch) -> int:
+    return sum(_moved(piece) for piece in batch.pieces)
+
+
+def _reads(batch: Batch) -> Iterator[str]:
+    """Yield the files that a batch reads; of a pack, those that the format lists from the first to the last."""
+    for piece in batch.pieces:
+        if isinstance(piece, PackPiece):
+            yield from piece.pack.paths(piece.low, piece.high)
+        elif isinstance(piece, Piece):
+            yield from (source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS)
+
+
+def _writes(batch: Batch) -> tuple[str]:
+    return (batch.path,)
 
 
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Seen]:

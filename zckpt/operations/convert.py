@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.naming.inside import leave_old_names
+from zckpt.naming.inside import follow_names
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
@@ -38,6 +39,7 @@ def convert(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -66,7 +68,7 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
@@ -89,7 +91,7 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor,
     )  # fmt: skip
     written = get(to)
     if not written.writes:
@@ -101,9 +103,9 @@ def convert(
     dropped = check_nothing_lost(found, drop)
     if naming.changes or not written.keeps_ranks:
         _round_means(found)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes, followed = naming.traced(found)
     if naming.changes:
-        notes += leave_old_names(checkpoint, found)
+        notes += follow_names(checkpoint, found, followed)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
