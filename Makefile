@@ -25,6 +25,8 @@ check: $(VENV)/.development
 	$(BIN)/mypy
 
 bench: $(VENV)/.development
+	$(BIN)/python bench/table.py
+	$(BIN)/python bench/copier.py
 	$(BIN)/python bench/consolidate.py
 	$(BIN)/python bench/reshard.py
 	$(BIN)/python bench/diff.py
@@ -37,6 +39,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/map.py
 	$(BIN)/python bench/average.py
 	$(BIN)/python bench/cold_start.py
+	$(BIN)/python bench/limits.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

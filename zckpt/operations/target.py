@@ -2,6 +2,7 @@
 
 own         what has the target's name may be replaced, or nothing is begun
 plan        the files' holes have been met with spans, every element once, by who asks
+fit         there is room for it, and memory, or nothing is begun: `foresight`
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
@@ -26,14 +27,16 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, TargetError, UsageError, WorkerError, shown
+from zckpt.errors import LeftOutError, UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
+from zckpt.operations.foresight import Foresight, check_fits, foresee
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
-from zckpt.storage.durable import check_space, written_directory, written_files
+from zckpt.storage.durable import written_directory, written_files
 from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.room import write_errors
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -85,7 +88,9 @@ def write_target(
     Raises
     ------
     TargetError
-        The target exists, or cannot be written.
+        The target exists, there is no room for it, or it cannot be written.
+    UsageError
+        A limit leaves too little memory.
     DamagedFileError
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
@@ -95,7 +100,7 @@ def write_target(
         if owned is None
         else _partial_directory(plan, path, owned, overwrite)
     )
-    with _write_errors(path), partial as (names, whole, companions):
+    with write_errors(path), partial as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
         if prove is not None:
             prove(whole, companions)
@@ -114,7 +119,7 @@ def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bo
     every = [*more, *sorted(names, key=lambda name: name == target)]
     for name in every:
         check_target(name, overwrite=overwrite)
-    check_space(target.parent, plan.write_nbytes)
+    check_fits(plan, every, target, is_file=True)
     with written_files(every, overwrite=overwrite) as partials:
         partial = dict(zip(every, partials, strict=True))
         yield [partial[name] for name in names], partial[target], [partial[name] for name in more]
@@ -123,7 +128,7 @@ def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bo
 @contextmanager
 def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) -> Iterator[Partial]:
     check_target(target, overwrite=overwrite, owned=owned)
-    check_space(target.parent, plan.write_nbytes)
+    check_fits(plan, _names(plan.names, target, owned), target, is_file=False)
     with written_directory(target, overwrite=overwrite, owned=owned) as partial:
         names = _names(plan.names, partial, owned)
         for name in names:
@@ -136,22 +141,6 @@ def _names(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path
     if owned is not None:
         return [target / name for name in files]
     return [target] if len(files) == 1 else [target.parent / name for name in files]
-
-
-@contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write into a TargetError."""
-    try:
-        yield
-    except (TargetError, WorkerError):
-        raise
-    except OSError as error:
-        raise TargetError(
-            "cannot be written",
-            path=path,
-            found=error.strerror or str(error),
-            advice="nothing was left behind",
-        ) from error
 
 
 # --- from a checkpoint
@@ -232,7 +221,12 @@ def write_from(
     origins = sources or [checkpoint]
     compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
-    if not how.dry_run:
+    files = _names(planned.names, target, owned)
+    foresight = None
+    if how.dry_run:
+        every = [*more, *files, *(target.parent / one.name for one in laid.outside)]
+        foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
+    else:
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
@@ -253,7 +247,7 @@ def write_from(
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(_names(planned.names, target, owned) + [target.parent / one.name for one in laid.outside]),
+        files=tuple(files + [target.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,
@@ -262,6 +256,7 @@ def write_from(
         notes=tuple(laid.notes),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
+        foresight=foresight,
     )
 
 
@@ -352,6 +347,8 @@ class Written:
         What the source holds and nothing has read, which `drop` named.
     warnings : tuple of str
         What to know about the source.
+    foresight : Foresight or None
+        Under `dry_run`, what the run would take.
     """
 
     dry_run: bool
@@ -365,6 +362,7 @@ class Written:
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    foresight: Foresight | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all parameters, for a result that has more."""
@@ -384,6 +382,7 @@ class Written:
             "notes": list(self.notes),
             "dropped": list(self.dropped),
             "warnings": list(self.warnings),
+            "foresight": None if self.foresight is None else self.foresight.as_dict(),
         }
 
 
