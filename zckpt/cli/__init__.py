@@ -1,7 +1,8 @@
 """The command line: parse, call an operation, print. No logic.
 
 Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
-damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 130 interrupted.
+damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 130 interrupted, 143
+terminated.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
+import threading
 import traceback
 
 import click
@@ -26,9 +29,12 @@ from zckpt.cli.reading import (
 )
 from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
-from zckpt.errors import SourceError, TargetError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, ZckptError
 
-INTERRUPTED = 130
+SIGNALLED = 128
+"""Exit status of what a signal ended, less the signal, as shells have it."""
+
+SIGNALS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
 
 COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
@@ -62,6 +68,8 @@ def main() -> None:
     standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         status = cli.main(["--debug"] * debug + [a for a in arguments if a != "--debug"], standalone_mode=False)
         sys.stdout.flush()
@@ -72,15 +80,23 @@ def main() -> None:
         status = error.exit_code
     except (click.ClickException, ZckptError) as error:
         status = _failed(error, debug=debug)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("zckpt: interrupted; nothing was left behind", err=True)
-        status = INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        found = error if isinstance(error, KeyboardInterrupt) else error.__cause__
+        interrupt = found if isinstance(found, Interrupted) else Interrupted()
+        click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {interrupt.said}", err=True)
+        status = SIGNALLED + interrupt.signal
     except CannotPrintError as error:
         click.echo(f"zckpt: cannot print: {error}", err=True)
         status = TargetError.exit_status
     except OSError as error:  # of a file that was there a moment ago, or that the system refuses
         status = _failed(SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    """Leave in order, as after Ctrl-C; a scheduler that ends a job waits some seconds for that."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Interrupted(signal=number)
 
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:

@@ -61,6 +61,8 @@ def merge_adapter(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -92,7 +94,7 @@ def merge_adapter(
         As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`; of the base, if it is a path.
@@ -113,7 +115,9 @@ def merge_adapter(
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, verb="merge-adapter", resume=resume, restart=restart,
+        options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
     )  # fmt: skip
     model = opened(base, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))

@@ -28,6 +28,8 @@ def reshard(
     verify: bool = False,
     fingerprint: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -53,7 +55,7 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
         As for `consolidate`.
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
@@ -72,7 +74,8 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, verb="reshard", resume=resume, restart=restart,
+        options={"world_size": world_size, "drop": drop, "names": names, **options},
     )  # fmt: skip
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
