@@ -206,6 +206,10 @@ def test_restart_begins_anew(source: Path, out: Path) -> None:
     succeeded("consolidate", source, out / MODEL, "--restart", "--dtype", "keep")
     assert (out / MODEL).read_bytes() == expected(source, out, "--dtype", "keep")
     assert names_in(out) == {MODEL}
+    succeeded("consolidate", source, out / "all.safetensors")
+    failed_writing(source, out, "--slots", "all", "--overwrite")
+    succeeded("consolidate", source, out / MODEL, "--restart", "--overwrite")
+    assert names_in(out) == {MODEL, "all.safetensors"}  # and nothing of the optimizer, which is not written now
     refused(2, "consolidate", source, out / "n.pt", "--restart", "--resume", words=("expected one of them",))
 
 

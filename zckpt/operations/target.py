@@ -147,8 +147,8 @@ class How:
         if self.resume and self.restart:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
-    def journal(self, target: Path, planned: Plan) -> Journal:
-        """Return the journal of a run to a target.
+    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal:
+        """Return the journal of a run to a target, and to the files beside it.
 
         Raises
         ------
@@ -157,7 +157,7 @@ class How:
         """
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
-        purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources)
+        purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])
         return Journal(target, purpose, resume=self.resume, restart=self.restart)
 
 
@@ -201,6 +201,7 @@ def write_from(
     origins = sources or [checkpoint]
     compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
+    names = names_in(planned.names, target, owned)
     if not how.dry_run:
         from zckpt.formats.survey import source_checks
 
@@ -216,13 +217,13 @@ def write_from(
             checks=checks,
             prove=prove,
             prove_files=prove_files,
-            journal=how.journal(target, planned),
+            journal=how.journal(target, planned, [*more, *names] if owned is None else []),
         )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(names_in(planned.names, target, owned) + [target.parent / one.name for one in laid.outside]),
+        files=tuple(names + [target.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,

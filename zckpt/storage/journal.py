@@ -16,13 +16,14 @@ import json
 import os
 import stat
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 
 from zckpt.errors import SourceError, TargetError
 from zckpt.storage.crc32 import crc32
-from zckpt.storage.ownership import partial_name
+from zckpt.storage.ownership import claimed, partial_name
 from zckpt.storage.purpose import Purpose, identity
 
 LEAST_NBYTES = 1 << 24
@@ -100,6 +101,7 @@ class Journal:
         self._resume, self._restart = resume, restart
         self._looked = self._begun = False
         self._trusted = True
+        self._beside: list[str] = []
         self._nbytes = 0
         self._file: int | None = None
         self._lock = Lock()
@@ -126,6 +128,7 @@ class Journal:
 
     def _look(self) -> None:
         begun, found = _read(self._name)
+        self._beside = begun.beside if begun is not None else []
         if self._restart or begun is None or not found:
             return
         nbytes = sum(work.nbytes for work in found.values())
@@ -147,6 +150,11 @@ class Journal:
 
     def begin(self) -> None:
         """Begin to record; the temporary names are this run's."""
+        for name in set(self._beside) - set(self._purpose.beside):
+            partial = partial_name(self._target.with_name(Path(name).name))
+            if os.path.lexists(partial):
+                with suppress(TargetError), claimed(partial, directory=False):
+                    partial.unlink()
         if not self.resumes:
             forget(self._target)
         self._begun = True

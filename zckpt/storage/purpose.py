@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from zckpt.errors import SourceError
@@ -35,6 +35,8 @@ class Purpose:
         Of tensors that are written.
     sources : dict of str to Identity
         By absolute path.
+    beside : list of str
+        Names of files that are written into the target's directory, each of which has a temporary name.
     """
 
     version: str
@@ -43,10 +45,16 @@ class Purpose:
     files: str
     nbytes: int
     sources: dict[str, Identity]
+    beside: list[str] = field(default_factory=list)
 
     @staticmethod
     def of(
-        verb: str, options: Mapping[str, object], files: Iterable[str], sizes: Iterable[int], sources: Iterable[str]
+        verb: str,
+        options: Mapping[str, object],
+        files: Iterable[str],
+        sizes: Iterable[int],
+        sources: Iterable[str],
+        beside: Iterable[str],
     ) -> Purpose:
         """Return what a run is about.
 
@@ -60,6 +68,7 @@ class Purpose:
             Of the tensors that are written, then any other number that would be another for other files.
         sources : iterable of str
             Paths of files that are read.
+        beside : iterable of str
 
         Raises
         ------
@@ -70,7 +79,7 @@ class Purpose:
         digest = blake2b(json.dumps([list(files), nbytes, *others]).encode("utf-8", "surrogatepass"), digest_size=16)
         said = {key: _said(value) for key, value in options.items() if value not in (None, False, "", (), [], {})}
         identities = {os.path.abspath(path): identity(path) for path in sorted(sources)}  # noqa: PTH100  # links stay
-        return Purpose(__version__, verb, said, digest.hexdigest(), nbytes, identities)
+        return Purpose(__version__, verb, said, digest.hexdigest(), nbytes, identities, list(beside))
 
     def other(self, begun: Purpose) -> str | None:
         """Return in what a run that was begun is another than this one; None: in nothing."""
