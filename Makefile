@@ -35,6 +35,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/plan_scale.py
 	$(BIN)/python bench/map.py
 	$(BIN)/python bench/average.py
+	$(BIN)/python bench/cold_start.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

@@ -1,7 +1,8 @@
 """Small models as their programs define them, written from the published definitions: what maps are proven by.
 
 `MetaLlama`: Meta's Llama (and torchtitan's), rotary positions of neighbouring pairs. `Megatron`: Megatron-Core's
-GPTModel without parallelism, whose names and semantics are those of Transformer Engine's layers.
+GPTModel without parallelism, whose names and semantics are those of Transformer Engine's layers; for Gemma, as
+Megatron-Bridge builds it.
 """
 
 from __future__ import annotations
@@ -24,11 +25,22 @@ def rms_norm(x, weight, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def attend(q, k, v):
+def capped(x, cap):
+    """Soft capping, as of Gemma 2."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def attend(q, k, v, scale=None, cap=None):
     """Causal attention of (batch, length, heads, d), with fewer keys than queries."""
     times = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(times, dim=2) for x in (k, v))
-    out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if cap is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        scores = capped(q @ k.transpose(-1, -2) * scale, cap)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        out = scores.masked_fill(later, float("-inf")).softmax(-1) @ v
     return out.transpose(1, 2).flatten(2)
 
 
@@ -47,24 +59,30 @@ def half_turned(x, width: int):
 
 
 class MetaAttention(nn.Module):
-    def __init__(self, c, *, nested: bool) -> None:
+    def __init__(self, c, *, nested: bool, fused: bool = False) -> None:
         super().__init__()
         self.heads, self.groups, self.d, self.theta = c.num_attention_heads, c.num_key_value_heads, c.head_dim, 10000.0
         bias = getattr(c, "attention_bias", False) or c.model_type == "qwen2"
+        self.halves = c.model_type in ("qwen3", "qwen3_moe")
+        if self.halves and not nested:
+            self.q_norm, self.k_norm = (RMSNorm(self.d, c.rms_norm_eps) for _ in range(2))
         linears = {
             "wq": nn.Linear(c.hidden_size, self.heads * self.d, bias=bias),
             "wk": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
             "wv": nn.Linear(c.hidden_size, self.groups * self.d, bias=bias),
         }
-        if nested:
+        self.fused = fused
+        if fused:
+            rows = (self.heads + 2 * self.groups) * self.d
+            self.qkv_linear = nn.ModuleDict({"wqkv": nn.Linear(c.hidden_size, rows, bias=bias)})
+        elif nested:
             self.qkv_linear = nn.ModuleDict(linears)
         else:
             for name, one in linears.items():
                 setattr(self, name, one)
         self.nested = nested
         self.wo = nn.Linear(self.heads * self.d, c.hidden_size, bias=False)
-        self.halves = c.model_type == "qwen3"
-        if self.halves:
+        if self.halves and nested:
             self.q_norm, self.k_norm = (RMSNorm(self.d, c.rms_norm_eps) for _ in range(2))
 
     def linear(self, name):
@@ -72,7 +90,11 @@ class MetaAttention(nn.Module):
 
     def forward(self, x):
         batch, length, _ = x.shape
-        q, k, v = (self.linear(n)(x).view(batch, length, -1, self.d) for n in ("wq", "wk", "wv"))
+        if self.fused:
+            mixed = self.qkv_linear["wqkv"](x).view(batch, length, self.groups, -1, self.d)
+            q, k, v = (one.flatten(2, 3) for one in mixed.split([mixed.shape[3] - 2, 1, 1], dim=3))
+        else:
+            q, k, v = (self.linear(n)(x).view(batch, length, -1, self.d) for n in ("wq", "wk", "wv"))
         if self.halves:
             return self.wo(attend(half_turned(self.q_norm(q), self.d), half_turned(self.k_norm(k), self.d), v))
         freqs = 1.0 / self.theta ** (torch.arange(0, self.d, 2).float() / self.d)
@@ -97,26 +119,63 @@ class MetaFeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class MetaBlock(nn.Module):
-    def __init__(self, c, *, nested: bool) -> None:
+class TitanMoE(nn.Module):
+    """torchtitan's: the scores of the experts that are chosen add up to 1. In 0.3 experts lie deeper."""
+
+    def __init__(self, c, *, deep: bool) -> None:
         super().__init__()
-        self.attention = MetaAttention(c, nested=nested)
-        self.feed_forward = MetaFeedForward(c)
+        self.router = nn.Module()
+        n, size, out = c.num_experts, c.hidden_size, c.moe_intermediate_size
+        experts = nn.Module()
+        self.names = ("w1_EFD", "w2_EDF", "w3_EFD") if deep else ("w1", "w2", "w3")
+        for name in self.names:
+            shape = (n, size, out) if name.startswith("w2") else (n, out, size)
+            experts.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        if deep:
+            self.routed_experts = nn.Module()
+            self.routed_experts.inner_experts = experts
+        else:
+            self.experts = experts
+        self.router.gate = nn.Linear(size, n, bias=False)
+        self.held = [experts]
+
+    def forward(self, x):
+        w1, w2, w3 = (getattr(self.held[0], name) for name in self.names)
+        scores, chosen = self.router.gate(x).softmax(-1).topk(2, dim=-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        gates = F.silu(torch.einsum("bld,efd->blef", x, w1)) * torch.einsum("bld,efd->blef", x, w3)
+        out = torch.einsum("blef,edf->bled", gates, w2)
+        picked = out.gather(-2, chosen[..., None].expand(*chosen.shape, out.shape[-1]))
+        return (picked * scores[..., None]).sum(-2)
+
+
+class MetaBlock(nn.Module):
+    def __init__(self, c, *, nested: bool, fused: bool) -> None:
+        super().__init__()
+        self.attention = MetaAttention(c, nested=nested, fused=fused)
+        if c.model_type == "qwen3_moe":
+            self.moe = TitanMoE(c, deep=nested)
+        else:
+            self.feed_forward = MetaFeedForward(c)
         self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.ffn_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class MetaLlama(nn.Module):
-    """`titan`: with the names of torchtitan 0.3, whose Qwen3 turns halves of heads and not pairs."""
+    """`titan`: with the names of torchtitan 0.3, whose Qwen3 turns halves of heads and not pairs, as that of 0.2.
 
-    def __init__(self, c, *, titan: bool = False) -> None:
+    `fused`: queries, keys and values are one parameter, by groups of heads, as torchtitan 0.3 trains by default.
+    """
+
+    def __init__(self, c, *, titan: bool = False, fused: bool = False) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.layers = nn.ModuleList(MetaBlock(c, nested=titan) for _ in range(c.num_hidden_layers))
+        self.layers = nn.ModuleList(MetaBlock(c, nested=titan, fused=fused) for _ in range(c.num_hidden_layers))
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.head_name = "lm_head" if titan else "output"
         setattr(self, self.head_name, nn.Linear(c.hidden_size, c.vocab_size, bias=False))
@@ -126,6 +185,20 @@ class MetaLlama(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return getattr(self, self.head_name)(self.norm(x))
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """What torchtitan saves of the model: a fused parameter taken apart."""
+        found = {}
+        for name, value in self.state_dict().items():
+            if ".wqkv." not in name:
+                found[name] = value
+                continue
+            attention = self.layers[0].attention
+            mixed = value.unflatten(0, (attention.groups, -1, attention.d))
+            parts = mixed.split([mixed.shape[1] - 2, 1, 1], dim=1)
+            names = [name.replace("wqkv", key) for key in ("wq", "wk", "wv")]
+            found |= {key: one.flatten(0, 2) for key, one in zip(names, parts, strict=True)}
+        return found
 
 
 # --- Megatron-Core
@@ -142,7 +215,7 @@ class Norm(nn.Module):
     def forward(self, x):
         if self.kind == "layer":
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight + (self.kind == "zero"), self.eps)
 
 
 class LayerNormLinear(nn.Module):
@@ -160,8 +233,19 @@ class LayerNormLinear(nn.Module):
         if self.kind == "layer":
             x = F.layer_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.layer_norm_bias, self.eps)
         else:
-            x = rms_norm(x, self.layer_norm_weight, self.eps)
+            x = rms_norm(x, self.layer_norm_weight + (self.kind == "zero"), self.eps)
         return F.linear(x, self.weight, self.bias)
+
+
+class LinearNorm(nn.Linear):
+    """A linear layer, then a norm of what comes out."""
+
+    def __init__(self, size: int, out: int, m) -> None:
+        super().__init__(size, out, bias=False)
+        self.post_layernorm = Norm(out, m.norm, m.eps)
+
+    def forward(self, x):
+        return self.post_layernorm(super().forward(x))
 
 
 class MegatronAttention(nn.Module):
@@ -169,10 +253,11 @@ class MegatronAttention(nn.Module):
         super().__init__()
         self.m = m
         rows = (m.heads + 2 * m.groups) * m.d
-        self.linear_proj = nn.Linear(m.heads * m.d, m.hidden, bias=m.bias)
+        width = m.heads * m.d
+        self.linear_proj = LinearNorm(width, m.hidden, m) if m.post else nn.Linear(width, m.hidden, bias=m.bias)
         self.linear_qkv = LayerNormLinear(m.hidden, rows, m.qkv_bias, m.norm, m.eps)
         if m.qk_norm:
-            self.q_layernorm, self.k_layernorm = (Norm(m.d, "rms", m.eps) for _ in range(2))
+            self.q_layernorm, self.k_layernorm = (Norm(m.d, m.norm, m.eps) for _ in range(2))
 
     def forward(self, x):
         m = self.m
@@ -184,7 +269,7 @@ class MegatronAttention(nn.Module):
             q, k = self.q_layernorm(q), self.k_layernorm(k)
         if m.rotary:
             q, k = (half_turned(one, int(m.d * m.rotary)) for one in (q, k))
-        return self.linear_proj(attend(q, k, v))
+        return self.linear_proj(attend(q, k, v, scale=m.scale, cap=m.attention_cap))
 
 
 class MegatronMLP(nn.Module):
@@ -197,13 +282,14 @@ class MegatronMLP(nn.Module):
             if with_norm
             else nn.Linear(m.hidden, out, bias=m.bias)
         )
-        self.linear_fc2 = nn.Linear(m.ffn, m.hidden, bias=m.bias)
+        self.linear_fc2 = LinearNorm(m.ffn, m.hidden, m) if m.post else nn.Linear(m.ffn, m.hidden, bias=m.bias)
 
     def forward(self, x):
         x = self.linear_fc1(x)
         if self.m.gated:
             gate, up = x.chunk(2, dim=-1)
-            return self.linear_fc2(F.silu(gate) * up)
+            gate = F.silu(gate) if self.m.gelu == "none" else F.gelu(gate, approximate=self.m.gelu)
+            return self.linear_fc2(gate * up)
         return self.linear_fc2(F.gelu(x, approximate=self.m.gelu))
 
 
@@ -245,13 +331,16 @@ class Shape:
     """What Megatron's arguments say of a model."""
 
     def __init__(self, *, hidden, heads, groups, d, ffn, layers, rows, norm="rms", eps=1e-6, bias=False, qkv_bias=False,
-                 qk_norm=False, gated=True, gelu="none", rotary=1.0, positions=0, experts=0, tied=False):  # fmt: skip
+                 qk_norm=False, gated=True, gelu="none", rotary=1.0, positions=0, experts=0, tied=False, embedding=1.0,
+                 post=False, scale=None, attention_cap=None, logit_cap=None):  # fmt: skip
         self.hidden, self.heads, self.groups, self.d, self.ffn, self.layers, self.rows = (
             hidden, heads, groups, d, ffn, layers, rows,
         )  # fmt: skip
         self.norm, self.eps, self.bias, self.qkv_bias, self.qk_norm = norm, eps, bias, qkv_bias, qk_norm
         self.gated, self.gelu, self.rotary, self.positions = gated, gelu, rotary, positions
         self.experts, self.tied = experts, tied
+        self.embedding, self.post, self.scale = embedding, post, scale
+        self.attention_cap, self.logit_cap = attention_cap, logit_cap
 
 
 class Megatron(nn.Module):
@@ -269,10 +358,10 @@ class Megatron(nn.Module):
             self.output_layer = nn.Linear(m.hidden, m.rows, bias=False)
 
     def forward(self, tokens):
-        x = self.embedding.word_embeddings(tokens)
+        x = self.embedding.word_embeddings(tokens) * self.m.embedding
         if self.m.positions:
             x = x + self.embedding.position_embeddings(torch.arange(tokens.shape[1]))
         for layer in self.decoder.layers:
             x = layer(x)
         head = self.embedding.word_embeddings if self.m.tied else self.output_layer
-        return F.linear(self.decoder.final_layernorm(x), head.weight)
+        return capped(F.linear(self.decoder.final_layernorm(x), head.weight), self.m.logit_cap)

@@ -17,12 +17,14 @@ from tests.cli.console import ROOT, refused, succeeded
 from tests.truth import assert_same
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
 from zckpt.naming.axes import evaluated, parse_axes
-from zckpt.naming.document import parse_map, template
+from zckpt.naming.document import parse_map, read_map, template
 from zckpt.naming.order import sorted_names
 
 EXAMPLES = [
     json.loads(one) for one in re.findall(r"^```json\n(.*?)^```", (ROOT / "docs/maps.md").read_text(), re.M | re.S)
 ]
+
+SHIPPED = ROOT / "zckpt" / "naming" / "shipped"
 
 QKV = {
     "sides": ["apart", "joined"],
@@ -104,6 +106,14 @@ def test_the_pages_maps_do_what_the_page_says(tmp_path: Path) -> None:
         ({"sizes": {"a": []}}, "unusable"),
         ({"tied": {"third": {}}}, "unusable tied"),
         ({"order": {"apart": "x"}}, "unusable names"),
+        ({"like": "mine"}, "unusable like"),
+        ({"like": 1}, "unusable like"),
+        ({"settings": {"a": []}}, "unusable settings"),
+        ({"refused": {"apart": ["x"]}}, "unusable refused"),
+        ({"refused": {"third": {}}}, "unusable refused"),
+        ({"optimizer": {"apart": {}}}, "unusable optimizer"),
+        ({"optimizer": {"apart": [{"apart": "x", "joined": "y"}]}}, "unusable optimizer"),
+        ({"optimizer": {"apart": [{"apart": {"x": "a", "y": "a"}, "joined": {"z": "a"}}]}}, "unusable optimizer"),
     ],
 )
 def test_a_malformed_map_is_refused(change: dict[str, object], words: str) -> None:
@@ -344,3 +354,35 @@ def test_a_model_alone_is_mapped_though_its_optimizer_only_numbers_its_parameter
         zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", slots="all", map=QKV, map_config={"n_head": 3})
     zckpt.consolidate(tmp_path / "c.pt", tmp_path / "m.pt", map=QKV, map_config={"n_head": 3})
     assert torch.load(tmp_path / "m.pt", weights_only=True)["qkv.weight"].shape == (36, 5)
+
+
+# --- what another map is but for some keys; settings; tensors without a place
+
+
+def test_a_map_like_another_has_the_others_keys_but_its_own() -> None:
+    base = parse_map(json.loads((SHIPPED / "llama-huggingface-megatron.json").read_text()), "base")
+    like = read_map({"like": "llama-huggingface-megatron", "settings": {"a": 1}, "about": "mine"})
+    assert (like.rules, like.order, like.sides) == (base.rules, base.order, base.sides)
+    assert (like.settings, like.about) == ({"a": 1}, "mine")
+
+
+def test_a_configuration_that_says_the_weights_are_others_is_refused(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.safetensors", tensors())
+    about = {**QKV, "settings": {"zero_centered": True}}
+    for config in ({"zero_centered": False}, {"text_config": {"zero_centered": False}}):
+        with pytest.raises(UnsupportedError, match=r"zero_centered.*expected True, found False"):
+            zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2, **config})
+    for config in ({}, {"zero_centered": True}, {"zero_centered": None}):
+        zckpt.consolidate(
+            source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2, **config}, overwrite=True
+        )
+
+
+def test_a_tensor_without_a_place_is_refused_by_name_until_a_map_leaves_it_out(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.safetensors", tensors(**{"router.bias": torch.ones(3)}))
+    about = {**QKV, "refused": {"apart": {"router.bias": "it chooses"}}}
+    with pytest.raises(UnsupportedError, match=r"router\.bias: it chooses; a map of your own"):
+        zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
+    about = {**about, "ignored": {"apart": ["router.bias"]}}
+    zckpt.consolidate(source, tmp_path / "b.safetensors", map=about, map_config={"n_head": 2})
+    assert load_file(tmp_path / "b.safetensors").keys() == {"qkv.weight", "ln"}

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import zckpt
 from tests import gloo
 from tests.naming.models import Megatron, MetaLlama
 from tests.truth import assert_same
+from zckpt.errors import UsageError
 from zckpt.optim import ZeroOptimizer
 
 NAMES = ("llama-huggingface-meta", "llama-huggingface-megatron")
@@ -116,6 +118,38 @@ def test_moments_are_arranged_as_torch_arranges_them(tmp_path: Path) -> None:
             gates = torch.cat([state(layer, f"mlp.{one}_proj", key) for one in ("gate", "up")])
             name = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
             assert_same(found.read(name, key), gates, name)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_training_of_torchtitan_with_one_parameter_of_queries_keys_and_values_goes_on(
+    kind: str, tmp_path: Path
+) -> None:
+    """Its model is saved in three tensors, its optimizer's state in one: the keys are those of torchtitan 0.3."""
+    from tests.naming.test_shipped import made
+
+    name = f"{kind}-huggingface-torchtitan"
+    model = made(kind).train()
+    config = json.loads(model.config.to_json_string())
+    titan = MetaLlama(model.config, titan=True, fused=True)
+    with torch.no_grad():
+        for parameter in titan.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    optimizer = torch.optim.AdamW(titan.named_parameters(), lr=3e-3)
+    trained(titan, optimizer, range(3))
+    state, (group,) = optimizer.state_dict()["state"], optimizer.state_dict()["param_groups"]
+    names = dict(zip(group.pop("params"), group.pop("param_names"), strict=True))
+    flat = {f"state.{names[i]}.{key}": value for i, one in state.items() for key, value in one.items()}
+    flat |= {f"param_groups.{one}.{key}": value for one in names.values() for key, value in group.items()}
+    dcp.save({**titan.saved(), "optimizer": flat}, checkpoint_id=tmp_path / "titan")
+
+    live = torch.optim.AdamW(model.parameters(), lr=1.0)
+    zckpt.load(tmp_path / "titan", model=model, optimizer=live, map=name, map_config=config)
+    expected = trained(titan, optimizer, range(3, 8))
+    assert trained(model, live, range(3, 8)) == pytest.approx(expected, rel=2e-4)
+
+    refused = {key: value for key, value in config.items() if "head" not in key}
+    with pytest.raises(UsageError, match=r"map-config"):
+        zckpt.convert(tmp_path / "titan", tmp_path / "no", to="zckpt", map=name, map_config=refused)
 
 
 class Net(torch.nn.Module):

@@ -17,6 +17,7 @@ import zckpt
 from tests.gloo import run
 from tests.optim.test_distributed import Model, inputs, on_workers, set_weight
 from tests.truth import Truth, assert_same
+from zckpt.errors import UsageError
 from zckpt.optim import DistributedOptimizer, ZeroRedundancyOptimizer, files
 
 pytestmark = pytest.mark.interop
@@ -210,6 +211,10 @@ def workers_save_and_others_load(path: Path) -> None:
         moved.step(other, x)
     for one, two in zip(model.weights(), moved.weights(), strict=True):
         assert torch.equal(one, two)
+    another = DistributedOptimizer(torch.optim.RMSprop, named(moved), lr=1.0)
+    with pytest.raises(UsageError, match="the state of layer0 is not one that RMSprop goes on with"):
+        files.load(another, path)
+    assert another.param_groups[0]["lr"] == 1.0
 
 
 def named(model: Model) -> list[tuple[str, Any]]:

@@ -12,8 +12,8 @@ import gc
 import os
 import signal
 import sys
-import threading
-import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -68,10 +68,9 @@ def main() -> None:
     standard_streams()
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
     try:
-        status = cli.main(["--debug"] * debug + [a for a in arguments if a != "--debug"], standalone_mode=False)
+        with _ending_in_order():
+            status = cli.main(["--debug"] * debug + [a for a in arguments if a != "--debug"], standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         status = error.exit_code
@@ -93,14 +92,29 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Let SIGTERM be as Ctrl-C: a scheduler that ends a job waits some seconds. Another one ends it at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before == signal.SIG_DFL:
+        with suppress(ValueError):  # in a thread, which gets no signals
+            signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _terminated:
+            signal.signal(signal.SIGTERM, before)
+
+
 def _terminated(number: int, _frame: object) -> None:
-    """Leave in order, as after Ctrl-C; a scheduler that ends a job waits some seconds for that."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise Interrupted(signal=number)
 
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exc()
     if isinstance(error, ZckptError):
         click.echo(f"zckpt: {error}", err=True)

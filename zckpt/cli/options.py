@@ -12,12 +12,11 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
-from zckpt.formats.options import Option, options_of
-from zckpt.formats.registry import formats, names
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
+    from zckpt.formats.options import Option
     from zckpt.operations.target import Written
 
     _IntegerType = click.ParamType[int]
@@ -264,6 +263,9 @@ class FormatCommand(click.Command):
 
     def of_formats(self) -> list[click.Option]:
         """Return one option for each name; what it means for which formats is in its help."""
+        from zckpt.formats.options import options_of
+        from zckpt.formats.registry import formats
+
         every: dict[str, list[tuple[str, Option]]] = {}
         for one in formats():
             for option in options_of(getattr(one, self.stated)):
@@ -273,6 +275,9 @@ class FormatCommand(click.Command):
     @classmethod
     def typed(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Return the values of formats' options as their formats take them, from what click returns."""
+        from zckpt.formats.options import options_of
+        from zckpt.formats.registry import formats
+
         kinds = {option.name: option.kind for one in formats() for option in options_of(getattr(one, cls.stated))}
         return {name: None if value is None else kinds[name](value) for name, value in given.items()}
 
@@ -290,6 +295,8 @@ class ConvertCommand(FormatCommand):
 
     def of_formats(self) -> list[click.Option]:
         """Return `--to` and the options of formats that are written."""
+        from zckpt.formats.registry import formats, names
+
         written = [one for one in formats() if one.writes]
         width = max(len(one.name) for one in written)
         listed = "\n".join(f"{one.name:{width}}  {one.writes}" for one in written)

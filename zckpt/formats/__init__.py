@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError, UsageError
 from zckpt.formats.format import Format, Found, NearMiss, Search
 from zckpt.formats.registry import BrokenPluginError, formats
-from zckpt.state import Checkpoint
-from zckpt.state.names import bare
-from zckpt.storage.durable import interrupted
 from zckpt.storage.files import collector_paused
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
 
 __all__ = ["is_checkpoint", "open_checkpoint", "recognise"]
 
@@ -56,12 +57,16 @@ def open_checkpoint(
     SourceError
         The source cannot be read, is damaged, or no format recognises it.
     """
+    from zckpt.state.names import bare
+
     path = Path(source)
     rules = None if tp_rules is None else Path(tp_rules)
     search = Search(path, tuple(Path(root) for root in roots), tag, rules, names)
     try:
         path.stat()
     except (OSError, ValueError) as error:
+        from zckpt.storage.durable import interrupted
+
         why = getattr(error, "strerror", str(error))
         raise SourceError("cannot be opened", path=path, found=why, advice=interrupted(path)) from error
     misses: list[NearMiss] = []

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zckpt.errors import UsageError
-from zckpt.state.partition import check_world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +100,7 @@ def choose(kind: type | None, given: Mapping[str, object], what: str) -> Any:  #
         if not isinstance(value, one.kind) or (one.kind is int and isinstance(value, bool)):
             raise UsageError(f"unusable {one.flag}", expected=f"a value of type {one.kind.__name__}", found=repr(value))
         if name == "world_size" and isinstance(value, int):
+            from zckpt.state.partition import check_world_size
+
             check_world_size(value)
     return kind(**chosen) if kind is not None else None

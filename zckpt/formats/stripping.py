@@ -22,7 +22,6 @@ from zckpt.formats.shrinking import Kept, Range, gaps, kept_ranges, replace_tens
 from zckpt.formats.torch_files.writer import FromFile, NewStorage, SlotContent, lay_out, new_storage
 from zckpt.state import MASTER, WEIGHT, Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
-from zckpt.storage.files import is_file, read_head
 from zckpt.torchfile import Storage, Tensor, TorchFile, children, is_leaf, read_torchfile, walk_tensors
 
 PADDING = "padding"
@@ -272,20 +271,3 @@ def _replaced(root: object, new: dict[int, Tensor], path: Path) -> object:
     if sum(isinstance(tensor.storage, NewStorage) for _, tensor in walk_tensors(tree)) != count:
         raise UnsupportedError("tensors in places where they cannot be replaced", path=path)
     return tree
-
-
-LATEST = "latest"
-
-LATEST_NBYTES = 4096
-"""A `latest` file holds one directory name; a longer one is something else."""
-
-
-def latest_name(source: Path) -> str | None:
-    """Return what a run's `latest` holds; None if there is no such file."""
-    latest = source / LATEST
-    return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
-
-
-def is_name(name: str) -> bool:
-    """Tell whether a name can be that of a directory directly in another."""
-    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name

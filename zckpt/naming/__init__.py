@@ -9,6 +9,8 @@ its source and goes out under others; elements stay where they lie, and the plan
     sizes       what the letters are, from the tensors' shapes and a configuration
     match       which rules of a map the names of a checkpoint follow, and in which direction
     arrange     the spans of a tensor that is put together from others
+    parts       the slots and state of such a tensor
+    optimizer   state of a parameter that its program takes apart when it saves the model
     apply       a checkpoint under the other names
 """
 
@@ -84,11 +86,12 @@ class Naming:
         if self.map is not None:
             from zckpt.naming.apply import mapped
             from zckpt.naming.document import read_map
-            from zckpt.naming.sizes import read_config
+            from zckpt.naming.sizes import check_settings, numbers_of, read_config
 
             config, where = read_config(self.map_config, changed)
             found = read_map(self.map)
-            changed, notes = mapped(changed, found, config)
+            check_settings(found, config, changed.opened or changed.source)
+            changed, notes = mapped(changed, found, numbers_of(config))
             if where is not None and found.sizes:
                 notes.append(f"the numbers of the model are those of {where}")
         renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))

@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zckpt.compare.logical import single
-from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
-from zckpt.naming.arrange import Arrangement, arranged
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.naming.arrange import Arrangement
 from zckpt.naming.document import Map, Template
 from zckpt.naming.match import Fit, Instance, fit
+from zckpt.naming.optimizer import Taken, taken_apart
 from zckpt.naming.order import sorted_names
+from zckpt.naming.parts import Joined, both_arranged
 from zckpt.naming.renames import check_different
 from zckpt.naming.sizes import Sizes, Tensor
-from zckpt.state import WEIGHT, Checkpoint, Parameter, ParamGroup, Slot
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import keys_listed
 
 MAXIMUM_TENSORS = 1 << 17
@@ -43,12 +44,20 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
     LayoutError
         Parts of one tensor have state that contradicts itself.
     """
-    _refuse(checkpoint, map_)
+    path = checkpoint.opened or checkpoint.source
     shapes = {parameter.name: parameter.shape for parameter in checkpoint.tensors()}
-    found = fit(map_, shapes, checkpoint.opened or checkpoint.source)
+    found = fit(map_, shapes, path)
+    taken = taken_apart(checkpoint, map_, found, config)
+    gone = {one.source for one in taken}
+    checkpoint = replace(
+        checkpoint, unnamed={name: one for name, one in checkpoint.unnamed.items() if name not in gone}
+    )
+    _refuse(checkpoint, map_)
     work = _Mapping(checkpoint, map_, found, config)
     for instance in found.instances:
         work.add(instance)
+    for one in taken:
+        work.give(one)
     return work.result()
 
 
@@ -109,15 +118,12 @@ class _Mapping:
             return
         sizes = Sizes(self._map, instance.rule, self._config, instance.sources)
         targets = list(_targets(templates, instance, sizes))
-        letters = tuple(dict.fromkeys(letter for one in [*instance.sources, *targets] for letter in _letters(one)))
-        letters = tuple(letter for letter in letters if letter not in instance.shared)
-        sources = [Arrangement.of(letters, one.template, one.indices, sizes) for one in instance.sources]
-        made = [Arrangement.of(letters, one.template, one.indices, sizes) for one in targets]
-        self._check(instance, letters, sizes, (sources, made))
+        sources, made, notes = both_arranged(self._map.name, instance, targets, sizes)
+        self._notes += notes
         if any(one.tied_to is not None for one in parameters):
             self._add_alias(parameters, targets, made)
             return
-        joined = _Joined(self._checkpoint, self._map.name, parameters, sources)
+        joined = Joined(self._checkpoint, self._map.name, parameters, sources)
         for one, arrangement in zip(targets, made, strict=True):
             self._keep(joined.parameter(one.name, arrangement), names, is_same=False)
 
@@ -144,33 +150,28 @@ class _Mapping:
         if parameter.tied_to is not None:
             self._aliases[parameter.name] = parameter.tied_to
 
-    def _check(
-        self, instance: Instance, letters: tuple[str, ...], sizes: Sizes,
-        sides: tuple[Sequence[Arrangement], Sequence[Arrangement]],
-    ) -> None:  # fmt: skip
-        """Raise unless each element of either side is one of the other, but for padding; note what is padding."""
-        shared = dict.fromkeys(letters, 1)
-        whole = {letter: sizes.total(letter) for letter in shared}
-        numel = math.prod(whole.values())
-        counts = [sum(math.prod(one.sizes) for one in side) for side in sides]
-        for side, count in zip(sides, counts, strict=True):
-            twice = any(_meet(one, other) for i, one in enumerate(side) for other in side[:i])
-            if twice or count > numel or (count < numel and not instance.rule.padded):
-                raise UsageError(
-                    f"{self._map.name}: not every element of {instance.sources[0].name} is on both sides once",
-                    expected=f"{numel} with {', '.join(f'{name}={size}' for name, size in whole.items())}",
-                    found="some are there twice" if twice else count,
-                )
-        for padded in instance.rule.padded:
-            before, after = (
-                max(one.low[i] + one.sizes[i] for one in side) for i in [letters.index(padded)] for side in sides
+    def give(self, taken: Taken) -> None:
+        """Give a tensor of the other side, which is made already, the optimizer's state."""
+        name = taken.parameter.name
+        made = self._made.get(name)
+        own = None if made is None else made.parameter
+        if made is None or own is None or own.tied_to is not None or own.shape != taken.parameter.shape:
+            raise UnsupportedError(
+                f"the optimizer's state of {taken.source} is in part that of {name}, which the model has not",
+                path=self._checkpoint.source,
+                expected=f"{name} of shape {taken.parameter.shape}",
+                found=None if own is None else own.shape,
             )
-            if before != after:
-                what = "are left out as padding" if after < before else "are added as padding, zero"
-                low, high = sorted((before, after))
-                self._notes.append(
-                    f"{self._map.name}: {padded} {low} to {high - 1} of {instance.sources[0].name} {what}"
-                )
+        if own.group is not None:
+            raise UnsupportedError(
+                f"the optimizer has state of {listed(made.sources)} and of {taken.source}, of which it is a part",
+                path=self._checkpoint.source,
+            )
+        slots = {**own.slots, **taken.parameter.slots, **own.slots}
+        parameter = replace(own, slots=slots, group=taken.parameter.group, frozen=False, state=taken.parameter.state)
+        self._made[name] = replace(
+            made, parameter=parameter, sources=(*made.sources, taken.source), is_buffer=False, is_same=False
+        )
 
     def result(self) -> tuple[Checkpoint, list[str]]:
         """Return the checkpoint, and the notes."""
@@ -232,12 +233,6 @@ class _Mapping:
         return replace(group, parameters=[name for name in order if name in members])
 
 
-def _letters(one: Tensor) -> Iterator[str]:
-    yield from one.template.indices
-    for axis in one.template.axes or ():
-        yield from (factor.name for factor in axis)
-
-
 def _targets(templates: Sequence[Template], instance: Instance, sizes: Sizes) -> Iterator[Tensor]:
     for template in templates:
         own = [letter for letter in template.indices if letter not in instance.shared]
@@ -250,98 +245,3 @@ def _targets(templates: Sequence[Template], instance: Instance, sizes: Sizes) ->
         for numbers in product(*(range(sizes.total(letter)) for letter in own)):
             indices = {**instance.shared, **dict(zip(own, numbers, strict=True))}
             yield Tensor(template, indices, template.name(indices))
-
-
-def _meet(a: Arrangement, b: Arrangement) -> bool:
-    return all(x < y + n and y < x + m for x, m, y, n in zip(a.low, a.sizes, b.low, b.sizes, strict=True))
-
-
-class _Joined:
-    """The parameters that tensors of the other side are made of: what they have in common, and their slots."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, name: str, parts: Sequence[Parameter], arrangements: Sequence[Arrangement]
-    ) -> None:
-        self._checkpoint, self._name, self._parts, self._arrangements = checkpoint, name, parts, arrangements
-        self._identity = False
-        first = parts[0]
-        for what in ("group", "frozen", "dtype"):
-            values = [getattr(one, what) for one in parts]
-            if any(value != values[0] for value in values):
-                raise UnsupportedError(
-                    f"{listed([one.name for one in parts])} are parts of one tensor in the map {name}, and differ in "
-                    f"{'the param group' if what == 'group' else what}",
-                    path=checkpoint.source,
-                    expected="one that all have",
-                    found=", ".join(map(str, values)),
-                )
-        if any((one.name in checkpoint.buffers) != (first.name in checkpoint.buffers) for one in parts):
-            raise UnsupportedError(f"{first.name} and others are a buffer and a parameter", path=checkpoint.source)
-        self._state = {key: self._value(key, [one.state.get(key) for one in parts]) for key in self._keys("state")}
-
-    def _names(self) -> str:
-        return listed([part.name for part in self._parts])
-
-    def _keys(self, what: str) -> list[str]:
-        """Return the keys that the parts have, all of them the same."""
-        keys = [list(getattr(one, what)) for one in self._parts]
-        for one, own in zip(self._parts, keys, strict=True):
-            if set(own) != set(keys[0]):
-                missing = sorted(set(keys[0]) ^ set(own))
-                raise LayoutError(
-                    f"{self._names()} are parts of one tensor in {self._name}, and not all have {', '.join(missing)}",
-                    path=self._checkpoint.source,
-                    found=f"{one.name} has {', '.join(own) or 'none'}",
-                )
-        return keys[0]
-
-    def _value(self, key: str, values: Sequence[object]) -> object:
-        """Return a value that all parts have."""
-        told = [single(value) for value in values] if len(values) > 1 else [None]
-        if any(one != told[0] for one in told):
-            raise LayoutError(
-                f"{self._names()} are parts of one tensor in the map {self._name}, and differ in {key}",
-                path=self._checkpoint.source,
-                found=", ".join(map(str, told)),
-            )
-        return values[0]
-
-    def parameter(self, name: str, target: Arrangement) -> Parameter:
-        """Return the parameter of the other side."""
-        slots = {key: self._slot(key, target) for key in self._keys("slots")}
-        return replace(self._parts[0], name=name, shape=target.shape, slots=slots, state=dict(self._state))
-
-    def _slot(self, key: str, target: Arrangement) -> Slot:
-        slots = [one.slots[key] for one in self._parts]
-        first = slots[0]
-        alike = len(self._parts) == 1 and self._is_same(target)
-        if alike:
-            return first
-        if all(not slot.shape for slot in slots) and self._parts[0].shape:
-            self._value(key, slots)
-            return first
-        for part, slot in zip(self._parts, slots, strict=True):
-            if slot.shape != part.shape:
-                raise UnsupportedError(
-                    f"{key} of {part.name} is not one number for each element, which the map {self._name} arranges",
-                    path=self._checkpoint.source,
-                    expected=part.shape,
-                    found=slot.shape,
-                    advice=None
-                    if key == WEIGHT
-                    else "without the optimizer's state, `zckpt consolidate` maps the model",
-                )
-            if slot.dtype != first.dtype or len(slot.replicas) != len(first.replicas):
-                raise UnsupportedError(
-                    f"{key} of {self._names()}, parts of one tensor in the map {self._name}, is of several types",
-                    path=self._checkpoint.source,
-                    found=f"{slot.dtype} and {first.dtype}",
-                )
-        return arranged(first, target, list(zip(self._arrangements, slots, strict=True)))
-
-    def _is_same(self, target: Arrangement) -> bool:
-        """Tell whether the only part has the elements of the target in the same order, and no others."""
-        (source,) = self._arrangements
-        return (source.shape, source.low, source.sizes, source.order) == (
-            target.shape, target.low, target.sizes, target.order,
-        )  # fmt: skip

@@ -7,7 +7,13 @@
             "meta": {"layers.{l}.attention.wq.weight": "(heads half two) in"}}, ...],
  "tied": {"meta": {"output.weight": "tok_embeddings.weight"}},
  "order": {"meta": ["tok_embeddings.weight", "layers.{l}.attention.wq.weight", ...]},
- "ignored": {"meta": ["rope.freqs"]}}
+ "ignored": {"meta": ["rope.freqs"]},
+ "refused": {"meta": {"layers.{l}.router.bias": "it chooses experts, for which Hugging Face has no place"}},
+ "optimizer": {"meta": [{"huggingface": {"model.layers.{l}.self_attn.q_proj.weight": "(groups members[:q] d) in", ...},
+                         "meta": {"layers.{l}.attention.wqkv.weight": "(groups members d) in"}}]},
+ "settings": {"layernorm_zero_centered_gamma": false}}
+
+or what another map is but for some keys: {"like": "llama-huggingface-meta", "about": ..., "settings": {...}}
 """
 
 from __future__ import annotations
@@ -15,21 +21,26 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import NoReturn, TypeGuard
+from typing import NoReturn, TypeGuard, TypeVar
 
 from zckpt.errors import UsageError
 from zckpt.naming.axes import Axes, parse_axes
+
+One = TypeVar("One")
 
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}")
 
 MAXIMUM_NBYTES = 1 << 22
 """Of a map, or a configuration."""
 
-KEYS = frozenset({"about", "sides", "sizes", "rules", "tied", "order", "ignored"})
+KEYS = frozenset({
+    "about", "sides", "sizes", "rules", "tied", "order", "ignored", "refused", "optimizer", "settings",
+})  # fmt: skip
+LIKE = "like"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,13 @@ class Map:
         The tensors in the order of each side's program; may be empty.
     ignored : pair of tuple of Template
         Tensors of a side that the other needs not, for they follow from its configuration.
+    refused : pair of tuple of (Template, str)
+        Tensors of a side for which the other has no place, and what they are.
+    optimizer : pair of tuple of Rule
+        For a side whose program has parameters that it takes apart when it saves the model, and not when it saves the
+        optimizer: rules of the optimizer's own tensors.
+    settings : dict of str to object
+        What the configuration must say, where it says it: values that make other weights of the same arrangement.
     """
 
     name: str
@@ -110,6 +128,9 @@ class Map:
     tied: tuple[dict[str, str], dict[str, str]]
     order: tuple[tuple[Template, ...], tuple[Template, ...]]
     ignored: tuple[tuple[Template, ...], tuple[Template, ...]]
+    refused: tuple[tuple[tuple[Template, str], ...], tuple[tuple[Template, str], ...]]
+    optimizer: tuple[tuple[Rule, ...], tuple[Rule, ...]]
+    settings: dict[str, object]
 
 
 def shipped() -> list[str]:
@@ -130,11 +151,16 @@ def read_map(source: str | os.PathLike[str] | Mapping[str, object]) -> Map:
         return parse_map(source, "the map")
     name = os.fspath(source)
     if name in shipped():
-        text = resources.files("zckpt.naming").joinpath("shipped").joinpath(f"{name}.json").read_text(encoding="utf-8")
-        return parse_map(json.loads(text), name)
+        return parse_map(_read_shipped(name), name)
     if not Path(name).is_file():
         raise UsageError(f"no map {name}", expected=f"a JSON file, or {', '.join(shipped())}")
     return parse_map(read_json(name), name)
+
+
+def _read_shipped(name: str) -> dict[str, object]:
+    text = resources.files("zckpt.naming").joinpath("shipped").joinpath(f"{name}.json").read_text(encoding="utf-8")
+    found: dict[str, object] = json.loads(text)
+    return found
 
 
 def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
@@ -158,9 +184,14 @@ def read_json(path: str | os.PathLike[str]) -> Mapping[str, object]:
 
 def parse_map(document: Mapping[str, object], name: str) -> Map:
     """Return the map that a document says; errors are those of `read_map`."""
+    if LIKE in document:
+        base = document[LIKE]
+        if not isinstance(base, str) or base not in shipped() or base == name:
+            _refuse(name, "unusable like", f"a map that comes with zckpt: {', '.join(shipped())}")
+        document = {**_read_shipped(base), **{key: value for key, value in document.items() if key != LIKE}}
     strange = sorted(document.keys() - KEYS)
     if strange:
-        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted(KEYS)))
+        _refuse(name, f"a map has no {strange[0]}", ", ".join(sorted({*KEYS, LIKE})))
     sides = document.get("sides")
     if not _is_texts(sides) or len(sides) != 2 or sides[0] == sides[1]:
         _refuse(name, "unusable sides", 'two names, {"sides": ["mine", "theirs"]}')
@@ -170,20 +201,31 @@ def parse_map(document: Mapping[str, object], name: str) -> Map:
         _refuse(name, "unusable rules", "a list of them")
     sizes = {key: _sizes(value, f"{name}: size {key}") for key, value in _mapping(document, "sizes", name).items()}
     parsed = tuple(_rule(one, (first, second), f"{name}: rule {number}") for number, one in enumerate(rules, 1))
-    tied, order, ignored = (_mapping(document, key, name) for key in ("tied", "order", "ignored"))
-    for key, one in (("tied", tied), ("order", order), ("ignored", ignored)):
-        if one.keys() - {first, second}:
+
+    def of_sides(key: str) -> tuple[object, object]:
+        found = _mapping(document, key, name)
+        if found.keys() - {first, second}:
             _refuse(name, f"unusable {key}", f"{first} and {second}")
-    return Map(
-        name,
-        str(document.get("about", "")),
-        (first, second),
-        sizes,
-        parsed,
-        (_aliases(tied.get(first, {}), name), _aliases(tied.get(second, {}), name)),
-        (_templates(order.get(first, []), name), _templates(order.get(second, []), name)),
-        (_templates(ignored.get(first, []), name), _templates(ignored.get(second, []), name)),
+        return found.get(first), found.get(second)
+
+    settings = _mapping(document, "settings", name)
+    if not all(isinstance(value, (str, int, float)) for value in settings.values()):
+        _refuse(name, "unusable settings", "texts, numbers, true or false")
+
+    def pair(key: str, of: Callable[[object, str], One]) -> tuple[One, One]:
+        one, other = of_sides(key)
+        return of(one, name), of(other, name)
+
+    own = of_sides("optimizer")
+    optimizer = (
+        _optimizer_rules(own[0], (first, second), 0, name),
+        _optimizer_rules(own[1], (first, second), 1, name),
     )
+    return Map(
+        name, str(document.get("about", "")), (first, second), sizes, parsed, pair("tied", _aliases),
+        pair("order", _templates), pair("ignored", _templates), pair("refused", _reasons),
+        optimizer, settings,
+    )  # fmt: skip
 
 
 def _refuse(where: str, message: str, expected: str) -> NoReturn:
@@ -202,15 +244,34 @@ def _mapping(document: Mapping[str, object], key: str, where: str) -> dict[str, 
 
 
 def _aliases(value: object, where: str) -> dict[str, str]:
+    value = {} if value is None else value
     if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
         _refuse(where, "unusable tied", "names by names")
     return value
 
 
 def _templates(value: object, where: str) -> tuple[Template, ...]:
+    value = [] if value is None else value
     if not _is_texts(value):
         _refuse(where, "unusable names", "a list of them")
     return tuple(template(text, None, where) for text in value)
+
+
+def _reasons(value: object, where: str) -> tuple[tuple[Template, str], ...]:
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not _is_texts([*value, *value.values()]):
+        _refuse(where, "unusable refused", "what it is, by names")
+    return tuple((template(text, None, where), why) for text, why in value.items())
+
+
+def _optimizer_rules(value: object, sides: tuple[str, str], own: int, where: str) -> tuple[Rule, ...]:
+    value = [] if value is None else value
+    if not isinstance(value, list):
+        _refuse(where, "unusable optimizer", "a list of rules")
+    found = tuple(_rule(one, sides, f"{where}: optimizer") for one in value)
+    if any(one.padded or one.sides[0][0].axes is None or len(one.sides[own]) != 1 for one in found):
+        _refuse(where, "unusable optimizer", f"one tensor of {sides[own]}, and arrangements")
+    return found
 
 
 def _sizes(value: object, where: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zckpt.errors import UsageError, listed
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.naming.document import Map, Rule, Template
 from zckpt.naming.sizes import Tensor
 
@@ -62,6 +62,8 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
     ------
     UsageError
         They follow neither side, or both.
+    UnsupportedError
+        There are tensors for which the other side has no place.
     """
     found = []
     misses: list[tuple[int, int, list[str]]] = []
@@ -74,6 +76,7 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
         raise UsageError(f"{map_.name}: the names are those of both {map_.sides[0]} and {map_.sides[1]}", path=path)
     if not found:
         _, side, left = min(misses)
+        _refuse_known(map_, side, left, path)
         raise UsageError(
             f"the map {map_.name} has no rule for {listed(left)}",
             path=path,
@@ -82,6 +85,17 @@ def fit(map_: Map, shapes: Mapping[str, tuple[int, ...]], path: str) -> Fit:
             advice="--strip-prefix and --rename come before the map; or write a map of your own",
         )
     return found[0]
+
+
+def _refuse_known(map_: Map, side: int, left: Sequence[str], path: str) -> None:
+    """Raise UnsupportedError if all that no rule has are tensors for which the other side is known to have no place."""
+    known = {name: why for name in left for one, why in map_.refused[side] if one.pattern.fullmatch(name)}
+    if left and len(known) == len(left):
+        raise UnsupportedError(
+            f"{map_.name}: {listed(left)}: {next(iter(known.values()))}",
+            path=path,
+            advice=f"a map of your own, like {map_.name}, with these in `ignored` leaves them out",
+        )
 
 
 def _instances(
@@ -93,7 +107,7 @@ def _instances(
     found: list[Instance] = []
     left = dict.fromkeys(shapes)
     for rule in map_.rules:
-        for instance in _of_rule(rule, rule.sides[side], left, shapes):
+        for instance in of_rule(rule, rule.sides[side], left, shapes):
             found.append(instance)
             for one in instance.sources:
                 del left[one.name]
@@ -101,10 +115,10 @@ def _instances(
     return found, ignored, [name for name in left if name not in ignored]
 
 
-def _of_rule(
+def of_rule(
     rule: Rule, templates: Sequence[Template], names: Mapping[str, None], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[Instance]:
-    """Return the complete instances of a rule among names that no rule before it has taken."""
+    """Return the complete instances of a rule for templates of one of its sides, among names that are not taken yet."""
     shared = rule.shared
     met: dict[tuple[int, ...], list[Tensor]] = {}
     for template in templates:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zckpt.errors import UsageError, listed
+from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.naming.axes import Factor, evaluated, names_in
 from zckpt.naming.document import Map, Rule, Template, read_json
 from zckpt.state import Checkpoint
@@ -24,12 +24,12 @@ INSIDE = ("text_config", "llm_config")
 
 def read_config(
     given: str | os.PathLike[str] | Mapping[str, object] | None, checkpoint: Checkpoint
-) -> tuple[dict[str, int], str | None]:
-    """Return the whole numbers of a model's configuration: the one given, or that of the checkpoint's program.
+) -> tuple[Mapping[str, object], str | None]:
+    """Return a model's configuration: the one given, or that of the checkpoint's program.
 
     Returns
     -------
-    dict of str to int
+    mapping of str to object
     str or None
         Where they were found, if none was given. Only with the checkpoint is looked: the configuration of another
         model may have the same shapes.
@@ -40,27 +40,42 @@ def read_config(
         A file was given that cannot be read, or one is there that cannot be.
     """
     if given is not None:
-        return _numbers(given if isinstance(given, Mapping) else read_json(given)), None
+        return given if isinstance(given, Mapping) else read_json(given), None
     paths = [Path(path) for path in (checkpoint.source, checkpoint.opened) if path]
     for folder in dict.fromkeys(path if path.is_dir() else path.parent for path in paths):
         for name in FILES:
             if (folder / name).is_file():
-                return _numbers(read_json(folder / name)), str(folder / name)
+                return read_json(folder / name), str(folder / name)
     arguments = checkpoint.metadata.get("args")
     node = arguments.node if isinstance(arguments, FromFile) else arguments
     if isinstance(node, Object) and isinstance(node.state, dict):
         node = node.state
     if not isinstance(node, dict):
         return {}, None
-    numbers = _numbers({str(key): value for key, value in node.items()})
-    if node.get("group_query_attention") is False:
-        numbers.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
-    return numbers, "the arguments in it"
+    found = {str(key): value for key, value in node.items()}
+    if found.get("group_query_attention") is False:
+        found.pop("num_query_groups", None)  # Megatron-LM has 1 there for what is not used
+    return found, "the arguments in it"
 
 
-def _numbers(config: Mapping[str, object]) -> dict[str, int]:
+def numbers_of(config: Mapping[str, object]) -> dict[str, int]:
+    """Return the whole numbers in a configuration, those of its language model included."""
     inner = [one for key in INSIDE if isinstance(one := config.get(key), Mapping)]
     return {key: value for one in [*inner, config] for key, value in one.items() if type(value) is int}
+
+
+def check_settings(map_: Map, config: Mapping[str, object], path: str) -> None:
+    """Raise UnsupportedError if a configuration says that the weights are others than those that a map is about."""
+    inner = [one for key in INSIDE if isinstance(one := config.get(key), Mapping)]
+    for key, value in map_.settings.items():
+        for one in [*inner, config]:
+            if key in one and one[key] is not None and one[key] != value:
+                raise UnsupportedError(
+                    f"the map {map_.name} is not about models with this {key}",
+                    path=path,
+                    expected=value,
+                    found=one[key],
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
+from zckpt.errors import ZckptError
 from zckpt.optim.param_groups import Group, as_groups, check_shapes, selected, sync, with_names
 from zckpt.optim.param_groups import hyperparameters as hyperparameters_of
 from zckpt.optim.tensors import copied_like
@@ -93,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         Raises
         ------
         Exception
-            What a worker raised, when all workers have answered.
+            What a worker raised, when all workers have answered; an error for the user as it was.
         """
         return self.call_each(function, [args] * self.num_workers)
 
@@ -116,7 +118,7 @@ class DistributedOptimizer(Optimizer):
         Raises
         ------
         Exception
-            What a worker raised, when all workers have answered.
+            What a worker raised, when all workers have answered; an error for the user as it was.
         """
         dist_autograd._is_valid_context(context_id)  # type: ignore[attr-defined]
         hyperparameters = [hyperparameters_of(group) for group in self.param_groups]
@@ -257,8 +259,18 @@ def _make(optimizer_class: Callable[..., Optimizer], groups: list[Group], args: 
     return rpc.RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """An error for the user, which RPC would send as a text with the worker's stack."""
+
+    error: ZckptError
+
+
 def _on_worker(optimizer: Any, function: Callable[..., Any], *args: Any) -> Any:
-    return function(optimizer.local_value(), *args)
+    try:
+        return function(optimizer.local_value(), *args)
+    except ZckptError as error:
+        return _Refused(error)
 
 
 def _on_cpu(value: object) -> object:
@@ -292,7 +304,10 @@ def _wait(futures: Sequence[Any]) -> list[Any]:
     errors: list[Exception] = []
     for future in futures:
         try:
-            results.append(future.wait())
+            result = future.wait()
+            if isinstance(result, _Refused):
+                errors.append(result.error)
+            results.append(result)
         except Exception as error:  # noqa: BLE001  # whatever a worker's optimizer raises
             errors.append(error)
     if errors:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
+from zckpt.formats.latest import latest_name
 from zckpt.formats.native import identity_of, is_native
-from zckpt.formats.stripping import latest_name
 from zckpt.storage.durable import written_files
 from zckpt.storage.ownership import check_replaceable
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
-from zckpt.formats.stripping import latest_name
+from zckpt.formats.latest import latest_name
 
 MODEL = "model"
 OPTIMIZER = "optimizer"

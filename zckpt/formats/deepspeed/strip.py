@@ -40,7 +40,8 @@ from zckpt.formats.deepspeed.groups import flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
 from zckpt.formats.deepspeed.other_files import LATEST, other_files
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.stripping import LATEST_NBYTES, Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
+from zckpt.formats.latest import LATEST_NBYTES
+from zckpt.formats.stripping import Edit, Edited, Request, Rewritten, Stripping, as_it_is, rewrite
 from zckpt.formats.torch_files.strip import drop_slots, optimizer_edit
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.partition import flat_padding, flat_starts

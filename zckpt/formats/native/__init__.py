@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import SourceError
 from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.latest import is_name, latest_name
 from zckpt.formats.options import option
-from zckpt.formats.stripping import is_name, latest_name
 from zckpt.storage.files import read_head
 from zckpt.storage.ownership import Owned
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from zckpt.codes import LATEST
 from zckpt.errors import CONTROLS, UnknownFormatError, UnsupportedError
 from zckpt.formats.deepspeed.directory import MODEL, classify
-from zckpt.formats.stripping import LATEST_NBYTES, is_name
+from zckpt.formats.latest import LATEST_NBYTES, is_name
 from zckpt.storage.files import is_file, read_head
 
 if TYPE_CHECKING:

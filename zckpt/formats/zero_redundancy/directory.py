@@ -11,13 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.suffixes import READ_SUFFIXES
-from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
 from zckpt.storage.ownership import Owned
-from zckpt.torchfile import TorchFile, read_torchfile
+
+if TYPE_CHECKING:
+    from zckpt.torchfile import TorchFile
 
 FORMAT = "zero-redundancy"
 MODEL_NAME = "model.pt"
@@ -112,6 +114,8 @@ def optimizer_key(root: object) -> object:
     KeyError
         There is none, or several.
     """
+    from zckpt.formats.torch_files.state_dicts import looks_like_optimizer
+
     if looks_like_optimizer(root):
         return None
     found = [key for key, value in root.items() if looks_like_optimizer(value)] if isinstance(root, dict) else []
@@ -128,6 +132,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _metadata(path: Path) -> TorchFile | None:
+    from zckpt.torchfile import read_torchfile
+
     file = read_torchfile(path / METADATA_NAME)
     return file if isinstance(file.root, dict) and KEY in file.root else None
 
@@ -189,6 +195,8 @@ def _families(names: list[str]) -> list[dict[int, str]]:
 
 def _holds_optimizer(path: Path, family: Mapping[int, str]) -> bool:
     """Tell by its first file whether a set of files is what it seems; a file by itself has to say that it is whole."""
+    from zckpt.torchfile import read_torchfile
+
     root = read_torchfile(path / family[min(family)]).root
     try:
         optimizer_key(root)

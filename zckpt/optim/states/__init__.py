@@ -4,6 +4,7 @@ by_parameter     torch's optimizers, and all with their interface
 flat_parameters  the same, of parameters in FullyShardedDataParallel
 zero             ZeroOptimizer
 zero_redundancy  ZeroRedundancyOptimizer, zckpt's and torch's; DistributedOptimizer
+expected         which state a class of optimizers wants, known before anything is changed
 several          optimizers that are saved or loaded together
 values           what is no tensor of elements
 

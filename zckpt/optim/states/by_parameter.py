@@ -16,7 +16,8 @@ from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group, Names, by_tensor, group_names
-from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
+from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, is_trained, members_of, stored_groups
+from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.states.values import as_stored, as_torch
 from zckpt.optim.tensors import Share, share_of
 from zckpt.state import Extent, Parameter, ParamGroup, Slot
@@ -35,9 +36,13 @@ class ByParameter:
         self._called = by_tensor(optimizer.param_groups, self._names)
         self._parameters = {name: parameter for parameter, name in self._called.items()}
 
+    def _local(self) -> Optimizer:
+        """Return the optimizer that steps this rank's parameters."""
+        return self.optimizer
+
     def _state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
         """Return the state that this rank has."""
-        return self.optimizer.state
+        return self._local().state
 
     def _is_here(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002  # for those that only have some
         """Tell whether this rank has the state of a parameter."""
@@ -92,7 +97,7 @@ class ByParameter:
 
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""
-        return ByParameterRestoring(source, self.optimizer, self._called, is_here=self._is_here)
+        return ByParameterRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
 
     def write(self, target: Target) -> None:
         """Raise UsageError: no other program's format is written of it."""
@@ -108,8 +113,10 @@ class ByParameterRestoring(Restoring):
     """A checkpoint's state on its way into an optimizer that keeps it by parameter."""
 
     is_here: Callable[[torch.Tensor], bool] = field(kw_only=True)
+    local: Optimizer = field(kw_only=True)
     state: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
 
     def prepare(self) -> None:
         """Make room for the state."""
@@ -118,22 +125,28 @@ class ByParameterRestoring(Restoring):
         number = 0
         for group, its in zip(optimizer.param_groups, hyperparameters, strict=True):
             first = number
+            made = {**group, **its}
             for parameter in group["params"]:
                 if self.is_here(parameter):
-                    self._add(number, parameter)
+                    self._add(number, parameter, made)
                 number += 1
-            self.groups.append({**group, **its, "params": list(range(first, number))})
+            self.groups.append({**made, "params": list(range(first, number))})
+        if self.without and self.source.checkpoint.step:
+            self.notes.append(begins_anew(self.local, self.without))
 
     def group_names(self) -> Names:
         """Return the names of all parameters of each param group."""
         return [[self.names[p] for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def _add(self, number: int, parameter: torch.Tensor) -> None:
+    def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
         owner = self.owner(parameter)
         if owner is None:
             self.notes.append(f"no state of {self.names[parameter]}")
             return
         values = parameter_values(self.source.checkpoint, owner)
+        check_keys(self.local, group, owner.name, parameter.dim(), values, path=self.source.path)
+        if not values and is_trained(parameter) and makes_state(self.local, group, parameter.dim()):
+            self.without.append(owner.name)
         if values:
             self.state[number] = {key: self._value(key, value, parameter, owner) for key, value in values.items()}
 
@@ -169,11 +182,15 @@ class ByParameterRestoring(Restoring):
             stride=parameter.stride(),
         )
 
+    def read(self) -> None:
+        """Read state, and find out whether the optimizer takes it."""
+        Restoring.read(self)
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {every[number]: its for number, its in self.state.items()}
+        rehearse(self.local, state, self.groups, [self.names[parameter] for parameter in state], self.source.path)
+
     def take(self) -> None:
         """Give the optimizer what was read."""
         self.optimizer.load_state_dict({"state": self.state, "param_groups": self.groups})
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        for number, its in self.state.items():
-            loaded = self.optimizer.state.get(parameters[number], {})
-            # torch casts whatever can be iterated over, and so makes the name of a generator of a text
-            loaded.update({key: value for key, value in its.items() if isinstance(value, str) and key in loaded})
+        every = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        keep_types(self.local, {every[number]: its for number, its in self.state.items()})

@@ -16,9 +16,10 @@ from zckpt.compare.logical import parameter_values
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.operations.tensors import TensorRead
 from zckpt.optim.flat_parameters import Member, Members
-from zckpt.optim.param_groups import Names
+from zckpt.optim.param_groups import Group, Names
 from zckpt.optim.states import NamedShare, Restoring, Source, Values, is_trained
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.expected import check_keys
 from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share
 from zckpt.state import Parameter, Scalar, Slot
@@ -90,8 +91,9 @@ class FlatState(ByParameter):
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""
         return FlatRestoring(
-            source, self.optimizer, self._called, is_here=self._is_here, members=self._members, every=self._names
-        )
+            source, self.optimizer, self._called, is_here=self._is_here, local=self._local(), members=self._members,
+            every=self._names,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -110,9 +112,9 @@ class FlatRestoring(ByParameterRestoring):
         plain = {name for tensor, name in self.names.items() if tensor not in self.members and not is_trained(tensor)}
         return plain | {name for every in self.members.values() for name, one in every if not one.is_trained}
 
-    def _add(self, number: int, parameter: torch.Tensor) -> None:
+    def _add(self, number: int, parameter: torch.Tensor, group: Group) -> None:
         if parameter not in self.members:
-            ByParameterRestoring._add(self, number, parameter)
+            ByParameterRestoring._add(self, number, parameter, group)
             return
         its = self.members[parameter]
         owners = [self.owner_of(name, tuple(one.shape), optional=not one.is_trained) for name, one in its]
@@ -120,6 +122,8 @@ class FlatRestoring(ByParameterRestoring):
             return  # other ranks have its elements, and torch has no state of it here
         values = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         read_numbers(values, owners)
+        for (name, _), held in zip(its, values, strict=True):
+            check_keys(self.local, group, name, parameter.dim(), held, path=self.source.path)
         self.notes += [f"no state of {name}" for (name, _), held in zip(its, values, strict=True) if not held]
         keys = dict.fromkeys(key for held in values for key in held)
         if keys:

@@ -16,6 +16,7 @@ from zckpt.operations.tensors import TensorRead
 from zckpt.optim.param_groups import Group
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter
+from zckpt.optim.states.expected import begins_anew, check_keys, keep_types, makes_state, rehearse
 from zckpt.optim.states.values import as_stored, as_torch, read_numbers
 from zckpt.optim.tensors import Share, world_rank
 from zckpt.optim.zero import files
@@ -151,13 +152,18 @@ class ZeroRestoring(Restoring):
             {**ours, **its, "params": [index]}
             for index, (ours, its) in enumerate(zip(known, hyperparameters, strict=True))
         ]
+        without: list[str] = []
         for index, group in enumerate(optimizer.groups):
             owners = [self.owner(parameter) for parameter in group.parameters]
             self.masters.append(group.master.detach().clone())
             self.reads += _partition(group, [_master(owner) for owner in owners], self.masters[-1])
-            values = self._state(group, owners)
+            values = self._state(group, owners, self.groups[index])
             if values:
                 self.state[index] = values
+            elif makes_state(optimizer.optim, self.groups[index], 1):
+                without += [self.own_names[parameter] for parameter in group.parameters]
+        if without and self.source.checkpoint.step:
+            self.notes.append(begins_anew(optimizer.optim, without))
         self.scaler = self._scaler()
 
     def _group_names(self, index: int) -> list[str]:
@@ -183,13 +189,15 @@ class ZeroRestoring(Restoring):
         except ValueError as error:
             raise DamagedFileError(f"unusable loss scaler: {error}", path=self.source.path) from error
 
-    def _state(self, group: FlatGroup, owners: Sequence[Parameter | None]) -> dict[str, Any]:
+    def _state(self, group: FlatGroup, owners: Sequence[Parameter | None], settings: Group) -> dict[str, Any]:
         """Return the state of a flat master: room for this rank's share of each slot, and what is one value for all.
 
         Raises UsageError: a value is not the same for all parameters, or a tensor not one value for each element.
         """
         every = [{} if owner is None else parameter_values(self.source.checkpoint, owner) for owner in owners]
         read_numbers(every, owners)
+        for parameter, values in zip(group.parameters, every, strict=True):
+            check_keys(self.optimizer.optim, settings, self.own_names[parameter], 1, values, path=self.source.path)
         having = [values for values in every if values]
         made: dict[str, Any] = {}
         for key in dict.fromkeys(key for values in having for key in values):
@@ -221,11 +229,27 @@ class ZeroRestoring(Restoring):
             )
         return as_torch(found[0])
 
+    def read(self) -> None:
+        """Read masters and state, and find out whether the local optimizer takes it."""
+        Restoring.read(self)
+        optimizer = self.optimizer
+        rehearse(
+            optimizer.optim,
+            self._by_master(),
+            self.groups,
+            [f"param group {min(self.state, default=0)}"],
+            self.source.path,
+        )
+
+    def _by_master(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {self.optimizer.groups[index].master: its for index, its in self.state.items()}
+
     @torch.no_grad()
     def take(self) -> None:
         """Give the optimizer masters and state."""
         optimizer = self.optimizer
         optimizer.load_local(self.state, self.groups)
+        keep_types(optimizer.optim, self._by_master())
         for group, master in zip(optimizer.groups, self.masters, strict=True):
             group.master.copy_(master)
         optimizer.loss_scaler = self.scaler or optimizer.loss_scaler

@@ -24,6 +24,7 @@ from zckpt.optim.param_groups import Group, Names, group_hyperparameters, remote
 from zckpt.optim.ranks import Ranks, written_together
 from zckpt.optim.states import NamedShare, Restoring, Source, Target, Values, members_of, stored_groups
 from zckpt.optim.states.by_parameter import ByParameter, ByParameterRestoring
+from zckpt.optim.states.expected import check_keys
 from zckpt.optim.states.values import as_torch
 from zckpt.optim.tensors import Share, bare, world_rank
 from zckpt.optim.zero_redundancy import ZeroRedundancyOptimizer
@@ -37,8 +38,8 @@ class PerRank(ByParameter):
 
     optimizer: ZeroRedundancyOptimizer
 
-    def _state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-        return self.optimizer.optim.state
+    def _local(self) -> torch.optim.Optimizer:
+        return self.optimizer.optim
 
     def _is_here(self, parameter: torch.Tensor) -> bool:
         return self.optimizer._param_to_rank[parameter] == self.optimizer.rank
@@ -71,14 +72,13 @@ class TorchState(PerRank):
 
     def restore(self, source: Source) -> Restoring:
         """Find out what the optimizer needs of a checkpoint."""
-        return _TorchRestoring(source, self.optimizer, self._called, is_here=self._is_here)
+        return _TorchRestoring(source, self.optimizer, self._called, is_here=self._is_here, local=self._local())
 
 
 class _TorchRestoring(ByParameterRestoring):
     def take(self) -> None:
         """Give the optimizer what was read, and nothing else."""
-        local: torch.optim.Optimizer = self.optimizer.optim  # type: ignore[attr-defined]  # torch's class has it
-        local.state.clear()
+        self.local.state.clear()
         super().take()
 
 
@@ -210,7 +210,7 @@ class WorkersRestoring(Restoring):
 
     def read(self) -> None:
         """Let each worker read the state of its parameters into memory of its own."""
-        self.optimizer.call(_read, self.source.path, self.order, self.source.tag, self.source.listed)
+        self.optimizer.call(_read, self.source.path, self.order, self.groups, self.source.tag, self.source.listed)
 
     def take(self) -> None:
         """Let each worker take what it has read, and take the hyperparameters here."""
@@ -219,9 +219,21 @@ class WorkersRestoring(Restoring):
             group.update(its)
 
 
-def _read(local: LocalOptimizer, path: str, order: Names, tag: str | None, listed: Sequence[str] | None) -> None:
+def _read(
+    local: LocalOptimizer,
+    path: str,
+    order: Names,
+    groups: list[Group],
+    tag: str | None,
+    listed: Sequence[str] | None,
+) -> None:
     """Read the state of a worker's parameters, which `_take` takes when all workers have read theirs."""
     checkpoint = open_for(path, (), order, tag=tag, names=listed)
+    settings = {
+        name: {**ours, **its}
+        for names, ours, its in zip(order, local.optimizer.param_groups, groups, strict=True)
+        for name in names
+    }
     state: dict[int, dict[str, Any]] = {}
     for (number, parameter), name in zip(local.by_number().items(), local.names(), strict=True):
         if name not in checkpoint.parameters:
@@ -229,9 +241,11 @@ def _read(local: LocalOptimizer, path: str, order: Names, tag: str | None, liste
         owner = checkpoint.owner(name)
         if owner.shape != tuple(parameter.shape):
             raise UsageError(f"{name} has another shape", path=path, expected=tuple(parameter.shape), found=owner.shape)
+        found = parameter_values(checkpoint, owner)
+        check_keys(local.optimizer, settings[name], name, parameter.dim(), found, path=path)
         values = {
             key: checkpoint.read(owner.name, key) if isinstance(value, Slot) else as_torch(value)
-            for key, value in parameter_values(checkpoint, owner).items()
+            for key, value in found.items()
         }
         if values:
             state[number] = values

@@ -1,0 +1,235 @@
+"""Which state the classes of torch.optim make, and whether an optimizer goes on with what a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZeroRedundancyOptimizer
+
+import zckpt
+from tests.gloo import run
+from zckpt.errors import UsageError
+from zckpt.optim import ZeroOptimizer, ZeroRedundancyOptimizer
+from zckpt.optim.states.expected import WANTED, wanted
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "Adam": [{}, {"amsgrad": True}],
+    "AdamW": [{}, {"amsgrad": True}],
+    "RMSprop": [{}, {"momentum": 0.9}, {"centered": True, "momentum": 0.9}],
+    "SGD": [{}, {"momentum": 0.9}],
+}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in WANTED if hasattr(torch.optim, name)))
+def test_the_keys_are_those_that_a_step_makes(name: str) -> None:
+    for settings in SETTINGS.get(name, [{}]):
+        for shape in ((3, 2), (3,))[: 1 if name == "Muon" else 2]:
+            parameter = nn.Parameter(torch.ones(shape))
+            optimizer = getattr(torch.optim, name)([parameter], lr=0.1, **settings)
+            ones = torch.ones(shape)
+            parameter.grad = ones.to_sparse() if name == "SparseAdam" else ones
+            optimizer.step()
+            its = wanted(optimizer, optimizer.param_groups[0], len(shape))
+            assert its is not None
+            made = {key for key, value in optimizer.state[parameter].items() if value is not None}
+            assert its.required <= made <= its.required | its.optional, (name, settings, shape)
+
+
+def test_every_class_of_torch_is_known_but_for_the_one_that_is_not_saved() -> None:
+    classes = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
+    assert {name for name in classes if hasattr(getattr(torch.optim, name), "step")} - set(WANTED) == {
+        "LBFGS",
+        "Optimizer",
+    }
+
+
+class Own(torch.optim.AdamW):
+    """A class with a step of its own, and state of AdamW."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise NotImplementedError
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def stepped(model: nn.Module, optimizer: Any) -> None:
+    loss = model(torch.ones(2, 5)).square().sum()
+    optimizer.backward(loss) if isinstance(optimizer, ZeroOptimizer) else loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saved(path: Path, make: Callable[..., Any], **settings: Any) -> None:
+    model = net()
+    optimizer = make(model.named_parameters(), lr=0.1, **settings)
+    stepped(model, optimizer)
+    zckpt.save(path, model=model, optimizer=optimizer, step=1)
+
+
+def frozen_copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def everything(model: nn.Module, optimizer: Any) -> list[Any]:
+    local = getattr(optimizer, "optim", optimizer)
+    state = [one for its in local.state.values() for pair in its.items() for one in pair]
+    settings = [
+        one for group in optimizer.param_groups for pair in group.items() for one in pair if pair[0] != "params"
+    ]
+    return [frozen_copy(one) for one in [*model.parameters(), *state, *settings]]
+
+
+def same(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def assert_refused(path: Path, model: nn.Module, optimizer: Any, match: str) -> None:
+    before = everything(model, optimizer)
+    with pytest.raises(UsageError, match=match) as told:
+        zckpt.load(path, model=model, optimizer=optimizer)
+    assert "\n" not in str(told.value)
+    after = everything(model, optimizer)
+    assert len(before) == len(after)
+    assert all(map(same, before, after))
+
+
+SGD = (torch.optim.SGD, {"momentum": 0.9})
+ADAMW = (torch.optim.AdamW, {})
+REFUSED: list[tuple[Any, Any, str]] = [
+    (
+        SGD,
+        ADAMW,
+        "0.weight is not one that AdamW goes on with: expected exp_avg, exp_avg_sq, step, found momentum_buffer",
+    ),
+    (ADAMW, SGD, "SGD goes on with: expected momentum_buffer, found"),
+    (ADAMW, (torch.optim.RMSprop, {}), "expected square_avg, step, found"),
+    (ADAMW, (torch.optim.NAdam, {}), "expected exp_avg, exp_avg_sq, mu_product, step, found"),
+    (SGD, (Own, {}), "Own goes on with: expected its load_state_dict raises KeyError: 'step', found momentum_buffer"),
+]
+
+
+@pytest.mark.parametrize("stepped_before", [False, True])
+@pytest.mark.parametrize("case", range(len(REFUSED)))
+def test_state_of_another_optimizer_is_refused_and_nothing_changed(
+    case: int, stepped_before: bool, tmp_path: Path
+) -> None:
+    (source, its), (target, ours), match = REFUSED[case]
+    saved(tmp_path / "c", source, **its)
+    model = net(seed=1)
+    optimizer = target(model.named_parameters(), lr=0.5, **ours)
+    if stepped_before and target is not Own:
+        stepped(model, optimizer)
+    assert_refused(tmp_path / "c", model, optimizer, match)
+
+
+def test_slots_that_some_parameters_lack_are_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    stepped(model, optimizer)
+    del optimizer.state[model[1].bias]["exp_avg_sq"]
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    other = net(seed=1)
+    match = r"1\.bias is not one that AdamW goes on with.*found step, exp_avg"
+    assert_refused(tmp_path / "c", other, torch.optim.AdamW(other.named_parameters()), match)
+
+
+def test_amsgrad_without_its_slot_is_refused_and_with_it_is_the_checkpoints(tmp_path: Path) -> None:
+    saved(tmp_path / "with", torch.optim.AdamW, amsgrad=True)
+    model = net(seed=1)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    zckpt.load(tmp_path / "with", model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["amsgrad"]
+    assert "max_exp_avg_sq" in optimizer.state[model[0].weight]
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    stepped(model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = True  # from now on, which torch does not take either
+    zckpt.save(tmp_path / "without", model=model, optimizer=optimizer)
+    other = net(seed=1)
+    match = "expected exp_avg, exp_avg_sq, max_exp_avg_sq, step, found"
+    assert_refused(tmp_path / "without", other, torch.optim.AdamW(other.named_parameters()), match)
+
+
+def test_adam_becomes_adamw_and_goes_on(tmp_path: Path) -> None:
+    saved(tmp_path / "c", torch.optim.Adam)
+    model = net(seed=1)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    assert zckpt.load(tmp_path / "c", model=model, optimizer=optimizer).notes == []
+    stepped(model, optimizer)
+    assert optimizer.state[model[0].weight]["step"] == 2
+
+
+def test_a_checkpoint_without_state_says_that_the_optimizer_makes_it(tmp_path: Path) -> None:
+    saved(tmp_path / "c", torch.optim.SGD)
+    model = net(seed=1)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    notes = zckpt.load(tmp_path / "c", model=model, optimizer=optimizer).notes
+    assert notes == ["no state of 0.weight, 0.bias, 1.weight, 1.bias: AdamW makes it in its next step"]
+    stepped(model, optimizer)
+    assert optimizer.state[model[0].weight]["step"] == 1
+
+
+class Counting(torch.optim.Optimizer):
+    """A foreign optimizer with integers for each element, and a class that loads as torch does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["codes"] = torch.arange(parameter.numel(), dtype=torch.uint8).view(parameter.shape) + 200
+                state["flags"] = parameter.detach() > 0
+                state["scale"] = torch.rand(parameter.shape)
+
+
+def test_integers_of_an_optimizer_keep_their_type(tmp_path: Path) -> None:
+    model = net()
+    optimizer = Counting(model.named_parameters())
+    stepped(model, optimizer)
+    zckpt.save(tmp_path / "c", model=model, optimizer=optimizer)
+    other = net(seed=1)
+    its = Counting(other.named_parameters())
+    zckpt.load(tmp_path / "c", model=other, optimizer=its)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for key, value in optimizer.state[one].items():
+            assert its.state[two][key].dtype == value.dtype
+            assert torch.equal(its.state[two][key], value)
+
+
+def on_ranks(rank: int, world_size: int, folder: Path) -> None:
+    for name, make in {
+        "zero": lambda named: ZeroOptimizer(named, torch.optim.AdamW, lr=0.5, stage=2),
+        "redundancy": lambda named: ZeroRedundancyOptimizer(named, torch.optim.AdamW, lr=0.5),
+        "torch": lambda named: TorchZeroRedundancyOptimizer([p for _, p in named], torch.optim.AdamW, lr=0.5),
+        "own": lambda named: ZeroRedundancyOptimizer(named, Own, lr=0.5),
+        "fsdp": lambda named: torch.optim.AdamW(named, lr=0.5),
+    }.items():
+        model: nn.Module = net(seed=1)
+        if name == "fsdp":
+            fully_shard(model)
+        optimizer = make(list(model.named_parameters()))
+        before = [frozen_copy(p.full_tensor() if name == "fsdp" else p) for p in model.parameters()]
+        with pytest.raises(UsageError, match="momentum_buffer"):
+            zckpt.load(folder / "c", model=model, optimizer=optimizer)
+        dist.barrier()
+        after = [frozen_copy(p.full_tensor() if name == "fsdp" else p) for p in model.parameters()]
+        assert all(map(torch.equal, before, after)), name
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert not getattr(optimizer, "optim", optimizer).state
+
+
+def test_ranks_refuse_it_together(tmp_path: Path) -> None:
+    saved(tmp_path / "c", torch.optim.SGD, momentum=0.9)
+    run(on_ranks, 2, tmp_path)

@@ -1,0 +1,23 @@
+"""The file `latest` of a run: it holds the name of the directory, next to it, that is to be resumed from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zckpt.storage.files import is_file, read_head
+
+LATEST = "latest"
+
+LATEST_NBYTES = 4096
+"""It holds one directory name; a longer file is something else."""
+
+
+def latest_name(source: Path) -> str | None:
+    """Return what a run's `latest` holds; None if there is no such file."""
+    latest = source / LATEST
+    return read_head(str(latest), LATEST_NBYTES).decode("utf-8", "replace").strip() if is_file(latest) else None
+
+
+def is_name(name: str) -> bool:
+    """Tell whether a name can be that of a directory directly in another."""
+    return name not in ("", ".", "..") and "\0" not in name and Path(name).name == name

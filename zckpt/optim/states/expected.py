@@ -1,0 +1,208 @@
+"""Which state an optimizer's step wants, and whether what a checkpoint has is that: known before anything is changed.
+
+A class of `torch.optim` makes its state in the first step, and later ones take for granted that it is there: one with
+other keys breaks there, or in `load_state_dict`, when weights have been loaded. Of the classes in `WANTED` the keys are
+known. Any other class, whose `load_state_dict` is torch's, takes the state first in a copy of its object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zckpt.errors import UsageError, listed
+from zckpt.formats.torch_files.tensors import holds_tensors
+from zckpt.optim.param_groups import Group, hyperparameters
+
+STEP = "step"
+"""Which torch casts by rules of its own."""
+
+HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The keys of the state of one parameter: those without which no step can go on, and those that it makes itself."""
+
+    required: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+
+
+def _always(*keys: str) -> Callable[[Group, int], Wanted]:
+    return lambda _group, _dim: Wanted(frozenset(keys))
+
+
+def _adam(group: Group, _dim: int) -> Wanted:
+    more = ("max_exp_avg_sq",) if group.get("amsgrad") else ()
+    return Wanted(frozenset({"step", "exp_avg", "exp_avg_sq", *more}))
+
+
+def _rmsprop(group: Group, _dim: int) -> Wanted:
+    more = {"momentum": "momentum_buffer", "centered": "grad_avg"}
+    return Wanted(frozenset({"step", "square_avg", *(key for setting, key in more.items() if group.get(setting))}))
+
+
+def _adafactor(_group: Group, dim: int) -> Wanted:
+    return Wanted(frozenset({"step", *(("row_var", "col_var") if dim > 1 else ("variance",))}))
+
+
+def _momentum(_group: Group, _dim: int) -> Wanted:
+    return Wanted(optional=frozenset({"momentum_buffer"}))
+
+
+WANTED: dict[str, Callable[[Group, int], Wanted]] = {
+    "Adam": _adam,
+    "AdamW": _adam,
+    "Adadelta": _always("step", "square_avg", "acc_delta"),
+    "Adafactor": _adafactor,
+    "Adagrad": _always("step", "sum"),
+    "Adamax": _always("step", "exp_avg", "exp_inf"),
+    "ASGD": _always("step", "eta", "mu", "ax"),
+    "Muon": _momentum,
+    "NAdam": _always("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": _always("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": _rmsprop,
+    "Rprop": _always("step", "prev", "step_size"),
+    "SGD": _momentum,
+    "SparseAdam": _always("step", "exp_avg", "exp_avg_sq"),
+}
+"""By the class of `torch.optim` whose step it is: what a param group's settings, and a tensor's dimensions, make of it.
+
+torch 2.5 to 2.13; a test holds it against the classes.
+"""
+
+
+def wanted(optimizer: Optimizer, group: Group, dim: int) -> Wanted | None:
+    """Return the keys that an optimizer's step wants; None of a class that is not known.
+
+    Parameters
+    ----------
+    group : dict
+        The settings that it will have.
+    dim : int
+        The number of the parameter's dimensions.
+    """
+    step = inspect.unwrap(type(optimizer).step)  # torch wraps it to profile it
+    if not step.__module__.startswith("torch.optim."):
+        return None
+    rule = WANTED.get(step.__qualname__.partition(".")[0])
+    return None if rule is None else rule(group, dim)
+
+
+def check_keys(
+    optimizer: Optimizer, group: Group, name: str, dim: int, values: Mapping[str, object], *, path: str
+) -> None:
+    """Raise UsageError if an optimizer cannot go on with the state that a checkpoint has of a parameter.
+
+    Parameters
+    ----------
+    name : str
+    dim : int
+        As for `wanted`.
+    values : mapping
+        By key. No state at all is none that is wrong: the optimizer makes it in the next step. What is quantised is
+        refused by who makes room for it.
+    """
+    found = [key for key, value in values.items() if value is not None]
+    its = wanted(optimizer, group, dim)
+    if its is None or not found or any(map(holds_tensors, values.values())):
+        return
+    usable = its.required | its.optional
+    if its.required <= set(found) and not usable.isdisjoint(found):
+        return
+    raise _another(optimizer, name, found, path, expected=listed(sorted(usable)))
+
+
+def _another(
+    optimizer: Optimizer, name: str, found: Collection[str], path: str, *, expected: str | None = None
+) -> UsageError:
+    return UsageError(
+        f"the state of {name} is not one that {type(optimizer).__name__} goes on with",
+        path=path,
+        expected=expected,
+        found=listed(list(found)),
+        advice="give the optimizer that was saved, or load the model alone",
+    )
+
+
+def makes_state(optimizer: Optimizer, group: Group, dim: int) -> bool:
+    """Tell whether an optimizer that goes on without state of a parameter may do other than one that had it."""
+    its = wanted(optimizer, group, dim)
+    return its is None or bool(its.required)
+
+
+def begins_anew(optimizer: Optimizer, names: Sequence[str]) -> str:
+    """Return the note about parameters of which a checkpoint has no state."""
+    return f"no state of {listed(names)}: {type(optimizer).__name__} makes it in its next step"
+
+
+def rehearse(
+    optimizer: Optimizer,
+    state: Mapping[torch.Tensor, Mapping[str, Any]],
+    settings: Sequence[Group],
+    called: Sequence[str],
+    path: str,
+) -> None:
+    """Raise UsageError if an optimizer's `load_state_dict` fails; it is called on a copy without state of its own.
+
+    A class with a `load_state_dict` of its own, which may change what the copy shares with it, is not asked.
+
+    Parameters
+    ----------
+    state : mapping
+        By parameter, with tensors.
+    settings : sequence of dict
+        Each param group's hyperparameters.
+    called : sequence of str
+        What `state` is of, for a message.
+    """
+    cls = type(optimizer)
+    if not state or cls.load_state_dict is not Optimizer.load_state_dict or wanted(optimizer, {}, 1) is not None:
+        return
+    numbered = list(enumerate(one for group in optimizer.param_groups for one in group["params"]))
+    numbers = {one: number for number, one in numbered}
+    groups = [
+        {**group, **its, "params": [numbers[one] for one in group["params"]]}
+        for group, its in zip(optimizer.param_groups, map(hyperparameters, settings), strict=True)
+    ]
+    copy = object.__new__(cls)
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.update({hook: {} for hook in HOOKS})
+    copy.state = defaultdict(dict)
+    copy.param_groups = [dict(group) for group in optimizer.param_groups]
+    given = {numbers[one]: dict(its) for one, its in state.items() if one in numbers}
+    try:
+        copy.load_state_dict({"state": given, "param_groups": groups})
+    except Exception as error:
+        keys = list(dict.fromkeys(key for its in given.values() for key in its))
+        why = f"its load_state_dict raises {type(error).__name__}: {error}"
+        raise _another(optimizer, called[0], keys, path, expected=why) from error
+
+
+def keep_types(optimizer: Optimizer, given: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+    """Give back what `load_state_dict` has made of values that are no floating-point numbers: they stay as they were.
+
+    torch casts all tensors to the parameter's type, integers too, and whatever can be iterated over: of a text it makes
+    the name of a generator.
+
+    Parameters
+    ----------
+    given : mapping
+        What the optimizer was given, by parameter.
+    """
+    for parameter, its in given.items():
+        loaded = optimizer.state.get(parameter, {})
+        for key, value in its.items():
+            now = loaded.get(key)
+            if isinstance(value, str) and key in loaded:
+                loaded[key] = value
+            elif isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and key != STEP:
+                is_number = value.is_floating_point() or value.is_complex()
+                if not is_number and now.dtype != value.dtype:
+                    loaded[key] = value.to(now.device)
