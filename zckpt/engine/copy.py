@@ -24,6 +24,7 @@ from zckpt.engine.targets import Hole
 from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import Sources
 
 LARGE_NBYTES = 1 << 16
@@ -92,9 +93,12 @@ def pieces(one: Fill, most: int, most_bytewise: int) -> Iterator[Piece]:
     if isinstance(hole.slot, Computed):
         yield from _computed(one, hole.slot, most)
         return
+    if len(one.copies) == 1 and hole.nbytes <= most_bytewise and one.copies[0].is_bytewise:
+        yield Piece(hole.offset, hole.nbytes, one.copies)
+        return
     if all(_is_dense(copy) or _dense_nbytes(copy) >= LARGE_NBYTES for copy in one.copies):
         for copy in (part for whole in one.copies for part in _dense(whole)):
-            for cut in _cut(copy, most_bytewise if copy.is_bytewise else most):
+            for cut in _cut_bytes(copy, most_bytewise) if copy.is_bytewise else _cut(copy, most):
                 yield Piece(cut.offset, cut.nbytes, (cut,))
         return
     origin = hole.offset - hole.extent.start * itemsize(hole.dtype)
@@ -175,6 +179,17 @@ def _cut(copy: Copy, most: int) -> Iterator[Copy]:
         yield _rows(copy, first, min(step, copy.shape[0] - first))
 
 
+def _cut_bytes(copy: Copy, most: int) -> Iterator[Copy]:
+    """Cut a copy that is moved as it is where blocks of the target begin, so that no block is in two pieces."""
+    size = itemsize(copy.target_dtype)
+    first = (most - copy.offset % BLOCK_NBYTES) // size
+    if copy.nbytes <= most or first < 1:
+        yield from _cut(copy, most)
+        return
+    yield _rows(copy, 0, first)
+    yield from _cut(_rows(copy, first, copy.shape[0] - first), most)
+
+
 def _window(copy: Copy, low: int, high: int) -> Iterator[Copy]:
     """Yield copies that move what of a copy lies in bytes [low, high) of the target: of a row it may be a part."""
     step = copy.strides[0]
@@ -237,7 +252,20 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    arrays = [_gather(copy, source, sources) for source in copy.sources]
+    return _converted([_gather(copy, source, sources) for source in copy.sources], copy)
+
+
+def converted(data: memoryview, copy: Copy) -> memoryview:
+    """Return the bytes of elements of a copy that were read end to end, as the target has them."""
+    return (
+        np.ascontiguousarray(_converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy))
+        .view(np.uint8)
+        .data
+    )
+
+
+def _converted(arrays: list[Array], copy: Copy) -> Array:
+    """Return what the elements of each source of a copy become: in order, resolved, averaged, cast."""
     if copy.byteorder == "big":
         arrays = [swapped(array, copy.source_dtype) for array in arrays]
     if copy.unresolved:

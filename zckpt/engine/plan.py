@@ -85,16 +85,27 @@ class Copy:
         return self.numel * itemsize(self.target_dtype)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether both sides lie end to end, and each element becomes the same number of a wider type."""
-        size = itemsize(self.source_dtype)
+    def source_nbytes(self) -> int:
+        """Number of bytes that its elements are in each source."""
+        return self.numel * itemsize(self.source_dtype)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the elements lie end to end on both sides, and come from one file."""
         return (
             len(self.sources) == 1
+            and self.strides == (itemsize(self.target_dtype),)
+            and self.sources[0].strides == (itemsize(self.source_dtype),)
+            and self.sources[0].path != ZEROS
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both sides lie end to end, and each element becomes the same number of a wider type."""
+        return (
+            self.is_linear
             and not self.unresolved
             and self.byteorder == "little"
-            and self.strides == (itemsize(self.target_dtype),)
-            and self.sources[0].strides == (size,)
-            and self.sources[0].path != ZEROS
             and (self.source_dtype, self.target_dtype) in WIDENED
         )
 

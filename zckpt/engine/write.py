@@ -10,22 +10,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums, seen_of
-from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums
+from zckpt.engine.copy import Piece, pieces
 from zckpt.engine.identity import key_of, names_of, whole
+from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
-from zckpt.engine.plan import Copy, FilePlan, Plan
+from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import SourceError, TargetError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
-from zckpt.storage.files import Sources, read_into
+from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
 
 BUFFER_NBYTES = 1 << 19
@@ -42,7 +42,8 @@ BUFFERS_PER_WORKER = 4
 class Batch:
     """Pieces of one file that one worker writes in order, and the size of its buffer.
 
-    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`.
+    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
+    `recorded`, all that is not cloned.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Batch:
     checksummed: bool
     buffer_nbytes: int
     watched: frozenset[str] = frozenset()
+    recorded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +114,11 @@ def write(
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
-            cut = partial(_batches, most=most, large=large, checks=checks, summed=journal is not None)
-            batches = ((one.file.name, batch) for path, one in files for batch in cut(path, one))
+            batches = (
+                (one.file.name, replace(batch, recorded=True) if journal is not None else batch)
+                for path, one in files
+                for batch in _batches(path, one, most, large, checks)
+            )
             recording = _Recording(journal, plan.sources)
             for task, done in workers.run(recording.worker(here=workers.are_here), map(recording.task, batches)):
                 recording.note(task, done)
@@ -258,8 +263,8 @@ def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int,
     return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
 
 
-def _batches(path: Path, one: FilePlan, *, most: int, large: int, checks: Checks, summed: bool) -> Iterator[Batch]:
-    checksummed, buffer = summed or bool(one.file.checksums), min(most, BUFFER_NBYTES)
+def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
+    checksummed, buffer = bool(one.file.checksums), min(most, BUFFER_NBYTES)
     for literal in one.file.literals:
         data = memoryview(literal.data)
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
@@ -267,8 +272,8 @@ def _batches(path: Path, one: FilePlan, *, most: int, large: int, checks: Checks
             yield Batch(str(path), (block,), checksummed, buffer)
     found = (piece for fill in one.fills for piece in checks.cut(pieces(fill, most, BATCH_NBYTES)))
     for batch in batched(found, lambda piece: piece.nbytes):
-        watched = checks.watched.intersection(s.path for piece in batch for copy in piece.copies for s in copy.sources)
-        yield Batch(str(path), batch, checksummed, buffer, watched)
+        read = (s.path for piece in batch for copy in piece.copies for s in copy.sources) if checks.watched else ()
+        yield Batch(str(path), batch, checksummed, buffer, checks.watched.intersection(read))
     for pack in one.file.packs:
         for packed in batched(pack.pieces(), lambda piece: piece.nbytes):
             watched = checks.watched.intersection(pack.paths(packed[0].low, packed[-1].high))
@@ -278,67 +283,13 @@ def _batches(path: Path, one: FilePlan, *, most: int, large: int, checks: Checks
 def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
     target = os.open(batch.path, os.O_WRONLY)
-    buffer = bytearray(batch.buffer_nbytes)
+    buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
         with WatchedSources(batch.watched) as sources:
-            seen = [_write_piece(piece, target, sources, batch, buffer) for piece in batch.pieces]
-        first = seen[0].offset
-        start_writeback(target, first, seen[-1].offset + seen[-1].nbytes - first)
+            sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
+            seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, **sums)
+        first = min(one.offset for one in seen)
+        start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
     finally:
         os.close(target)
-
-
-def _write_piece(
-    piece: Piece | PackPiece | Literal, target: int, sources: WatchedSources, batch: Batch, buffer: bytearray
-) -> Seen:
-    if isinstance(piece, Literal):
-        crc = _write_memory(piece, target, len(buffer), checksummed=batch.checksummed)
-        return Seen(batch.path, piece.offset, len(piece.data), crc)
-    if isinstance(piece, PackPiece):
-        packed = piece.read(sources)
-        _write_all(target, packed, piece.offset)
-        return Seen(batch.path, piece.offset, piece.nbytes, crc32(packed) if batch.checksummed else None)
-    if piece.is_bytewise:
-        watched = piece.copies[0].sources[0].path in batch.watched
-        crc = _copy_bytes(piece.copies[0], target, sources, buffer, checksummed=batch.checksummed or watched)
-        if watched and crc is not None:
-            sources.seen.append(seen_of(piece, crc))
-        return Seen(batch.path, piece.offset, piece.nbytes, crc)
-    data = elements(piece, sources)
-    _write_all(target, data, piece.offset)
-    return Seen(batch.path, piece.offset, piece.nbytes, crc32(data) if batch.checksummed else None)
-
-
-def _copy_bytes(
-    copy: Copy, target: int, sources: WatchedSources, buffer: bytearray, *, checksummed: bool
-) -> int | None:
-    """Copy contiguous bytes through a buffer; return their CRC-32 where it is asked for."""
-    source = copy.sources[0]
-    descriptor = sources.descriptor(source.path)
-    crc = 0
-    for at in range(0, copy.nbytes, len(buffer)):
-        view = memoryview(buffer)[: min(len(buffer), copy.nbytes - at)]
-        read_into(descriptor, source.offset + at, view, path=source.path)
-        if checksummed:
-            crc = crc32(view, crc)
-        _write_all(target, view, copy.offset + at)
-    return crc if checksummed else None
-
-
-def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> int | None:
-    """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
-    data = memoryview(literal.data)
-    crc = 0
-    for at in range(0, len(data), step):
-        view = data[at : at + step]
-        if checksummed:
-            crc = crc32(view, crc)
-        _write_all(target, view, literal.offset + at)
-    return crc if checksummed else None
-
-
-def _write_all(target: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(target, data[done:], offset + done)

@@ -20,6 +20,7 @@ from struct import Struct, pack
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, UnsupportedError
+from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import FileRange
 
 END = Struct("<4s4H2LH")
@@ -287,11 +288,15 @@ def locate(source: FileRange, entries: list[Entry], directory: int) -> list[int]
 
 @dataclass(frozen=True, slots=True)
 class NewRecord:
-    """A record to write, its name with the archive's root: its bytes, or for tensor data only their number."""
+    """A record to write, its name with the archive's root: its bytes, or for tensor data only their number.
+
+    Its data begins at a multiple of `ALIGNMENT`, or at `start` modulo a block of the file system.
+    """
 
     name: str
     data: bytes | None
     nbytes: int
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +348,7 @@ def _local_header(record: NewRecord, at: int) -> bytes:
     large = record.nbytes >= MAX_32
     sizes = pack("<HHQQ", ZIP64, 16, record.nbytes, record.nbytes) if large else b""
     bare = at + LOCAL.size + len(name) + len(sizes)
-    fill = -(bare + 4) % ALIGNMENT
+    fill = -(bare + 4) % ALIGNMENT if record.start is None else (record.start - bare - 4) % BLOCK_NBYTES
     extra = sizes + pack("<HH", PADDING, fill) + b"Z" * fill
     size = MAX_32 if large else record.nbytes
     fixed = LOCAL.pack(b"PK\3\4", VERSION, UTF8, 0, 0, DATE, _crc(record), size, size, len(name), len(extra))

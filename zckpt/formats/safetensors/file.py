@@ -15,7 +15,8 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from zckpt.errors import DamagedFileError, UnsupportedError
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import DTYPES, FROM_SAFETENSORS, is_floating, itemsize
 from zckpt.state.inventory import IMPLIED, Claim, Rule
+from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.storage.files import collector_paused, is_file, opened, read_at, read_whole
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -100,12 +102,18 @@ def lay_out(name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | N
     UnsupportedError
         An element type that the format has no code for.
     """
-    header = header_of([(entry.name, entry.dtype, entry.slot.shape) for entry in entries], metadata)
-    file = TargetFile(name, len(header), [Literal(0, header)])
-    for entry in entries:
-        file.holes.append(Hole(file.nbytes, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype))
-        file.nbytes += entry.nbytes
-    return file
+    from zckpt.engine.congruence import residue
+
+    starts = accumulate((entry.nbytes for entry in entries), initial=0)
+    holes = [
+        Hole(start, entry.label, entry.slot, Extent.whole(entry.slot.shape), entry.dtype)
+        for start, entry in zip(starts, entries, strict=False)
+    ]
+    tensors = [(entry.name, entry.dtype, entry.slot.shape) for entry in entries]
+    header = header_of(tensors, metadata, start=residue(holes, ALIGNMENT))
+    nbytes = sum(entry.nbytes for entry in entries)
+    holes = [replace(hole, offset=len(header) + hole.offset) for hole in holes]
+    return TargetFile(name, len(header) + nbytes, [Literal(0, header)], holes)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -135,8 +143,15 @@ def check_names(names: Sequence[str]) -> None:
         seen.add(name)
 
 
-def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
+def header_of(
+    tensors: Sequence[tuple[str, str, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    start: int | None = None,
+) -> bytes:
     """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
+
+    It is padded with spaces, so that the tensors begin at a multiple of `ALIGNMENT`, or at `start` modulo a block.
 
     Raises
     ------
@@ -156,7 +171,7 @@ def header_of(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mappi
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT if start is None else (start - 8 - len(text)) % BLOCK_NBYTES)
     if len(text) > MAXIMUM_HEADER_NBYTES:
         raise UnsupportedError("too many tensors for one safetensors file", found=f"a header of {len(text)} bytes")
     return len(text).to_bytes(8, "little") + text

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zckpt.engine.boxes import row_major
+from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import LayoutError
 from zckpt.formats.torch_files.tensors import encode, slot_of_storage
@@ -200,13 +201,17 @@ def lay_out(name: str, root: object) -> TargetFile:
     pickled = dump(root, _StandIns())
     stem = _stem(name)
     identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
-    before = [
-        _record(f"{stem}/data.pkl", pickled.data),
+    data = [_data_record(f"{stem}/data/{key}", one) for key, one in enumerate(pickled.storages)]
+    # By these, a reader may be told to compute the offsets of records and not to look them up (torch 2.7).
+    alignment = [
         _record(f"{stem}/.format_version", b"1"),
         _record(f"{stem}/.storage_alignment", str(ALIGNMENT).encode()),
+    ]
+    before = [
+        _record(f"{stem}/data.pkl", pickled.data),
+        *(alignment if all(one.start is None for one in data) else ()),
         _record(f"{stem}/byteorder", b"little"),
     ]
-    data = [_data_record(f"{stem}/data/{key}", one.storage) for key, one in enumerate(pickled.storages)]
     after = [_record(f"{stem}/version", b"3\n"), _record(f"{stem}/.data/serialization_id", identity.encode())]
     layout = lay_out_archive([*before, *data, *after])
     file = TargetFile(name, layout.nbytes, [Literal(offset, data) for offset, data in layout.literals])
@@ -266,8 +271,9 @@ def _record(name: str, data: bytes) -> NewRecord:
     return NewRecord(name, data, len(data))
 
 
-def _data_record(name: str, storage: Storage) -> NewRecord:
+def _data_record(name: str, mentioned: Mentioned) -> NewRecord:
     """Return a storage's record, with its data where that is one known value."""
+    storage = mentioned.storage
     if not storage.nbytes:
         return _record(name, b"")
     if isinstance(storage, NewStorage) and len(storage.contents) == 1:
@@ -278,7 +284,13 @@ def _data_record(name: str, storage: Storage) -> NewRecord:
             and len(content.data) == storage.nbytes
         ):
             return _record(name, content.data)
-    return NewRecord(name, None, storage.nbytes)
+    size = itemsize(mentioned.dtype)
+    holes = (
+        Hole(content.start * size, content.label, content.slot, content.covered, mentioned.dtype)
+        for content in _contents(mentioned)
+        if isinstance(content, SlotContent)
+    )
+    return NewRecord(name, None, storage.nbytes, residue(holes, size))
 
 
 def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:

@@ -1,0 +1,112 @@
+"""Files that are padded so that a file system that clones has nothing to copy: still what their programs read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from zckpt.engine import congruence
+from zckpt.engine.congruence import residue
+from zckpt.engine.targets import Hole
+from zckpt.formats.safetensors.file import read_header
+from zckpt.state import WEIGHT, Checkpoint, Extent, Slot, Span
+from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, cloneable, may_clone
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def clones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(congruence, "may_clone", lambda path: True)
+
+
+def model() -> dict[str, torch.Tensor]:
+    """Tensors of which the last are too small to be padded for."""
+    torch.manual_seed(0)
+    shapes = {"a": (MIB,), "b": (700, 1001), "c": (3, MIB // 2), "d": (10,)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def cloned(source: Checkpoint, target: Checkpoint) -> dict[str, int]:
+    """Return how many bytes of each weight could be clones of the source's."""
+    found = {}
+    for name, parameter in source.parameters.items():
+        (one,), (other,) = parameter.slots[WEIGHT].spans, target.parameters[name].slots[WEIGHT].spans
+        low, high = cloneable(one.offset, other.offset, parameter.slots[WEIGHT].nbytes)
+        found[name] = high - low
+    return found
+
+
+@pytest.mark.usefixtures("clones")
+@pytest.mark.parametrize("source", ["m.safetensors", "m.pt"])
+def test_every_large_record_of_a_torch_file_can_be_a_clone(source, tmp_path):
+    tensors = model()
+    if source == "m.pt":
+        torch.save(tensors, tmp_path / source)
+    else:
+        save_file(tensors, tmp_path / source)
+    target = tmp_path / "t.pt"
+    zckpt.consolidate(tmp_path / source, target)
+    found = cloned(zckpt.open(tmp_path / source), zckpt.open(target))
+    for name in "abc":
+        assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
+    for mapped in (False, True):
+        loaded = torch.load(target, weights_only=True, mmap=mapped)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert zckpt.verify(target, deep=True).sound
+
+
+@pytest.mark.usefixtures("clones")
+def test_reader_that_computes_offsets_looks_those_of_padded_records_up(tmp_path):
+    config = pytest.importorskip("torch.utils.serialization").config
+    if not hasattr(config.load, "calculate_storage_offsets"):
+        pytest.skip("this torch computes no offsets")
+    save_file(model(), tmp_path / "s.safetensors")
+    zckpt.consolidate(tmp_path / "s.safetensors", tmp_path / "t.pt")
+    with config.patch("load.calculate_storage_offsets", True):
+        loaded = torch.load(tmp_path / "t.pt", weights_only=True, mmap=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model().items())
+
+
+@pytest.mark.usefixtures("clones")
+def test_header_of_safetensors_is_padded_for_most_of_its_bytes(tmp_path):
+    tensors = model()
+    torch.save(tensors, tmp_path / "s.pt")
+    target = tmp_path / "t.safetensors"
+    zckpt.consolidate(tmp_path / "s.pt", target)
+    found = cloned(zckpt.open(tmp_path / "s.pt"), zckpt.open(target))
+    assert max(found.values()) >= tensors["c"].nbytes - 2 * BLOCK_NBYTES
+    loaded = load_file(target)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    zckpt.consolidate(target, tmp_path / "again.safetensors")
+    found = cloned(zckpt.open(target), zckpt.open(tmp_path / "again.safetensors"))
+    assert sum(found.values()) > 0.99 * sum(t.nbytes for t in tensors.values() if t.nbytes > LEAST_NBYTES)
+
+
+def test_files_elsewhere_are_padded_as_ever(tmp_path):
+    if may_clone(str(tmp_path / "s")):
+        pytest.skip("this file system clones")
+    save_file(model(), tmp_path / "s.safetensors")
+    zckpt.consolidate(tmp_path / "s.safetensors", tmp_path / "t.safetensors")
+    slots, _, nbytes = read_header(tmp_path / "t.safetensors")
+    first = min(slot.spans[0].offset for slot in slots.values())
+    assert first + sum(slot.nbytes for slot in slots.values()) == nbytes
+    assert b"   " not in (tmp_path / "t.safetensors").read_bytes()[first - 8 : first].strip()
+    assert first < 1000
+
+
+@pytest.mark.usefixtures("clones")
+def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
+    def hole(at: int, offset: int, numel: int, dtype: str = "uint8") -> Hole:
+        span = Span(Extent.whole((numel,)), str(tmp_path / "s"), offset, "uint8")
+        return Hole(at, "w", Slot("w", "uint8", (numel,), (span,)), Extent.whole((numel,)), dtype)
+
+    assert residue([hole(0, 100, MIB)], 1) == 100
+    assert residue([hole(0, 100, MIB), hole(MIB, 200, 2 * MIB)], 1) == 200
+    assert residue([hole(8, 100, MIB)], 1) == 92
+    assert residue([hole(0, 100, MIB)], 64) is None
+    assert residue([hole(0, 100, MIB - 1)], 1) is None
+    assert residue([hole(0, 100, MIB, "float32")], 1) is None
+    assert residue([], 8) is None

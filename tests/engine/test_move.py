@@ -1,0 +1,189 @@
+"""Pieces on their way into a file: many small ones at once, long ones cloned where the file system can."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from zckpt.engine import move
+from zckpt.engine.cast import cast
+from zckpt.engine.checking import Checks, Sum
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
+from zckpt.engine.write import write
+from zckpt.errors import DamagedFileError
+from zckpt.state import Extent, Slot, Span
+from zckpt.storage.clone import BLOCK_NBYTES, LEAST_NBYTES, clone, cloneable
+from zckpt.storage.crc32 import crc32
+
+RECORD_NBYTES = 40_000
+SOURCE_NBYTES = 10 * RECORD_NBYTES
+
+
+def hole(path: Path, offset: int, numel: int, *, at: int, dtype: str, target: str, byteorder: str = "little") -> Hole:
+    span = Span(Extent.whole((numel,)), str(path), offset, dtype, None, byteorder)
+    return Hole(at, "w", Slot("w", dtype, (numel,), (span,)), Extent.whole((numel,)), target)
+
+
+def scattered(folder: Path, seed: int) -> tuple[TargetFile, bytes, list[Sum]]:
+    """Return a file of small tensors from anywhere in three, its bytes, and the checksums of the three."""
+    chosen, noise = random.Random(seed), np.random.default_rng(seed)
+    content, sums, next_one = {}, [], {}
+    for name in "abc":
+        path = folder / name
+        content[path] = noise.standard_normal(SOURCE_NBYTES // 4).astype("<f4").tobytes()
+        path.write_bytes(content[path])
+        next_one[path] = 0
+        records = ((at, content[path][at : at + RECORD_NBYTES]) for at in range(0, SOURCE_NBYTES, RECORD_NBYTES))
+        sums += [Sum("r", str(path), at, RECORD_NBYTES, crc32(data)) for at, data in records]
+    file, expected = TargetFile("t", 0), b""
+    while len(file.holes) < 700:
+        path, numel = chosen.choice([*content]), chosen.choice([1, 7, 100, 300, 900, 9_000])
+        dtype, target, order = chosen.choice([
+            ("float32", "float32", "little"), ("float32", "bfloat16", "little"), ("float32", "float32", "big"),
+            ("uint8", "uint8", "little"),
+        ])  # fmt: skip
+        nbytes = numel * np.dtype(dtype).itemsize
+        offset = next_one[path] if chosen.random() < 0.8 else 4 * chosen.randrange(SOURCE_NBYTES // 4)
+        offset += chosen.choice([0, 0, 0, 4, 64, 20_000])
+        if offset + nbytes > SOURCE_NBYTES or offset % RECORD_NBYTES + nbytes > RECORD_NBYTES:
+            next_one[path] = (offset // RECORD_NBYTES + 1) * RECORD_NBYTES % SOURCE_NBYTES
+            continue
+        next_one[path] = offset + nbytes
+        if chosen.random() < 0.2:
+            literal = bytes(chosen.randrange(1, 9))
+            file.literals.append(Literal(len(expected), literal))
+            expected += literal
+        file.holes.append(hole(path, offset, numel, at=len(expected), dtype=dtype, target=target, byteorder=order))
+        data = np.frombuffer(content[path][offset : offset + nbytes], dtype)
+        values = cast(data.byteswap() if order == "big" else data, target).tobytes()
+        start = len(expected)
+        expected += values
+        crc = crc32(values).to_bytes(4, "little")
+        file.checksums.append(Checksum(start, len(expected), (len(expected),)))
+        expected += crc
+    file.nbytes = len(expected)
+    return file, expected, sums
+
+
+@pytest.mark.parametrize("memory", [1, 1 << 20, 64 << 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_small_pieces_from_anywhere_arrive(seed, memory, tmp_path):
+    file, expected, sums = scattered(tmp_path, seed)
+    checked = write(plan([file]), [tmp_path / "t"], memory=memory, checks=Checks(sums))
+    assert (tmp_path / "t").read_bytes() == expected
+    assert checked.records > 0
+
+
+def test_small_piece_of_a_damaged_record_is_refused(tmp_path):
+    file, _, sums = scattered(tmp_path, 0)
+    data = bytearray((tmp_path / "b").read_bytes())
+    data[RECORD_NBYTES + 50] ^= 1
+    (tmp_path / "b").write_bytes(data)
+    with pytest.raises(DamagedFileError, match="not as it was written"):
+        write(plan([file]), [tmp_path / "t"], checks=Checks(sums))
+
+
+def neighbours(path: Path, count: int, numel: int, *, target: str = "float32") -> TargetFile:
+    """Return a file of tensors that lie end to end in another, and in it."""
+    data = np.random.default_rng(0).standard_normal(count * numel).astype("<f4")
+    path.write_bytes(data.tobytes())
+    size = 2 if target == "bfloat16" else 4
+    holes = [
+        hole(path, 4 * numel * i, numel, at=size * numel * i, dtype="float32", target=target) for i in range(count)
+    ]
+    return TargetFile("t", count * numel * size, [], holes)
+
+
+@pytest.mark.parametrize("target", ["float32", "bfloat16"])
+def test_neighbours_are_read_and_written_in_few_calls(target, tmp_path, monkeypatch):
+    file, calls = neighbours(tmp_path / "s", 5000, 100, target=target), {"read": 0, "write": 0}
+
+    def counted(kind, function):
+        def call(*given):
+            calls[kind] += 1
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(os, "preadv", counted("read", os.preadv))
+    monkeypatch.setattr(os, "pwritev", counted("write", os.pwritev))
+    monkeypatch.setattr(os, "pwrite", counted("write", os.pwrite))
+    write(plan([file]), [tmp_path / "t"])
+    found = np.frombuffer((tmp_path / "t").read_bytes(), f"u{2 if target == 'bfloat16' else 4}")
+    values = cast(np.frombuffer((tmp_path / "s").read_bytes(), "<f4"), target)
+    assert np.array_equal(found, values.view(found.dtype))
+    assert calls["read"] < 20
+    assert calls["write"] < 20
+
+
+def test_disk_that_takes_a_part_of_a_write_gets_the_rest(tmp_path, monkeypatch):
+    file = neighbours(tmp_path / "s", 500, 100)
+    monkeypatch.setattr(os, "pwritev", lambda target, views, offset: os.pwrite(target, b"".join(views)[:777], offset))
+    write(plan([file]), [tmp_path / "t"])
+    assert (tmp_path / "t").read_bytes() == (tmp_path / "s").read_bytes()
+
+
+# --- cloned
+
+
+@pytest.mark.parametrize("offset", [0, 4, 4096, 5000])
+@pytest.mark.parametrize("nbytes", [0, 4095, LEAST_NBYTES, LEAST_NBYTES + 4096, 10**6 + 1])
+def test_what_is_cloned_are_blocks_of_both_files(offset, nbytes):
+    for target in (offset, offset + 3 * BLOCK_NBYTES, offset + 64):
+        low, high = cloneable(offset, target, nbytes)
+        if (target - offset) % BLOCK_NBYTES:
+            assert low == high
+        if low < high:
+            assert low < BLOCK_NBYTES
+            assert nbytes - high < BLOCK_NBYTES
+            assert {(one + at) % BLOCK_NBYTES for one in (low, high) for at in (offset, target)} == {0}
+
+
+def as_if(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> tuple[int, int]:
+    """Do what a file system that clones does, as far as others can see: whole blocks arrive, unread by the process."""
+    low, high = cloneable(offset, target_offset, nbytes)
+    os.pwrite(target, os.pread(source, high - low, offset + low), target_offset + low)
+    return low, high
+
+
+@pytest.mark.parametrize("system", ["this one", "one that clones"])
+@pytest.mark.parametrize("shift", [0, 64])
+@pytest.mark.parametrize("sums", [False, True])
+def test_cloned_and_copied_bytes_are_the_same(sums, shift, system, tmp_path, monkeypatch):
+    if system == "one that clones":
+        monkeypatch.setattr(move, "clone", as_if)
+    before, nbytes = 5000, 20_000_000
+    data = bytes([7]) * before + np.random.default_rng(0).integers(0, 256, nbytes, np.uint8).tobytes()
+    (tmp_path / "s").write_bytes(data)
+    start = before % BLOCK_NBYTES + shift
+    file = TargetFile("t", start + nbytes + 4, [Literal(0, bytes(start))])
+    file.holes.append(hole(tmp_path / "s", before, nbytes, at=start, dtype="uint8", target="uint8"))
+    if sums:
+        file.checksums.append(Checksum(start, start + nbytes, (start + nbytes,)))
+    write(plan([file]), [tmp_path / "t"])
+    crc = crc32(data[before:]).to_bytes(4, "little") if sums else bytes(4)
+    assert (tmp_path / "t").read_bytes() == bytes(start) + data[before:] + crc
+
+
+def test_damage_of_what_would_be_cloned_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr(move, "clone", as_if)
+    (tmp_path / "s").write_bytes(bytes(1 << 20))
+    file = TargetFile("t", 1 << 20)
+    file.holes.append(hole(tmp_path / "s", 0, 1 << 20, at=0, dtype="uint8", target="uint8"))
+    with pytest.raises(DamagedFileError):
+        write(plan([file]), [tmp_path / "t"], checks=Checks([Sum("r", str(tmp_path / "s"), 0, 1 << 20, 1)]))
+
+
+def test_file_system_clones_or_leaves_the_target_alone(tmp_path):
+    data = os.urandom(5 * LEAST_NBYTES)
+    (tmp_path / "s").write_bytes(data)
+    (tmp_path / "t").write_bytes(bytes(len(data)))
+    with (tmp_path / "s").open("rb") as source, (tmp_path / "t").open("r+b") as target:
+        low, high = clone(source.fileno(), 100, target.fileno(), 100, len(data) - 100)
+    expected = bytes(100 + low) + data[100 + low : 100 + high]
+    assert (tmp_path / "t").read_bytes() == expected + bytes(len(data) - len(expected))

@@ -1,0 +1,264 @@
+"""The pieces of a batch into an open file: cloned, copied through a buffer, or put together in memory.
+
+    long, as they are     through a buffer that stays in the cache, or cloned where the file system can
+    small, end to end     many at once: read in the order of the source files, over small gaps, written at once
+    all others            elements are gathered, cast or computed, and written
+
+What is summed is read in any case: cloned bytes are, too, where a checksum depends on them, and are not written then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from zckpt.engine.checking import Seen, WatchedSources, seen_of
+from zckpt.engine.copy import Piece, converted, elements
+from zckpt.engine.packs import GAP_NBYTES, PackPiece
+from zckpt.engine.plan import Copy
+from zckpt.engine.targets import Literal
+from zckpt.storage.clone import clone
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.files import read_into
+
+SMALL_NBYTES = 1 << 15
+"""A piece of at most this goes together with others: a call to the system costs as much as its bytes."""
+
+VIEWS_AT_ONCE = 1 << 10
+"""Most buffers of one write (IOV_MAX of Linux)."""
+
+
+def write_pieces(
+    pieces: Iterable[Piece | PackPiece | Literal],
+    target: int,
+    sources: WatchedSources,
+    buffer: memoryview,
+    *,
+    path: str,
+    checksummed: bool,
+    recorded: bool = False,
+) -> list[Seen]:
+    """Write pieces of one file; return what was written, with its CRC-32 where that is asked for.
+
+    Parameters
+    ----------
+    pieces : iterable of Piece, PackPiece or Literal
+    target : int
+        Descriptor of the file, open for writing.
+    sources : WatchedSources
+        Note what was read of the files that they watch.
+    buffer : memoryview of bytes
+    path : str
+        The target's.
+    checksummed : bool
+        Sum all of it.
+    recorded : bool
+        Sum all of it but for what is cloned, which is not read for that.
+    """
+    seen: list[Seen] = []
+    cloned = checksummed
+    checksummed = checksummed or recorded
+    for small, some in groupby(pieces, _is_small):
+        if small:
+            for group in _groups((piece for piece in some if isinstance(piece, Piece)), len(buffer)):
+                seen += _write_small(group, target, sources, buffer, path=path, checksummed=checksummed)
+            continue
+        for piece in some:
+            crc = _write_piece(piece, target, sources, buffer, checksummed, cloned)
+            nbytes = len(piece.data) if isinstance(piece, Literal) else piece.nbytes
+            seen.append(Seen(path, piece.offset, nbytes, crc))
+    return seen
+
+
+def _is_small(piece: Piece | PackPiece | Literal) -> bool:
+    return (
+        isinstance(piece, Piece)
+        and len(piece.copies) == 1
+        and piece.nbytes <= SMALL_NBYTES
+        and piece.copies[0].is_linear
+        and piece.copies[0].source_nbytes <= SMALL_NBYTES
+        and type(piece) is Piece
+    )
+
+
+def _groups(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
+    """Yield pieces in groups that are read into a buffer of `most` bytes; one that is too large is a group."""
+    group: list[Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        size = piece.copies[0].source_nbytes
+        if group and nbytes + size > most:
+            yield group
+            group, nbytes = [], 0
+        group.append(piece)
+        nbytes += size
+    if group:
+        yield group
+
+
+def _write_small(
+    group: list[Piece], target: int, sources: WatchedSources, buffer: memoryview, *, path: str, checksummed: bool
+) -> list[Seen]:
+    """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
+    if len(group) == 1:
+        (piece,) = group
+        return [
+            Seen(
+                path, piece.offset, piece.nbytes, _write_piece(piece, target, sources, buffer, checksummed, checksummed)
+            )
+        ]
+    placed = _read_small(group, sources, buffer)
+    placed.sort(key=lambda one: one[0].offset)
+    seen: list[Seen] = []
+    views: list[memoryview] = []
+    first = end = 0
+    for some in _alike(placed):
+        (piece, at), (last, last_at) = some[0], some[-1]
+        data = buffer[at : last_at + last.copies[0].source_nbytes]
+        if not piece.is_bytewise:
+            data = converted(data, piece.copies[0])
+        if views and (piece.offset != end or len(views) == VIEWS_AT_ONCE):
+            _write_views(target, views, first)
+            views = []
+        first = first if views else piece.offset
+        end = last.offset + last.nbytes
+        views.append(data)
+        for one, _ in some:
+            start = one.offset - piece.offset
+            crc = crc32(data[start : start + one.nbytes]) if checksummed else None
+            seen.append(Seen(path, one.offset, one.nbytes, crc))
+    _write_views(target, views, first)
+    return seen
+
+
+def _read_small(group: list[Piece], sources: WatchedSources, buffer: memoryview) -> list[tuple[Piece, int]]:
+    """Read what pieces need, by file and offset, over small gaps as far as there is room; return where each is."""
+    needed = [(piece.copies[0].sources[0], piece.copies[0].source_nbytes, piece) for piece in group]
+    needed.sort(key=lambda one: (one[0].path, one[0].offset))
+    spare, at, begin = len(buffer) - sum(nbytes for _, nbytes, _ in needed), 0, 0
+    found = []
+    while begin < len(needed):
+        source, nbytes, _ = needed[begin]
+        low, high, end = source.offset, source.offset + nbytes, begin + 1
+        while end < len(needed) and needed[end][0].path == source.path:
+            gap = needed[end][0].offset - high
+            if gap > min(GAP_NBYTES, spare):
+                break
+            high, spare = max(high, needed[end][0].offset + needed[end][1]), spare - max(gap, 0)
+            end += 1
+        window = buffer[at : at + high - low]
+        read_into(sources.descriptor(source.path), low, window, path=source.path)
+        for one, nbytes, piece in needed[begin:end]:
+            start = one.offset - low
+            found.append((piece, at + start))
+            if source.path in sources.watched:
+                crc = crc32(window[start : start + nbytes])
+                sources.seen.append(Seen(source.path, one.offset, nbytes, crc))
+        at, begin = at + high - low, end
+    return found
+
+
+def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
+    """Yield together pieces that are neighbours in the buffer and in the target, and alike in their types."""
+    some: list[tuple[Piece, int]] = []
+    for piece, at in placed:
+        copy = piece.copies[0]
+        if some:
+            before, before_at = some[-1]
+            other = before.copies[0]
+            if (
+                before_at + other.source_nbytes != at
+                or before.offset + before.nbytes != piece.offset
+                or (copy.source_dtype, copy.target_dtype, copy.byteorder, copy.unresolved)
+                != (other.source_dtype, other.target_dtype, other.byteorder, other.unresolved)
+            ):
+                yield some
+                some = []
+        some.append((piece, at))
+    yield some
+
+
+def _write_piece(
+    piece: Piece | PackPiece | Literal,
+    target: int,
+    sources: WatchedSources,
+    buffer: memoryview,
+    checksummed: bool,
+    cloned: bool,
+) -> int | None:
+    """Write a piece; return its CRC-32 where it is asked for, of a piece that is cloned or of any other."""
+    if isinstance(piece, Literal):
+        return _write_memory(piece, target, len(buffer), checksummed=checksummed)
+    if isinstance(piece, Piece) and piece.is_bytewise:
+        return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
+    data = piece.read(sources) if isinstance(piece, PackPiece) else elements(piece, sources)
+    _write_all(target, data, piece.offset)
+    return crc32(data) if checksummed else None
+
+
+def _copy_bytes(
+    piece: Piece, target: int, sources: WatchedSources, buffer: memoryview, *, checksummed: bool, cloned: bool
+) -> int | None:
+    """Clone or copy contiguous bytes; return their CRC-32 where it is asked for, or the source is watched."""
+    copy = piece.copies[0]
+    source = copy.sources[0]
+    watched = source.path in sources.watched
+    low, high = clone(sources.descriptor(source.path), source.offset, target, copy.offset, copy.nbytes)
+    summed = watched or (checksummed if low == high else cloned)
+    crc = _copy_range(copy, 0, low, 0, target, sources, buffer, summed=summed)
+    if summed:
+        crc = _copy_range(copy, low, high, crc, None, sources, buffer, summed=True)
+    crc = _copy_range(copy, high, copy.nbytes, crc, target, sources, buffer, summed=summed)
+    if watched:
+        sources.seen.append(seen_of(piece, crc))
+    return crc if summed else None
+
+
+def _copy_range(
+    copy: Copy,
+    start: int,
+    end: int,
+    crc: int,
+    target: int | None,
+    sources: WatchedSources,
+    buffer: memoryview,
+    *,
+    summed: bool,
+) -> int:
+    """Read bytes [start, end) of a copy, and write them unless there is no target; return the CRC-32 carried on."""
+    source = copy.sources[0]
+    descriptor = sources.descriptor(source.path)
+    for at in range(start, end, len(buffer)):
+        view = buffer[: min(len(buffer), end - at)]
+        read_into(descriptor, source.offset + at, view, path=source.path)
+        if summed:
+            crc = crc32(view, crc)
+        if target is not None:
+            _write_all(target, view, copy.offset + at)
+    return crc
+
+
+def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> int | None:
+    """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
+    data = memoryview(literal.data)
+    crc = 0
+    for at in range(0, len(data), step):
+        view = data[at : at + step]
+        if checksummed:
+            crc = crc32(view, crc)
+        _write_all(target, view, literal.offset + at)
+    return crc if checksummed else None
+
+
+def _write_views(target: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write buffers end to end."""
+    done = os.pwritev(target, views, offset)
+    if done < sum(map(len, views)):  # a signal came, or the disk is full, which the next call says
+        _write_all(target, memoryview(b"".join(views))[done:], offset + done)
+
+
+def _write_all(target: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(target, data[done:], offset + done)
