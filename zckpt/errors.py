@@ -22,7 +22,8 @@ as one line: file, what was expected, what was found, what to do.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from signal import SIGINT
 
@@ -50,6 +51,31 @@ def shortened(text: str, width: int) -> str:
     """Return a text cut in its middle to a width: its beginning and its end tell most."""
     half = max(width - 3, 2) // 2
     return text if len(text) <= width else f"{text[:half]}...{text[-(max(width - 3, 2) - half) :]}"
+
+
+_AS_URLS: list[Callable[[str], str]] = []
+_BASES: set[str] = set()
+
+
+def show_as_urls(base: str) -> None:
+    """Let `shown` know of a directory in which BASE/NUMBER/SCHEME/REST stands for SCHEME://REST."""
+    if base in _BASES:
+        return
+    _BASES.add(base)
+    pattern = re.compile(re.escape(base) + r"/\d+/([a-z][a-z0-9+.\-]*)(?:/|(?![a-z0-9+.\-]))")
+    _AS_URLS.append(lambda text: pattern.sub(r"\1://", text) if base in text else text)
+
+
+def shown(text: str) -> str:
+    """Return a text in which paths that stand for URLs are these URLs."""
+    for as_urls in _AS_URLS:
+        text = as_urls(text)
+    return text
+
+
+def stands_for_urls() -> bool:
+    """Tell whether there are paths that stand for URLs."""
+    return bool(_AS_URLS)
 
 
 def require_torch(what: str) -> None:
@@ -116,16 +142,16 @@ class ZckptError(Exception):
         self.parameters = tuple(parameters)
 
     def __str__(self) -> str:
-        text = shortened(self.message, SHOWN_CHARACTERS)
+        text = shortened(shown(self.message), SHOWN_CHARACTERS)
         if self.path is not None:
-            text = f"{shortened(self.path, SHOWN_PATH)}: {text}"
+            text = f"{shortened(shown(self.path), SHOWN_PATH)}: {text}"
         if self.expected is not None:
-            text += f": expected {shortened(str(self.expected), SHOWN_CHARACTERS)}"
+            text += f": expected {shortened(shown(str(self.expected)), SHOWN_CHARACTERS)}"
         if self.found is not None:
-            found = shortened(str(self.found), SHOWN_CHARACTERS)
+            found = shortened(shown(str(self.found)), SHOWN_CHARACTERS)
             text += f"{',' if self.expected is not None else ':'} found {found}"
         if self.advice is not None:
-            text += f"; {shortened(self.advice, SHOWN_PATH + SHOWN_CHARACTERS)}"
+            text += f"; {shortened(shown(self.advice), SHOWN_PATH + SHOWN_CHARACTERS)}"
         return without_controls(" ".join(text.split()))
 
 

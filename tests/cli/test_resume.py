@@ -188,7 +188,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def failed_writing(source: Path, out: Path, *arguments: object, number: int = errno.ENOSPC, at: int = 10) -> str:
+def failed_writing(source: Path | str, out: Path, *arguments: object, number: int = errno.ENOSPC, at: int = 10) -> str:
     """Let a run fail at its tenth write, or another; return what it says."""
     with pytest.MonkeyPatch.context() as patched:
         at_write(patched, at, fail(number))

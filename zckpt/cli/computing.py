@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from zckpt.cli.options import (
+    Place,
     comma_separated,
     exclude_frozen_option,
     max_shard_size_option,
@@ -21,7 +22,7 @@ from zckpt.errors import UsageError
 
 config_option = click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: the first SOURCE, or BASE.",
 )
@@ -31,8 +32,8 @@ recomputed_option = click.option(
 
 
 @click.command("average")
-@click.argument("sources", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--target", "-t", type=click.Path(path_type=Path), required=True, help="What to write.")
+@click.argument("sources", type=Place(), nargs=-1, required=True)
+@click.option("--target", "-t", type=Place(), required=True, help="What to write.")
 @click.option(
     "--weights",
     metavar="W,...",
@@ -103,12 +104,12 @@ def average_command(
 
 
 @click.command("merge-adapter")
-@click.argument("base", type=click.Path(path_type=Path))
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("base", type=Place())
+@click.argument("adapter", type=Place())
+@click.argument("target", type=Place())
 @click.option(
     "--adapter-config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="FILE",
     help="The adapter_config.json, where it is not with ADAPTER's tensors.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -12,6 +13,7 @@ import click
 
 from zckpt.cli.streams import json_text
 from zckpt.errors import UsageError, without_controls
+from zckpt.storage.remote import is_url
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,7 +56,22 @@ class ByteSize(_IntegerType):
         return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
-source_argument = click.argument("source", type=click.Path(path_type=Path))
+class Place(click.Path):
+    """A path, or a URL, which stays as it is."""
+
+    name = "place"
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Return a Path, or the text of a URL."""
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
+source_argument = click.argument("source", type=Place())
 tied_option = click.option(
     "--tied",
     type=click.Choice(["duplicate", "drop"]),
@@ -94,7 +111,7 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
     suffix : str
         Of a verb's second source: `b` gives `--tag-b`, ..., and `where_b`.
     """
-    path = click.Path(path_type=Path)
+    path = Place()
     options: dict[str, dict[str, Any]] = {
         "tag": {"help": "Which checkpoint of a run directory; by default the one `latest` names."},
         "root": {

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from zckpt.cli.options import (
+    Place,
     comma_separated,
     json_option,
     memory_option,
@@ -73,7 +74,7 @@ def inspect_command(
 ) -> None:
     """Show what is in a checkpoint: format, topology, slots, groups, padding, files. Reads no tensor."""
     from zckpt.operations.inspect import inspect
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
 
     _check_page(html, overwrite=overwrite)
     checkpoint = opened(source, **where)
@@ -92,7 +93,7 @@ def inspect_command(
 
 
 @click.command("diff")
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="A B")
+@click.argument("sources", nargs=-1, required=True, type=Place(), metavar="A B")
 @click.option("--rtol", type=float, default=0.0, help="Relative tolerance; by default bits are compared.")
 @click.option("--atol", type=float, default=0.0, help="Absolute tolerance.")
 @click.option(
@@ -215,7 +216,7 @@ def fingerprint_command(
     """
     from zckpt.compare.digests import digests_path, write_digests
     from zckpt.operations.fingerprint import fingerprint
-    from zckpt.operations.open import opened
+    from zckpt.operations.open import open as opened
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)

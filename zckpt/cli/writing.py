@@ -9,6 +9,7 @@ import click
 
 from zckpt.cli.options import (
     ConvertCommand,
+    Place,
     ReshardCommand,
     comma_separated,
     exclude_frozen_option,
@@ -23,7 +24,7 @@ from zckpt.cli.options import (
 )
 from zckpt.cli.streams import reporter
 
-target_argument = click.argument("target", type=click.Path(path_type=Path))
+target_argument = click.argument("target", type=Place())
 
 
 @click.command("consolidate")
@@ -46,7 +47,7 @@ target_argument = click.argument("target", type=click.Path(path_type=Path))
 @max_shard_size_option
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    type=Place(),
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )

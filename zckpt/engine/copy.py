@@ -25,11 +25,14 @@ from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
+from zckpt.storage.distant import Range, found
 from zckpt.storage.files import Sources
 
 LARGE_NBYTES = 1 << 16
 """From this size on what lies end to end in the target is written by itself: what is between is not waited for."""
 
+NEAR_NBYTES = 1 << 20
+"""Of a file that is elsewhere, elements this near to each other are read at once, with what is between them."""
 
 CAST_NBYTES = 1 << 17
 """Read at once of what is cast: small enough for the cache, and for memory that is not new to the process each time."""
@@ -285,7 +288,63 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
         sources.read(source.path, source.offset, memoryview(buffer))
         gathered: Array = np.ndarray(copy.shape, dtype, buffer, strides=source.strides)
         return gathered
+    if found(source.path) is not None:
+        return _gather_rows(copy, source, sources, dtype)
     return _gather_mapped(copy, source, sources, reach)
+
+
+def _gather_rows(copy: Copy, source: Strided, sources: Sources, dtype: np.dtype[np.generic]) -> Array:
+    """Gather elements that lie far apart in a file that is elsewhere: what lies near each other is read at once."""
+    gathered: Array = np.empty(copy.shape, dtype)
+    for index, part in _rows_of(copy.shape, source, dtype.itemsize):
+        buffer = bytearray(part.nbytes)
+        sources.read(source.path, part.offset, memoryview(buffer))
+        gathered[index] = np.ndarray(part.shape, dtype, buffer, strides=part.strides)
+    return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a strided source that are read at once: `nbytes` bytes from `offset` on have them all."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _rows_of(shape: tuple[int, ...], source: Strided, size: int) -> Iterator[tuple[tuple[int | slice, ...], _Part]]:
+    """Yield the parts of a source that are read at once, each with the index of its elements.
+
+    Dimensions are taken apart, the one of the largest steps first, until most of what is read is needed, or little is
+    read in all.
+    """
+    steps = sorted(range(len(shape)), key=lambda dim: -source.strides[dim])
+    apart = 0
+    while apart < len(steps):
+        rest = steps[apart:]
+        reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in rest)
+        if reach <= max(2 * size * math.prod(shape[dim] for dim in rest), NEAR_NBYTES):
+            break
+        apart += 1
+    inner = sorted(steps[apart:])
+    reach = size + sum((shape[dim] - 1) * source.strides[dim] for dim in inner)
+    for at in np.ndindex(*(shape[dim] for dim in steps[:apart])):
+        place = dict(zip(steps[:apart], at, strict=True))
+        offset = source.offset + sum(n * source.strides[dim] for dim, n in place.items())
+        index = tuple(place.get(dim, slice(None)) for dim in range(len(shape)))
+        yield index, _Part(offset, reach, tuple(shape[d] for d in inner), tuple(source.strides[d] for d in inner))
+
+
+def ranges_read(some: Sequence[Piece]) -> Iterator[Range]:
+    """Yield which bytes of which files pieces read, for `ahead`; of computed ones, none, for they say so later."""
+    for piece in some:
+        for copy in () if isinstance(piece, ComputedPiece) else piece.copies:
+            size = itemsize(copy.source_dtype)
+            for source in copy.sources:
+                if found(source.path) is not None:
+                    for _, part in _rows_of(copy.shape, source, size):
+                        yield source.path, part.offset, part.nbytes
 
 
 def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
@@ -300,9 +359,9 @@ def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) ->
             "the file ends too early", path=source.path, expected=f"at least {source.offset + reach} bytes"
         ) from error
     view: Array = np.ndarray(copy.shape, numpy_dtype(copy.source_dtype), mapped, source.offset - start, source.strides)
-    found: Array = view.copy()
+    gathered: Array = view.copy()
     sources.touch(source.path, source.offset, reach)
-    return found
+    return gathered
 
 
 def _elements_of(one: Input, sources: Sources) -> Array:

@@ -18,6 +18,7 @@ from zckpt.engine.low_rank import Kept
 from zckpt.engine.packs import Pack, PackPiece
 from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
+from zckpt.errors import shown
 from zckpt.state import Slot
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _of_pack(pack: Pack) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def whole(path: str) -> str:
-    """Return a path that means the same wherever a run is started."""
-    return path and os.path.abspath(path)  # noqa: PTH100  # links stay; no path: zeros
+    """Return a path that means the same wherever a run is started, or the URL that it stands for."""
+    return path and shown(os.path.abspath(path))  # noqa: PTH100  # links stay; no path: zeros
 
 
 def names_of(paths: frozenset[str]) -> Mapping[str, str]:

@@ -12,13 +12,14 @@ import numpy as np
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, numpy_dtype
 from zckpt.engine.checking import Checks, Seen, WatchedSources
-from zckpt.engine.copy import Piece, elements, pieces
+from zckpt.engine.copy import Piece, elements, pieces, ranges_read
 from zckpt.engine.plan import Copy, Fill, fill
 from zckpt.engine.targets import Hole
 from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import ahead
 from zckpt.storage.files import Sources, check_nbytes
 
 
@@ -143,7 +144,7 @@ def _all_pieces(reads: Iterable[Read]) -> Iterator[tuple[Piece, memoryview]]:
 
 
 def _read_batch(watched: frozenset[str], batch: Sequence[tuple[Piece, memoryview]]) -> list[Seen]:
-    with WatchedSources(watched) as sources:
+    with WatchedSources(watched) as sources, ahead(ranges_read([piece for piece, _ in batch])):
         for piece, into in batch:
             read_piece(piece, into, sources)
         return sources.seen

@@ -32,6 +32,7 @@ from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources, read_into
 
 BLOCK_NBYTES = 1 << 20
@@ -209,7 +210,7 @@ def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[
     with suppress(IndexError):  # none are spare yet
         buffers = spare.pop()
     results = []
-    with Sources() as sources:
+    with Sources() as sources, ahead(_ranges(batch)):
         for block in batch:
             arrays = [_read(block, number, buffers, sources) for number in range(len(block.sources))]
             found = look(block.index, block.start, arrays)
@@ -217,6 +218,14 @@ def look_at_batch(look: Look[Result], spare: list[list[Array]], batch: Sequence[
                 results.append((block.index, found))
     spare.append(buffers)
     return results
+
+
+def _ranges(batch: Sequence[Block]) -> Iterator[Range]:
+    """Yield what a batch reads of slots that lie flat; of others each piece says so itself."""
+    for block in batch:
+        for source in block.sources:
+            if not isinstance(source, Slot):
+                yield from source
 
 
 def _read(block: Block, number: int, buffers: list[Array], sources: Sources) -> Array:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums
-from zckpt.engine.copy import Piece, pieces
+from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
@@ -25,6 +25,7 @@ from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer
 from zckpt.errors import SourceError, TargetError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
+from zckpt.storage.distant import Range, ahead
 from zckpt.storage.files import Sources
 from zckpt.storage.journal import Journal, Work
 
@@ -174,11 +175,11 @@ class _Recording:
         read: dict[str, list[Seen]] = {}
         for one in done.read:
             read.setdefault(whole(one.path), []).append(one)
-        work = Work(_ranges(done.written), {path: _ranges(some) for path, some in read.items()})
+        work = Work(_summed(done.written), {path: _summed(some) for path, some in read.items()})
         self._journal.record(task.key, work)
 
 
-def _ranges(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
+def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
 
 
@@ -285,11 +286,16 @@ def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     target = os.open(batch.path, os.O_WRONLY)
     buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
-        with WatchedSources(batch.watched) as sources:
-            sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
+        sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
+        with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
             seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, **sums)
         first = min(one.offset for one in seen)
         start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
     finally:
         os.close(target)
+
+
+def _ranges(batch: Batch) -> Iterator[Range]:
+    """Yield what a batch reads of files that are elsewhere."""
+    return ranges_read([piece for piece in batch.pieces if isinstance(piece, Piece)])

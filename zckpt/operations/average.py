@@ -18,6 +18,7 @@ from zckpt.operations.combined import Combined, Rule, combined
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.target import How, about
 from zckpt.state import Checkpoint, Slot
 
@@ -56,6 +57,7 @@ class Averaged(Consolidated):
         }
 
 
+@takes_urls
 def average(
     sources: Sequence[Source],
     target: str | os.PathLike[str],

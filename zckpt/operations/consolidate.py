@@ -24,6 +24,7 @@ from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import WEIGHT, Checkpoint
@@ -80,6 +81,7 @@ class Consolidated(Written):
         return {**Written.as_dict(self), "num_tensors": self.num_tensors}
 
 
+@takes_urls
 def consolidate(
     source: Source,
     target: str | os.PathLike[str],

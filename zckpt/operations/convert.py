@@ -15,6 +15,7 @@ from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.naming.inside import leave_old_names
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
@@ -23,6 +24,7 @@ from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
 
+@takes_urls
 def convert(
     source: Source,
     target: str | os.PathLike[str],

@@ -9,8 +9,10 @@ from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 
 
+@takes_urls
 def fingerprint(
     source: Source,
     *,

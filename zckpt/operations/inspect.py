@@ -12,6 +12,7 @@ from zckpt.formats.options import options_of
 from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, Padding, Parameter, ParamGroup, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.torchfile import FromFile, plain
@@ -95,6 +96,7 @@ class Inspection:
         return document
 
 
+@takes_urls
 def inspect(
     source: Source,
     *,

@@ -24,6 +24,7 @@ from typing import cast
 
 from zckpt.errors import UsageError
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.state import Checkpoint, Extent, Parameter, Slot, SourceFile, Span
 from zckpt.state.dtypes import itemsize
 
@@ -76,6 +77,7 @@ class Map:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
 
+@takes_urls
 def map(  # noqa: A001  # the verb's name, as `open`
     source: Source,
     *,

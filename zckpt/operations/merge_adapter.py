@@ -18,6 +18,7 @@ from zckpt.operations.combined import NUMBERS
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.target import How, about
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
 
@@ -46,6 +47,7 @@ class Merged(Consolidated):
         return {**Consolidated.as_dict(self), **{key: getattr(self, key) for key in own}}
 
 
+@takes_urls
 def merge_adapter(
     base: Source,
     adapter: str | os.PathLike[str],

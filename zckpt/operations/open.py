@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.errors import UsageError, require_torch
 from zckpt.formats import open_checkpoint
+from zckpt.operations.places import takes_urls
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Slot
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ Source = str | os.PathLike[str] | Checkpoint
 """What a verb takes: a path, which it opens, or a checkpoint that `open` returned."""
 
 
-@dataclass(slots=True, repr=False)
+@dataclass(repr=False)
 class OpenedCheckpoint(Checkpoint):
     """A Checkpoint whose tensors can be read, as `open` returns it."""
+
+    __slots__ = ("__weakref__",)  # what is remote is let go of with it
 
     def read(self, name: str, slot: str | None = None) -> torch.Tensor:
         """Read one slot of one parameter, and only its bytes.
@@ -72,6 +75,7 @@ class OpenedCheckpoint(Checkpoint):
         return owner.slots[key]
 
 
+@takes_urls
 def open(  # noqa: A001
     source: str | os.PathLike[str],
     *,

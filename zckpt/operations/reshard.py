@@ -13,11 +13,13 @@ from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state.names import as_filed
 
 
+@takes_urls
 def reshard(
     source: Source,
     target: str | os.PathLike[str],

@@ -11,6 +11,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import UsageError
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint, Slot
 from zckpt.state.names import canonical_names
@@ -61,6 +62,7 @@ class Series:
         }
 
 
+@takes_urls
 def series(
     sources: Sequence[Source],
     *,

@@ -16,6 +16,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
 from zckpt.operations.open import Source, named, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
@@ -47,6 +48,7 @@ class Stripped(Written):
         return {**Written.as_dict(self), "saved_nbytes": self.saved}
 
 
+@takes_urls
 def strip(
     source: Source,
     target: str | os.PathLike[str],

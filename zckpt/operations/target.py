@@ -24,7 +24,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, UsageError
+from zckpt.errors import LeftOutError, UsageError, shown
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.partial import names_in, partial_target
@@ -360,7 +360,8 @@ class Written:
 def about(checkpoint: Checkpoint) -> dict[str, object]:
     """Return what a document says of one of several checkpoints."""
     keys = ("source", "format", "step", "world_size", "zero_stage")
-    return {key: getattr(checkpoint, key) for key in keys}
+    found = {key: getattr(checkpoint, key) for key in keys}
+    return {**found, "source": shown(checkpoint.source)}
 
 
 def number(value: float | None) -> float | str | None:

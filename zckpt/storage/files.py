@@ -1,8 +1,10 @@
 """Byte ranges of files. Knows how to open and read them and nothing of what they mean.
 
 Every file of a checkpoint is opened here. Only regular files are: a pipe would wait for a writer that never comes, and
-a device has no end. A `FileRange` is a range that is read by itself: offsets count from its start, and what its reader
-reports is absolute: `base` + offset.
+a device has no end. What is in a remote store has a name and a size here, and is read from there (`distant`).
+
+A `FileRange` is a range that is read by itself: offsets count from its start, and what its reader reports is absolute:
+`base` + offset.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from zckpt.codes import TRUNCATED
 from zckpt.errors import DamagedFileError, SourceError
+from zckpt.storage import distant
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,8 +40,9 @@ def open_file(path: str) -> int:
         It cannot be opened, or is no regular file.
     """
     try:
+        flags = FLAGS if distant.found(path) is None else distant.FLAGS
         if S_ISREG(os.stat(path).st_mode):  # noqa: PTH116  # first: a device may act on being opened
-            descriptor = os.open(path, FLAGS)
+            descriptor = os.open(path, flags)
             if S_ISREG(os.fstat(descriptor).st_mode):
                 return descriptor
             os.close(descriptor)
@@ -136,6 +140,10 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
     SourceError
         The operating system cannot read it.
     """
+    elsewhere = distant.found(path)
+    if elsewhere is not None:
+        elsewhere.read_into(offset, buffer)
+        return
     filled = 0
     while filled < len(buffer):
         try:

@@ -8,14 +8,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from zckpt.errors import SourceError
+from zckpt.errors import SourceError, shown
+from zckpt.storage import distant
 from zckpt.version import __version__
 
 SAID_CHARACTERS = 60
 """Of an option's value; of a longer one, a digest says that it is another."""
 
-Identity = tuple[int, int, int]
-"""Of a source file: bytes, nanoseconds of its last change, inode."""
+Identity = tuple["int | str", ...]
+"""Of a source file: bytes, nanoseconds of its last change, inode; or what its store says of it, an etag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Purpose:
     nbytes : int, bytes
         Of tensors that are written.
     sources : dict of str to Identity
-        By absolute path.
+        By absolute path, or URL.
     beside : list of str
         Names of files that are written into the target's directory, each of which has a temporary name.
     """
@@ -78,7 +79,7 @@ class Purpose:
         nbytes, *others = sizes
         digest = blake2b(json.dumps([list(files), nbytes, *others]).encode("utf-8", "surrogatepass"), digest_size=16)
         said = {key: _said(value) for key, value in options.items() if value not in (None, False, "", (), [], {})}
-        identities = {os.path.abspath(path): identity(path) for path in sorted(sources)}  # noqa: PTH100  # links stay
+        identities = {shown(os.path.abspath(path)): identity(path) for path in sorted(sources)}  # noqa: PTH100  # links stay
         return Purpose(__version__, verb, said, digest.hexdigest(), nbytes, identities, list(beside))
 
     def other(self, begun: Purpose) -> str | None:
@@ -115,6 +116,9 @@ def identity(path: str) -> Identity:
     SourceError
         It is gone.
     """
+    elsewhere = distant.found(path)
+    if elsewhere is not None:
+        return (elsewhere.identity,)
     try:
         found = os.stat(path)  # noqa: PTH116
     except OSError as error:

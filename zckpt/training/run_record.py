@@ -22,6 +22,7 @@ from zckpt.errors import DamagedFileError, SourceError, TargetExistsError
 from zckpt.formats.latest import latest_name
 from zckpt.formats.native import identity_of, is_native
 from zckpt.storage.durable import written_files
+from zckpt.storage.files import read_whole
 from zckpt.storage.ownership import check_replaceable
 
 RECORD = "checkpointer.json"
@@ -98,7 +99,7 @@ def read_record(directory: Path) -> Record:
     try:
         if path.lstat().st_size > MAXIMUM_NBYTES or not path.is_file():
             raise DamagedFileError("is no record of a Checkpointer", path=path)
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
     except FileNotFoundError:
         return Record()
     except OSError as error:

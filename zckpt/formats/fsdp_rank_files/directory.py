@@ -21,7 +21,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError, UnsupportedError, listed
 from zckpt.formats.format import NearMiss, Search
-from zckpt.storage.files import is_file
+from zckpt.storage.files import is_file, read_head
 from zckpt.storage.ownership import Owned
 
 FORMAT = "fsdp-rank-files"
@@ -286,11 +286,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(MAX_TEXT_NBYTES).decode("utf-8", "replace")
-    except OSError as error:
-        raise SourceError("cannot be read", path=path, found=error.strerror) from error
+    return read_head(str(path), MAX_TEXT_NBYTES).decode("utf-8", "replace")
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -14,7 +14,7 @@ from zckpt.formats.fsdp_rank_files.directory import HUGGINGFACE
 from zckpt.formats.fsdp_rank_files.model import Model
 from zckpt.formats.torch_files.tensors import identity_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate
-from zckpt.storage.files import opened, read_at
+from zckpt.storage.files import opened, read_at, read_whole
 from zckpt.torchfile import Tensor
 
 HEAD_NBYTES = 256
@@ -22,6 +22,8 @@ HEAD_NBYTES = 256
 
 READ_NBYTES = 1 << 20
 """Read at once, where bytes have to be compared."""
+
+MAXIMUM_CONFIG_NBYTES = 1 << 24
 
 Ties = list[tuple[str, str]]
 """A name, and the one before it that is another name of the same parameter."""
@@ -112,7 +114,7 @@ def tie_as_configured(checkpoint: Checkpoint, model: Model, directory: Path) -> 
 def _vocabularies(path: Path) -> Iterator[int]:
     """Yield the size of the vocabulary whose embeddings a configuration of transformers says are tied."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_whole(str(path), most=MAXIMUM_CONFIG_NBYTES))
     except (OSError, ValueError, RecursionError):
         return
     if not isinstance(config, dict):

@@ -13,7 +13,7 @@ from zckpt.formats.torch_files.content import is_trainable
 from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried, describe, slot_of, span_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Parameter, Slot, Topology
 from zckpt.state.inventory import Claim
-from zckpt.storage.files import is_file
+from zckpt.storage.files import is_file, read_whole
 from zckpt.torchfile import Tensor, TorchFile, read_torchfile
 
 PARAMS = "params"
@@ -72,7 +72,7 @@ def _params(path: Path) -> dict[str, object] | None:
     if not is_file(path):
         return None
     try:
-        found = json.loads(path.read_bytes()) if path.stat().st_size <= MAXIMUM_NBYTES else None
+        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedFileError("cannot be read", path=path, expected="the model's sizes as JSON") from error
     if not isinstance(found, dict):

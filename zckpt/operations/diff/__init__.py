@@ -13,6 +13,7 @@ from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.target import about, number
 from zckpt.state import Checkpoint
 from zckpt.state.names import canonical_names, renamed
@@ -103,6 +104,7 @@ class Compared:
         }
 
 
+@takes_urls
 def diff(
     a: Source,
     b: Source,

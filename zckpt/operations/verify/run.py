@@ -14,6 +14,7 @@ from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import Survey, survey
 from zckpt.operations.open import Source, opened
+from zckpt.operations.places import takes_urls
 from zckpt.operations.verify.findings import Checked, Finding, Verification, finding_of, in_order
 from zckpt.operations.verify.structure import Ranks, ranks_by_file, structure_findings
 from zckpt.state import MASTER, WEIGHT, Checkpoint, SourceFile
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from zckpt.compare.digests import Change, Fingerprint
 
 
+@takes_urls
 def verify(
     source: Source,
     *,

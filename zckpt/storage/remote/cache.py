@@ -1,0 +1,263 @@
+"""The bytes of one remote file, in few requests: what is asked for is held in blocks, and what is large passes by.
+
+The first bytes and the last ones are where formats say what is in a file: they are fetched as blocks of `EDGE_NBYTES`,
+and a file that is not much larger than both is fetched as a whole. What is asked for in small steps one after the other
+is read ahead of, more each time. `fetched` holds what is known to be needed soon, fetched in large ranges at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+
+from zckpt.errors import DamagedFileError
+
+EDGE_NBYTES = 1 << 16
+"""Of the beginning and the end of a file, fetched when any of it is asked for."""
+
+SMALL_NBYTES = 2 * EDGE_NBYTES
+"""A file of at most this size is fetched as a whole."""
+
+LARGE_NBYTES = 1 << 20
+"""What is asked for in one piece of this size is not held: it is an element's, which is read once."""
+
+READ_AHEAD_NBYTES = 1 << 22
+"""At most so much is read ahead of small reads that follow each other."""
+
+HELD_NBYTES = 1 << 26
+"""Of the blocks of all files together."""
+
+GAP_NBYTES = 1 << 18
+"""What lies between two ranges that are needed is fetched too, if it is at most this: a request costs more."""
+
+REQUEST_NBYTES = 1 << 23
+"""Fetched by one request; larger ranges are fetched by several at once."""
+
+FETCHERS = 24
+"""Requests under way at once."""
+
+Fetch = Callable[[int, int], bytes]
+
+
+@lru_cache(maxsize=1)
+def _pool(_: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(FETCHERS, thread_name_prefix="zckpt-fetch")
+
+
+def fetchers() -> ThreadPoolExecutor:
+    """Return the threads that wait for stores, this process's own."""
+    import os
+
+    return _pool(os.getpid())
+
+
+class _Held:
+    """Which blocks are held, of all files; those that were not used for longest are dropped."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._order: OrderedDict[tuple[int, int], tuple[RemoteFile, int]] = OrderedDict()
+        self._nbytes = 0
+
+    def note(self, file: RemoteFile, start: int, nbytes: int) -> None:
+        with self.lock:
+            self._order[id(file), start] = file, nbytes
+            self._nbytes += nbytes
+            while self._nbytes > HELD_NBYTES and len(self._order) > 1:
+                (_, first), (other, size) = self._order.popitem(last=False)
+                other.drop(first)
+                self._nbytes -= size
+
+    def forget(self, file: RemoteFile) -> None:
+        with self.lock:
+            for key in [key for key in self._order if key[0] == id(file)]:
+                self._nbytes -= self._order.pop(key)[1]
+
+
+_HELD = _Held()
+
+
+class RemoteFile:
+    """A file of a store, of which ranges can be read.
+
+    Parameters
+    ----------
+    nbytes : int, bytes
+    fetch : callable
+        Returns `nbytes` bytes from `offset` on; called from several threads.
+    identity : str
+        What tells this version of it from another.
+    shown : str
+        Its URL, for messages.
+    """
+
+    def __init__(self, nbytes: int, fetch: Fetch, identity: str, shown: str) -> None:
+        self.nbytes = nbytes
+        self.identity = identity
+        self.shown = shown
+        self._fetch = fetch
+        self._fetching = threading.Lock()
+        self._lock = threading.Lock()  # of what is held; nobody waits for a store under it
+        self._blocks: dict[int, bytes] = {}
+        self._starts: list[int] = []
+        self._windows: list[tuple[int, memoryview]] = []
+        self._next = -1
+        self._step = EDGE_NBYTES
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes at byte `offset`; errors are those of `fetch`.
+
+        Raises
+        ------
+        DamagedFileError
+            The file ends before the buffer is full.
+        """
+        end = offset + len(buffer)
+        if end > self.nbytes:
+            raise DamagedFileError(
+                "the file ends too early", path=self.shown, expected=f"at least {end} bytes", found=self.nbytes,
+                advice="copy it again from where it came from",
+            )  # fmt: skip
+        if not len(buffer) or self._from_window(offset, buffer):
+            return
+        if len(buffer) >= LARGE_NBYTES:
+            self.fetch_into(offset, buffer)
+            return
+        at = offset
+        while at < end:
+            start, data = self._block(at, end)
+            count = min(end, start + len(data)) - at
+            buffer[at - offset : at - offset + count] = memoryview(data)[at - start : at - start + count]
+            at += count
+
+    def fetch_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with ranges that are fetched at once, and held by nobody."""
+        cuts = [(at, buffer[at : at + REQUEST_NBYTES]) for at in range(0, len(buffer), REQUEST_NBYTES)]
+
+        def one(cut: tuple[int, memoryview]) -> None:
+            at, view = cut
+            view[:] = self._fetch(offset + at, len(view))
+
+        if len(cuts) == 1:
+            one(cuts[0])
+        else:
+            list(fetchers().map(one, cuts))
+
+    def _from_window(self, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` from what was fetched ahead, if all of it was."""
+        with self._lock:
+            for start, data in self._windows:
+                if start <= offset and offset + len(buffer) <= start + len(data):
+                    buffer[:] = data[offset - start : offset - start + len(buffer)]
+                    return True
+        return False
+
+    def hold(self, start: int, data: memoryview) -> None:
+        """Hold what was fetched ahead, until it is released."""
+        with self._lock:
+            self._windows.append((start, data))
+
+    def release(self, data: memoryview) -> None:
+        """Hold it no longer."""
+        with self._lock:
+            self._windows = [one for one in self._windows if one[1] is not data]
+
+    # --- blocks
+
+    def _block(self, at: int, end: int) -> tuple[int, bytes]:
+        """Return a block with the byte at `at`, and where it starts; it is fetched up to `end` at least."""
+        with self._fetching:
+            with self._lock:
+                index = bisect_right(self._starts, at) - 1
+                if index >= 0:
+                    start = self._starts[index]
+                    data = self._blocks[start]
+                    if at < start + len(data):
+                        return start, data
+                start, stop = self._missing(at, end, index)
+            data = self._fetch(start, stop - start)
+            with self._lock:
+                self._blocks[start] = data
+                self._starts.insert(bisect_right(self._starts, start), start)
+        _HELD.note(self, start, len(data))
+        return start, data
+
+    def _missing(self, at: int, end: int, index: int) -> tuple[int, int]:
+        """Return which range is fetched for bytes [at, end), of which the first is in no block."""
+        low = 0 if index < 0 else self._starts[index] + len(self._blocks[self._starts[index]])
+        high = self._starts[index + 1] if index + 1 < len(self._starts) else self.nbytes
+        start, stop = at, min(max(end, at + EDGE_NBYTES), high)
+        if self.nbytes <= SMALL_NBYTES:
+            start, stop = low, high
+        elif at < EDGE_NBYTES:
+            start, stop = low, min(max(end, EDGE_NBYTES), high)
+        elif at >= self.nbytes - EDGE_NBYTES:
+            start, stop = max(low, self.nbytes - EDGE_NBYTES), high
+        elif at == self._next:
+            self._step = min(2 * self._step, READ_AHEAD_NBYTES)
+            stop = min(max(end, at + self._step), high)
+        self._next = stop
+        return start, stop
+
+    def drop(self, start: int) -> None:
+        """Hold a block no longer."""
+        with self._lock:
+            if self._blocks.pop(start, None) is not None:
+                self._starts.remove(start)
+
+    def close(self) -> None:
+        """Hold nothing any longer."""
+        _HELD.forget(self)
+        with self._lock:
+            self._blocks.clear()
+            self._starts.clear()
+            self._windows.clear()
+
+
+@contextmanager
+def fetched(ranges: Iterable[tuple[RemoteFile, int, int]]) -> Iterator[None]:
+    """Fetch ranges of files at once, near ones together, and hold them while the context lasts."""
+    windows = [(file, start, memoryview(bytearray(end - start))) for file, start, end in _coalesced(ranges)]
+    requests = [
+        (file, start + at, data[at : at + REQUEST_NBYTES])
+        for file, start, data in windows
+        for at in range(0, len(data), REQUEST_NBYTES)
+    ]
+
+    def one(request: tuple[RemoteFile, int, memoryview]) -> None:
+        file, start, view = request
+        file.fetch_into(start, view)
+
+    if len(requests) == 1:
+        one(requests[0])
+    else:
+        list(fetchers().map(one, requests))
+    for file, start, data in windows:
+        file.hold(start, data)
+    try:
+        yield
+    finally:
+        for file, _, data in windows:
+            file.release(data)
+
+
+def _coalesced(ranges: Iterable[tuple[RemoteFile, int, int]]) -> Iterator[tuple[RemoteFile, int, int]]:
+    """Yield what is fetched as (file, start, end): within each file, over gaps that cost less than a request."""
+    of_files: dict[int, list[tuple[RemoteFile, int, int]]] = {}
+    for file, offset, nbytes in ranges:
+        if nbytes > 0 and offset + nbytes <= file.nbytes:  # what is outside is for the read itself to say
+            of_files.setdefault(id(file), []).append((file, offset, offset + nbytes))
+    for every in of_files.values():
+        every.sort(key=lambda one: one[1:])
+        file, start, end = every[0]
+        for _, low, high in every[1:]:
+            if low > end + GAP_NBYTES:
+                yield file, start, end
+                start, end = low, high
+            end = max(end, high)
+        yield file, start, end

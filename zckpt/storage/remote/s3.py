@@ -1,0 +1,79 @@
+"""S3, and what speaks as it does, through s3fs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from zckpt.storage.remote.attempts import status_of
+from zckpt.storage.remote.stores import Listed, Store, changed
+
+CONNECTIONS = 32
+"""Open at once to one store; as many requests are under way at most."""
+
+
+def _settings() -> tuple[tuple[str, str], ...]:
+    """Return what the environment says of who we are, and where S3 is."""
+    return tuple(sorted((key, value) for key, value in os.environ.items() if key.startswith(("AWS_", "FSSPEC_"))))
+
+
+@lru_cache(maxsize=4)
+def _file_system(_pid: int, _environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ANN401  # fsspec has no types
+    """Return one for each process and each environment, with its connections; opening one takes a while."""
+    import s3fs
+
+    return s3fs.S3FileSystem(config_kwargs={"max_pool_connections": CONNECTIONS}, skip_instance_cache=True)
+
+
+class S3Store(Store):
+    """S3, and what speaks as it does. Every range is asked for of the version that was listed, by its ETag."""
+
+    checks_versions = True
+
+    def _open(self) -> tuple[Any, str]:
+        return _file_system(os.getpid(), _settings()), "/".join([self.address.host, *self.address.parts])
+
+    def _find(self) -> Mapping[str, Mapping[str, Any]]:
+        self.fs.invalidate_cache()
+        found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.root, detail=True)
+        return found
+
+    def call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401  # what botocore returns
+        """Make one request; errors are those of s3fs."""
+        from fsspec.asyn import sync
+
+        return sync(self.fs.loop, self.fs._call_s3, method, **arguments)
+
+    def place(self, key: str) -> dict[str, str]:
+        """Return the bucket and key of what s3fs calls `key`."""
+        bucket, _, rest = key.partition("/")
+        return {"Bucket": bucket, "Key": rest}
+
+    def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
+        from fsspec.asyn import sync
+
+        data: bytes = sync(self.fs.loop, self._body, one, offset, nbytes)
+        return data
+
+    async def _body(self, one: Listed, offset: int, nbytes: int) -> bytes:
+        etag = one.version.strip('"')
+        try:
+            found = await self.fs._call_s3(
+                "get_object", self.fs.req_kw, **self.place(one.key),
+                Range=f"bytes={offset}-{offset + nbytes - 1}", IfMatch=f'"{etag}"',
+            )  # fmt: skip
+        except Exception as error:
+            if _is_precondition(error):
+                raise changed(one.key) from error
+            raise
+        async with found["Body"] as body:
+            if found.get("ETag", etag).strip('"') != etag:  # of servers that do not know If-Match
+                raise changed(one.key)
+            data: bytes = await body.read()
+            return data
+
+
+def _is_precondition(error: BaseException) -> bool:
+    return status_of(error) == 412 or "PreconditionFailed" in str(error) or "pre-conditions" in str(error)
