@@ -334,7 +334,7 @@ def test_every_block_of_the_page(language: str, block: str, there: Path) -> None
 
 def test_every_format_that_is_read_is_a_row_and_every_one_that_is_written_a_section(there: Path) -> None:
     found = {inspected(source)["format"] for source, _ in ROWS}
-    assert found == {one.name for one in formats()}
+    assert found == {one.name for one in formats()} - {"accelerate"}  # whose files are of other formats
     written = {one.name for one in formats() if one.writes}
     assert written == set(re.findall(r"--to ([\w-]+)", PAGE))
 

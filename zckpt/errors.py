@@ -12,8 +12,9 @@
     |   |-- LayoutError             two accounts of where elements lie disagree
     |   |-- LeftOutError            it holds something that would not arrive in the target
     |   `-- WeightMismatchError     a master does not round to its weight
-    `-- TargetError             the target cannot be written            exit status 4
-        `-- TargetExistsError       it is there already
+    |-- TargetError             the target cannot be written            exit status 4
+    |   `-- TargetExistsError       it is there already
+    `-- WorkerError             processes that were to work are lost    exit status 6
 
 An error carries its data (`path`, `expected`, `found`, `advice`) and formats it only in `__str__`,
 as one line: file, what was expected, what was found, what to do.
@@ -233,6 +234,12 @@ class TargetError(ZckptError, OSError):
 
 class TargetExistsError(TargetError, FileExistsError):
     """The target is there already."""
+
+
+class WorkerError(ZckptError, ConnectionError):
+    """Processes that were to do the work were lost, cannot be reached, or see other files than this one."""
+
+    exit_status = 6
 
 
 class Interrupted(KeyboardInterrupt):

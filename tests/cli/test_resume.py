@@ -10,13 +10,17 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import zckpt
 from tests.cli.console import FIXTURES, copy, refused, run, succeeded
 from tests.gloo import forked
+from zckpt.engine import SilentReporter
+from zckpt.errors import TargetError
 
 SOURCE, OTHER = FIXTURES / "s2_bf16_dp2", FIXTURES / "s2_bf16_dp3"
 ADAPTER = Path(__file__).parents[1] / "operations" / "adapters" / "of_s2_bf16_dp2"
@@ -199,6 +203,54 @@ def expected(source: Path, out: Path, *arguments: object) -> bytes:
     whole = out.parent / f"whole-{MODEL}"
     succeeded("consolidate", source, whole, "--no-checksums", *arguments)
     return whole.read_bytes()
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_remote_source_is_known_by_its_url(source: Path, out: Path) -> None:
+    """And not by the path that it has in one process."""
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.put(str(source), "/resumed", recursive=True)
+    url = "memory://resumed"
+    assert "--resume goes on" in failed_writing(url, out)
+    said = refused(4, "consolidate", source, out / MODEL, "--resume", words=("from other files",))
+    assert "zckpt-remote" not in said
+    succeeded("consolidate", url, out / MODEL, "--resume")
+    assert (out / MODEL).read_bytes() == expected(source, out)
+    failed_writing(url, out, "--overwrite")
+    file = next(name for name in memory.find("/resumed") if "zero_pp_rank_0_" in name)
+    memory.pipe(file, memory.cat(file))
+    words = ("has changed since: memory://",)
+    refused(4, "consolidate", url, out / MODEL, "--resume", "--overwrite", words=words)
+
+
+class InterruptedReporter(SilentReporter):
+    """Interrupts a run when some of it is done."""
+
+    def __init__(self) -> None:
+        self.left = 8
+
+    def advance(self, nbytes: int) -> None:
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_what_other_processes_have_done_is_gone_on_with(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zckpt.engine import tasks
+
+    monkeypatch.setattr(tasks, "LEAST_TASK_NBYTES", 1 << 10)
+    with ProcessPoolExecutor(2) as pool, pytest.raises(KeyboardInterrupt, match="bytes are written and kept in"):
+        zckpt.consolidate(source, out / MODEL, executor=pool, reporter=InterruptedReporter())
+    assert names_in(out) == REMAINS
+    with pytest.raises(TargetError, match="did not come to its end"):
+        zckpt.consolidate(source, out / MODEL)
+    with ProcessPoolExecutor(2) as pool:
+        zckpt.consolidate(source, out / MODEL, executor=pool, resume=True)
+    assert (out / MODEL).read_bytes() == expected(source, out)
+    assert names_in(out) == {MODEL}
 
 
 @pytest.mark.usefixtures("small_tasks")

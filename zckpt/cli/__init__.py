@@ -1,8 +1,8 @@
 """The command line: parse, call an operation, print. No logic.
 
 Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
-damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 130 interrupted, 143
-terminated.
+damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6 processes that were to do
+the work are lost, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from zckpt.cli.reading import (
 from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
 from zckpt.errors import Interrupted, SourceError, TargetError, ZckptError
+from zckpt.executors.launch import launched
 
 SIGNALLED = 128
 """Exit status of what a signal ended, less the signal, as shells have it."""
@@ -69,9 +70,10 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
-        with _ending_in_order():
-            status = cli.main(["--debug"] * debug + [a for a in arguments if a != "--debug"], standalone_mode=False)
-        sys.stdout.flush()
+        with _ending_in_order(), launched(arguments) as has_worked:
+            words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
+            status = 0 if has_worked else cli.main(words, standalone_mode=False)
+            sys.stdout.flush()
     except click.exceptions.Exit as error:
         status = error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:

@@ -12,6 +12,7 @@ import click
 from zckpt.cli.options import (
     Place,
     comma_separated,
+    executor_option,
     json_option,
     memory_option,
     naming_options,
@@ -107,6 +108,7 @@ def inspect_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
 @naming_options
 @source_options
@@ -123,6 +125,7 @@ def diff_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
@@ -136,7 +139,7 @@ def diff_command(
     """
     _check_page(html, overwrite=overwrite)
     common: dict[str, Any] = {
-        "slots": comma_separated(slots), "parameters": parameters, "memory": memory,
+        "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
         "reporter": reporter("diff", quiet=quiet),
     }  # fmt: skip
     if series:
@@ -195,6 +198,7 @@ def diff_command(
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
 @naming_options
 @source_options
@@ -205,6 +209,7 @@ def fingerprint_command(
     overwrite: bool,
     as_json: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
@@ -225,7 +230,9 @@ def fingerprint_command(
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
-    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), **naming)
+    found = fingerprint(
+        checkpoint, memory=memory, executor=executor, reporter=reporter("fingerprint", quiet=quiet), **naming
+    )
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
@@ -243,6 +250,7 @@ def fingerprint_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
 @source_options
 def verify_command(
@@ -253,6 +261,7 @@ def verify_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     where: dict[str, Any],
 ) -> int:
@@ -264,7 +273,8 @@ def verify_command(
     from zckpt.operations.verify import verify
 
     _check_page(html, overwrite=overwrite)
-    found = verify(source, deep=deep, against=against, memory=memory, reporter=reporter("verify", quiet=quiet), **where)
+    bar = reporter("verify", quiet=quiet)
+    found = verify(source, deep=deep, against=against, memory=memory, executor=executor, reporter=bar, **where)
     document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of

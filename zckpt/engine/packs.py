@@ -10,8 +10,8 @@ by operations on arrays: what is needed of a source file is read at once, and pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ class Pack:
         Of each parameter, the first element and how many, and where they are in the hole.
     numel : int, elements
         Of the hole.
+    share : (PackedSlot, int), optional
+        Of which it is the share of which rank, at any offset: all that another process is sent, once for all ranks.
     """
 
     offset: int
@@ -59,6 +61,12 @@ class Pack:
     count: Column
     position: Column
     numel: int
+    share: tuple[PackedSlot, int] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Pack], tuple[object, ...]]:
+        if self.share is not None:
+            return _share_at, (*self.share, self.offset)
+        return Pack, tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def itemsize(self) -> int:
@@ -142,7 +150,11 @@ class PackedSlot:
         start = np.minimum(rank * self._share, self._cuts.numel)
         count = np.minimum(self._share, self._cuts.numel - start)
         numel = int((self._position + self._share).max(initial=0))
-        return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel)
+        return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel, (self, rank))
+
+
+def _share_at(slot: PackedSlot, rank: int, offset: int) -> Pack:
+    return replace(slot.share(rank), offset=offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,10 @@ from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import SourceError, TargetError
+from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import Range, ahead
@@ -121,11 +123,13 @@ def write(
                 for batch in _batches(path, one, most, large, checks)
             )
             recording = _Recording(journal, plan.sources)
-            for task, done in workers.run(recording.worker(here=workers.are_here), map(recording.task, batches)):
+            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
+            run = recording.worker(here=workers.are_here)
+            for task, done in workers.run(run, map(recording.task, batches), portions):
                 recording.note(task, done)
                 checks.add(done.read)
                 files.note(task.batch, done.written)
-                progress.advance(sum(_moved(piece) for piece in task.batch.pieces))
+                progress.advance(_task_nbytes(task))
             files.finish()
             return checks.finish(workers.map)
     finally:
@@ -241,6 +245,23 @@ class _Files:
 def _moved(piece: Piece | PackPiece | Literal) -> int:
     """Return the bytes of tensors in a piece."""
     return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
+
+
+def _task_nbytes(task: _Task) -> int:
+    return sum(_moved(piece) for piece in task.batch.pieces)
+
+
+def _reads(task: _Task) -> Iterator[str]:
+    """Yield the files that a task reads; of a pack, those that the format lists from the first to the last."""
+    for piece in task.batch.pieces:
+        if isinstance(piece, PackPiece):
+            yield from piece.pack.paths(piece.low, piece.high)
+        elif isinstance(piece, Piece):
+            yield from (source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS)
+
+
+def _writes(task: _Task) -> tuple[str]:
+    return (task.batch.path,)
 
 
 def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]], *, resumes: bool) -> list[Seen]:

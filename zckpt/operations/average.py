@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,7 @@ def average(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -116,7 +118,7 @@ def average(
         As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
@@ -139,7 +141,7 @@ def average(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, verb="average", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, verb="average", resume=resume, restart=restart,
         options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
             "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
             "drop": drop, "names": names},

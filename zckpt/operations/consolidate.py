@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,6 +101,7 @@ def consolidate(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -152,6 +154,9 @@ def consolidate(
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
+    executor : concurrent.futures.Executor or str, optional
+        Who does the work: an executor, or as `--executor` names one, "dask://HOST:PORT", "mpi", "ray". By default
+        threads of this process.
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
@@ -184,7 +189,7 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, verb="consolidate", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, verb="consolidate", resume=resume, restart=restart,
         options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
             "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
             "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},

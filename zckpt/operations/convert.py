@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def convert(
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -63,12 +65,14 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
@@ -91,7 +95,7 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, verb="convert", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, verb="convert", resume=resume, restart=restart,
         options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
             "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip
@@ -116,13 +120,13 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, to)))
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
 
 
-def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers in a format of programs that have one."""
     names = checkpoint.optimizers()
-    if not names or to == "zckpt":
+    if not names or written.keeps_optimizers:
         return ()
     return (
         f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.executors.using import check_executor, using
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
@@ -18,6 +20,7 @@ def fingerprint(
     *,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -36,6 +39,8 @@ def fingerprint(
     memory : int, bytes
         Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
+    executor
+        As for `consolidate`: who reads.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
     rename, strip_prefix, add_prefix, map, map_config
@@ -48,6 +53,8 @@ def fingerprint(
     SourceError
         The checkpoint cannot be read.
     """
+    check_executor(executor)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     checkpoint, _ = naming.of(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
-    return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])
+    with using(executor):
+        return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zckpt.engine.plan import Plan
-from zckpt.errors import Interrupted, SourceError, TargetError
+from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError
 from zckpt.storage.durable import check_space, written_directory, written_files
 from zckpt.storage.journal import Journal, check_remains, settle
 from zckpt.storage.ownership import Owned, check_target, partial_name
@@ -98,7 +98,7 @@ def _write_errors(path: Path, journal: Journal | None) -> Iterator[None]:
     """Turn the operating system's refusal to write into a TargetError; say what is left to go on with."""
     try:
         yield
-    except (TargetError, SourceError) as error:
+    except (TargetError, SourceError, WorkerError) as error:
         if journal is not None and journal.kept:
             error.advice = "; ".join(filter(None, [error.advice, journal.said()]))
         raise

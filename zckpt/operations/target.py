@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields
 from glob import escape
 from os.path import commonprefix
@@ -25,6 +26,7 @@ from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
 from zckpt.errors import LeftOutError, UsageError, shown
+from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.partial import names_in, partial_target
@@ -123,6 +125,8 @@ class How:
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter or None
+    executor : Executor, str or None
+        Who reads and writes; see `executors.using`.
     verb : str
     options : mapping of str to object
         Of the verb, as far as they decide what is written; for the journal.
@@ -136,6 +140,7 @@ class How:
     dry_run: bool
     memory: int
     reporter: Reporter | None
+    executor: Executor | str | None
     verb: str
     options: Mapping[str, object] = field(default_factory=dict)
     resume: bool = False
@@ -144,6 +149,7 @@ class How:
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
+        check_executor(self.executor)
         if self.resume and self.restart:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
@@ -206,19 +212,20 @@ def write_from(
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
-        checked = write_target(
-            planned,
-            target,
-            owned=owned,
-            more=more,
-            overwrite=how.overwrite,
-            memory=how.memory,
-            reporter=how.reporter,
-            checks=checks,
-            prove=prove,
-            prove_files=prove_files,
-            journal=how.journal(target, planned, [*more, *names] if owned is None else []),
-        )
+        with using(how.executor):
+            checked = write_target(
+                planned,
+                target,
+                owned=owned,
+                more=more,
+                overwrite=how.overwrite,
+                memory=how.memory,
+                reporter=how.reporter,
+                checks=checks,
+                prove=prove,
+                prove_files=prove_files,
+                journal=how.journal(target, planned, [*more, *names] if owned is None else []),
+            )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(

@@ -13,6 +13,9 @@ from zckpt.torchfile import FromFile, brief
 
 ONE, KEEP = "one", "keep"
 
+DCP = "dcp"
+"""The format whose files have a model in the order of its state dict."""
+
 
 def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Return a checkpoint whose only param group has all parameters in the model's order, and what to say of it.
@@ -26,8 +29,8 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """
     groups = checkpoint.param_groups
     order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
-    strange = next((group for group in groups if not _follows(group.parameters, order)), None)
-    if strange is not None:
+    strange = next((group for group in groups if not follows(group.parameters, order)), None)
+    if strange is not None and not _has_order_of_state_dict(checkpoint):
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have another than the optimizer",
             path=checkpoint.source,
@@ -84,7 +87,12 @@ def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
     return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
 
 
-def _follows(names: Sequence[str], order: Sequence[str]) -> bool:
+def _has_order_of_state_dict(checkpoint: Checkpoint) -> bool:
+    """Tell whether a program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters."""
+    return checkpoint.format == DCP and "origin" not in checkpoint.details
+
+
+def follows(names: Sequence[str], order: Sequence[str]) -> bool:
     """Tell whether names are among others in the same order."""
     rest = iter(order)
     return all(name in rest for name in names)
