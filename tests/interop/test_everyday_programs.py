@@ -27,7 +27,7 @@ import zckpt
 from tests import gloo
 from tests.fsdp_training import training as verl
 from tests.hf_training.training import Texts, build, same
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
@@ -379,3 +379,19 @@ def test_sorted_names_in_several_groups_are_not_taken_for_the_models_order(tmp_p
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
     with pytest.raises(UnsupportedError, match="sorted by name, in several groups"):
         zckpt.convert(tmp_path, tmp_path / "target", to="fsdp-rank-files", world_size=1, groups="one")
+
+    # --names says the order: of the model in the Trainer's directory, and of what was consolidated from it
+    order = ["up.weight", "norm.weight"]
+    with pytest.raises(UnsupportedError, match="sorted by name, in several groups"):  # the optimizer's order it may be
+        zckpt.convert(tmp_path, tmp_path / "t", to="fsdp-rank-files", world_size=1, groups="one", names=order)
+    named = zckpt.open(tmp_path, names=order)
+    zckpt.consolidate(named, tmp_path / "whole", slots="all")
+    zckpt.convert(tmp_path / "whole", tmp_path / "t", to="fsdp-rank-files", world_size=1, groups="one", names=order)
+    found = torch.load(tmp_path / "t" / "optim_world_size_1_rank_0.pt", weights_only=False)
+    for number, name in enumerate(order):
+        own = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        assert same(found["state"][number]["exp_avg"].to_local(), own), name
+    assert len(found["param_groups"]) == 1
+    for wrong in (order[:1], [*order, "other"], [*order, order[0]]):
+        with pytest.raises(UsageError, match="not those of the model's parameters"):
+            zckpt.open(tmp_path / "whole", names=wrong)

@@ -125,7 +125,8 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
         },
         "names": {
             "type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE",
-            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only; of "
+            "safetensors, of the model's parameters in its order, which the files do not have.",
         },
         "tp-rules": {
             "type": path, "metavar": "FILE",

@@ -99,6 +99,7 @@ def consolidate_command(
 @target_argument
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
+@naming_options
 @write_options
 @source_options
 def reshard_command(
@@ -110,6 +111,7 @@ def reshard_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: object,
 ) -> None:
@@ -118,7 +120,7 @@ def reshard_command(
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
-    and the Trainer resumes from TARGET.
+    and the Trainer resumes from TARGET. Names stay as they are: `convert --to deepspeed` changes them.
     """
     from zckpt.operations.reshard import reshard
 
@@ -129,6 +131,7 @@ def reshard_command(
         verify=verify,
         fingerprint=bool(fingerprint),
         reporter=reporter("reshard", quiet=quiet),
+        **naming,
         **writing,
         **where,
         **ReshardCommand.typed(options),

@@ -15,6 +15,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.combined import Combined, Rule, combined
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -87,6 +88,11 @@ def average(
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Averaged:
     """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
 
@@ -123,6 +129,9 @@ def average(
     roots, tag, names, tp_rules
         As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
         another node.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`, of every source; what finds no name in one must find some in another. A map goes in the
+        direction that fits the first source: those that have the other names already stay as they are.
 
     Returns
     -------
@@ -138,7 +147,7 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
         reporter=reporter, executor=executor, verb="average", resume=resume, restart=restart,
@@ -149,14 +158,21 @@ def average(
     found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
     dropped = check_none_lost(found, drop)
     _check_adapters(found)
-    mean = combined(found, rule, slots=slots, from_last=from_last)
-    _check_equal(mean, found, memory)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    alike, notes = naming.of_all(found)
+    mean = combined(alike, rule, slots=slots, from_last=from_last)
+    _check_equal(mean, alike, memory)
     done, num_tensors, verified = write_computed(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
+    notes += (*done.notes, *_notes(shares, num_equal, num_from_last))
     return Averaged(
-        **{**done.fields(), "verified": verified, "notes": (*done.notes, *_notes(shares, num_equal, num_from_last))},
+        **{
+            **done.fields(),
+            "verified": verified,
+            "notes": notes,
+        },
         num_tensors=num_tensors,
         sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,

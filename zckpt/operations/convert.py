@@ -14,7 +14,7 @@ from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.naming.inside import leave_old_names
+from zckpt.naming.inside import follow_names
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
@@ -109,9 +109,9 @@ def convert(
     dropped = check_nothing_lost(found, drop)
     if naming.changes or not written.keeps_ranks:
         _round_means(found)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes, followed = naming.traced(found)
     if naming.changes:
-        notes += leave_old_names(checkpoint, found)
+        notes += follow_names(checkpoint, found, followed)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))

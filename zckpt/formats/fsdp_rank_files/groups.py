@@ -9,6 +9,7 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.extra import SCHEDULERS
 from zckpt.formats.transformers_trainer.states import PER_GROUP
 from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state.order import GIVEN
 from zckpt.torchfile import FromFile, brief
 
 ONE, KEEP = "one", "keep"
@@ -35,15 +36,15 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
             "the order of the model's parameters is not known: the files have another than the optimizer",
             path=checkpoint.source,
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
-            advice="give --groups keep, or convert from a format of training",
+            advice="give --groups keep, or of safetensors --names FILE with the names in the model's order",
         )
-    if len(groups) > 1 and _is_sorted(checkpoint, order):
+    if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
             path=checkpoint.source,
             found=listed(order, most=3),
-            advice="give --groups keep, put the config.json of a known model_type with the source, or convert from a "
-            "format of training",
+            advice="give --names FILE with the names of all parameters in the model's order, --groups keep, or put the "
+            "config.json of a known model_type with the source",
         )
     parameters = dict(checkpoint.parameters)
     for name in order:

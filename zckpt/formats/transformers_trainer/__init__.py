@@ -35,7 +35,10 @@ class Options:
     """What `convert --to transformers-trainer` can be given."""
 
     train_batch_size: int | None = option(
-        int, None, "Samples of a device in each step, for trainer_state.json. Default: as SOURCE.", metavar="N"
+        int,
+        None,
+        "Samples of a device in each step, for trainer_state.json. Default: as SOURCE, if it says; else needed.",
+        metavar="N",
     )
 
 

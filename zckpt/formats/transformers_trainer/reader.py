@@ -15,6 +15,7 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, STATE_N
 from zckpt.formats.transformers_trainer.model import read_json, read_model
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint, Scalar
+from zckpt.state.order import put_in_order, tells_order
 from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "transformers-trainer"
@@ -57,6 +58,8 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     _read_optimizers(checkpoint, directory, weights, names, prefixes)
     if len(weights) == 1 and directory.optimizers:
         _arrange(checkpoint, model_order(weights[0]))
+        if names is not None and tells_order(checkpoint, names):
+            put_in_order(checkpoint, names)
     _read_state(checkpoint, directory, own)
     return checkpoint
 
