@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
@@ -161,10 +162,10 @@ class _Recording:
     def worker(self, *, here: bool) -> Callable[[_Task], _Done]:
         """Return what runs a task."""
         self._here = here
-        return self._run if here else run_task
+        return self._run if here else partial(run_task, write_batch)
 
     def _run(self, task: _Task) -> _Done:
-        done = run_task(task)
+        done = run_task(write_batch, task)
         self._record(task, done)
         return done
 
@@ -187,13 +188,13 @@ def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
 
 
-def run_task(task: _Task) -> _Done:
-    """Write a batch, unless what an earlier run wrote of it is there. May run in another process."""
+def run_task(work: Callable[[Batch], tuple[list[Seen], list[Seen]]], task: _Task) -> _Done:
+    """Write a batch with `work`, unless what an earlier run wrote of it is there. May run in another process."""
     if task.done is not None:
         written, read = task.done
         if _is_there(task.batch.path, written):
             return _Done(written, read, is_new=False)
-    return _Done(*write_batch(task.batch))
+    return _Done(*work(task.batch))
 
 
 def _is_there(path: str, written: Sequence[Seen]) -> bool:
