@@ -36,6 +36,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/map.py
 	$(BIN)/python bench/average.py
 	$(BIN)/python bench/cold_start.py
+	$(BIN)/python bench/limits.py
 
 fixtures: $(VENV)/.development
 	$(BIN)/python fixtures/generate.py --output fixtures/generated

@@ -29,7 +29,7 @@ from zckpt.cli.reading import (
 )
 from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
-from zckpt.errors import Interrupted, SourceError, TargetError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError
 from zckpt.executors.launch import launched
 
 SIGNALLED = 128
@@ -40,6 +40,8 @@ SIGNALS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
 COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
 
+SHORT_OF_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new thread")
+"""What the system's loader, and Python, say where a library or a thread finds no memory."""
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -91,6 +93,11 @@ def main() -> None:
         status = TargetError.exit_status
     except OSError as error:  # of a file that was there a moment ago, or that the system refuses
         status = _failed(SourceError("cannot be used", path=error.filename, found=error.strerror), debug=debug)
+    except (MemoryError, ImportError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in SHORT_OF_MEMORY):
+            raise
+        advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
+        status = _failed(UsageError("not enough memory", found=str(error) or None, advice=advice), debug=debug)
     sys.exit(status if isinstance(status, int) else 0)
 
 

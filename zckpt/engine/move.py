@@ -20,6 +20,7 @@ from zckpt.engine.plan import Copy
 from zckpt.engine.targets import Literal
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
+from zckpt.storage.distant import found
 from zckpt.storage.files import read_into
 
 SMALL_NBYTES = 1 << 15
@@ -137,7 +138,7 @@ def _read_small(group: list[Piece], sources: WatchedSources, buffer: memoryview)
     needed = [(piece.copies[0].sources[0], piece.copies[0].source_nbytes, piece) for piece in group]
     needed.sort(key=lambda one: (one[0].path, one[0].offset))
     spare, at, begin = len(buffer) - sum(nbytes for _, nbytes, _ in needed), 0, 0
-    found = []
+    placed = []
     while begin < len(needed):
         source, nbytes, _ = needed[begin]
         low, high, end = source.offset, source.offset + nbytes, begin + 1
@@ -151,12 +152,12 @@ def _read_small(group: list[Piece], sources: WatchedSources, buffer: memoryview)
         read_into(sources.descriptor(source.path), low, window, path=source.path)
         for one, nbytes, piece in needed[begin:end]:
             start = one.offset - low
-            found.append((piece, at + start))
+            placed.append((piece, at + start))
             if source.path in sources.watched:
                 crc = crc32(window[start : start + nbytes])
                 sources.seen.append(Seen(source.path, one.offset, nbytes, crc))
         at, begin = at + high - low, end
-    return found
+    return placed
 
 
 def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]:
@@ -204,7 +205,9 @@ def _copy_bytes(
     copy = piece.copies[0]
     source = copy.sources[0]
     watched = source.path in sources.watched
-    low, high = clone(sources.descriptor(source.path), source.offset, target, copy.offset, copy.nbytes)
+    low, high = 0, 0
+    if found(source.path) is None:
+        low, high = clone(sources.descriptor(source.path), source.offset, target, copy.offset, copy.nbytes)
     summed = watched or (checksummed if low == high else cloned)
     crc = _copy_range(copy, 0, low, 0, target, sources, buffer, summed=summed)
     if summed:

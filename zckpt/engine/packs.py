@@ -194,9 +194,23 @@ class PackPiece:
 
     def read(self, sources: Sources) -> memoryview:
         """Return its bytes; errors are those of `read_into`."""
-        pack, copies = self.pack, self.pack._copies(self.low, self.high)
+        pack = self.pack
         kind = np.dtype(f"V{pack.itemsize}") if pack.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{pack.itemsize}")
         found = np.zeros(self.high - self.low, kind)
+        for copies, (path, offset, nbytes) in self._windows():
+            window = np.empty(nbytes // pack.itemsize, kind)
+            sources.read(path, offset, window.view(np.uint8).data)
+            _scatter(window, copies.source - copies.source[0], found, copies.target, copies.numel)
+        return found.view(np.uint8).data
+
+    def ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield what is read: file, byte offset, bytes."""
+        for _, window in self._windows():
+            yield window
+
+    def _windows(self) -> Iterator[tuple[_Copies, tuple[str, int, int]]]:
+        """Yield copies from one file, with small gaps between them, and the byte range that has them all."""
+        pack, copies = self.pack, self.pack._copies(self.low, self.high)
         for file in np.unique(copies.file).tolist():
             mine = np.flatnonzero(copies.file == file)
             mine = mine[np.argsort(copies.source[mine], kind="stable")]
@@ -206,12 +220,10 @@ class PackPiece:
             begin = 0
             for end in ends:
                 low, high = int(source[begin]), int((source + numel)[end - 1])
-                window = np.empty(high - low, kind)
                 offset = pack.files.offsets[file] + low * pack.itemsize
-                sources.read(pack.files.paths[file], offset, window.view(np.uint8).data)
-                _scatter(window, source[begin:end] - low, found, target[begin:end], numel[begin:end])
+                some = _Copies(copies.file[mine][begin:end], source[begin:end], target[begin:end], numel[begin:end])
+                yield some, (pack.files.paths[file], offset, (high - low) * pack.itemsize)
                 begin = end
-        return found.view(np.uint8).data
 
 
 def _scatter(

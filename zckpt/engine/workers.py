@@ -18,6 +18,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
+from zckpt.storage.memory import buffers_within, confine_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -74,7 +75,11 @@ def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator
 
 
 def buffer_nbytes(memory: int, threads: range, *, buffers: int, most: int) -> int:
-    """Return the size of a buffer of which each worker holds `buffers` at once, so that all fit into `memory` bytes."""
+    """Return the size of a buffer of which each worker holds `buffers` at once, so that all fit into `memory` bytes.
+
+    Where a limit of the process leaves less than that, they fit into what it leaves.
+    """
+    memory = buffers_within(memory)
     return max(min(memory // _count(threads) // buffers, most), LEAST_BUFFER_NBYTES)
 
 
@@ -95,6 +100,7 @@ class Workers:
     """
 
     def __init__(self, threads: range, *, here: bool = False) -> None:
+        confine_threads()
         given = _EXECUTOR.get()
         if here and not isinstance(given, ThreadPoolExecutor):
             given = None

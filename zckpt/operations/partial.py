@@ -9,12 +9,11 @@ from pathlib import Path
 
 from zckpt.engine.plan import Plan
 from zckpt.errors import Interrupted, SourceError, TargetError, WorkerError
-from zckpt.storage.durable import check_space, written_directory, written_files
+from zckpt.operations.foresight import check_fits
+from zckpt.storage.durable import written_directory, written_files
 from zckpt.storage.journal import Journal, check_remains, settle
-from zckpt.storage.ownership import Owned, check_target, partial_name
-
-BLOCK_NBYTES = 512
-"""Of `st_blocks`, whatever the file system's own are."""
+from zckpt.storage.ownership import Owned, check_target
+from zckpt.storage.room import NOTHING_LEFT, write_errors
 
 Partial = tuple[list[Path], Path, list[Path]]
 """The temporary names of a plan's files, of the target, and of what else belongs to it."""
@@ -42,7 +41,7 @@ def partial_target(
         if owned is None
         else _partial_directory(plan, target, owned, overwrite, journal)
     )
-    with _write_errors(target, journal), partial as names:
+    with _said(journal), write_errors(target), partial as names:
         yield names
 
 
@@ -55,7 +54,7 @@ def _partial_files(
     settle(target)
     for name in every:
         check_target(name, overwrite=overwrite)
-    check_space(target.parent, plan.write_nbytes - _left_nbytes(every))
+    check_fits(plan, every, target, is_file=True)
     with written_files(every, overwrite=overwrite, journal=journal) as partials:
         partial = dict(zip(every, partials, strict=True))
         for name in more:
@@ -69,7 +68,7 @@ def _partial_directory(
 ) -> Iterator[Partial]:
     settle(target)
     check_target(target, overwrite=overwrite, owned=owned)
-    check_space(target.parent, plan.write_nbytes - _left_nbytes([target]))
+    check_fits(plan, names_in(plan.names, target, owned), target, is_file=False)
     with written_directory(target, overwrite=overwrite, owned=owned, journal=journal) as partial:
         names = names_in(plan.names, partial, owned)
         if journal is not None and journal.resumes:
@@ -77,13 +76,6 @@ def _partial_directory(
         for name in names:
             name.parent.mkdir(parents=True, exist_ok=True)
         yield names, partial, []
-
-
-def _left_nbytes(targets: Sequence[Path]) -> int:
-    """Return what a killed run has left on the disk, which is gone on with or goes first."""
-    left = [partial_name(target) for target in targets if target.name]
-    every = [one for path in left for one in (path, *path.rglob("*"))]
-    return sum(one.lstat().st_blocks * BLOCK_NBYTES for one in every if os.path.lexists(one))
 
 
 def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
@@ -94,21 +86,15 @@ def names_in(files: Sequence[str], target: Path, owned: Owned | None) -> list[Pa
 
 
 @contextmanager
-def _write_errors(path: Path, journal: Journal | None) -> Iterator[None]:
-    """Turn the operating system's refusal to write into a TargetError; say what is left to go on with."""
+def _said(journal: Journal | None) -> Iterator[None]:
+    """Let what ends a run say what is left of it to go on with."""
     try:
         yield
     except (TargetError, SourceError, WorkerError) as error:
         if journal is not None and journal.kept:
-            error.advice = "; ".join(filter(None, [error.advice, journal.said()]))
+            advice = (error.advice or NOTHING_LEFT).replace(NOTHING_LEFT, journal.said())
+            error.advice = advice if journal.said() in advice else f"{advice}; {journal.said()}"
         raise
-    except OSError as error:
-        raise TargetError(
-            "cannot be written",
-            path=path,
-            found=error.strerror or str(error),
-            advice="nothing was left behind" if journal is None else journal.said(),
-        ) from error
     except KeyboardInterrupt as error:
         if journal is not None and journal.kept:
             raise Interrupted.of(error, journal.said()) from error

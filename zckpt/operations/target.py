@@ -2,6 +2,7 @@
 
 own         what has the target's name may be replaced, or nothing is begun
 plan        the files' holes have been met with spans, every element once, by who asks
+fit         there is room for it, and memory, or nothing is begun: `foresight`
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
@@ -29,6 +30,7 @@ from zckpt.errors import LeftOutError, UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
+from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
@@ -89,7 +91,9 @@ def write_target(
     Raises
     ------
     TargetError
-        The target exists, or cannot be written.
+        The target exists, there is no room for it, or it cannot be written.
+    UsageError
+        A limit leaves too little memory.
     DamagedFileError
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
@@ -207,8 +211,12 @@ def write_from(
     origins = sources or [checkpoint]
     compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
-    names = names_in(planned.names, target, owned)
-    if not how.dry_run:
+    files = names_in(planned.names, target, owned)
+    foresight = None
+    if how.dry_run:
+        every = [*more, *files, *(target.parent / one.name for one in laid.outside)]
+        foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
+    else:
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
@@ -224,13 +232,13 @@ def write_from(
                 checks=checks,
                 prove=prove,
                 prove_files=prove_files,
-                journal=how.journal(target, planned, [*more, *names] if owned is None else []),
+                journal=how.journal(target, planned, [*more, *files] if owned is None else []),
             )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(names + [target.parent / one.name for one in laid.outside]),
+        files=tuple(files + [target.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,
@@ -239,6 +247,7 @@ def write_from(
         notes=tuple(laid.notes),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
+        foresight=foresight,
     )
 
 
@@ -329,6 +338,8 @@ class Written:
         What the source holds and nothing has read, which `drop` named.
     warnings : tuple of str
         What to know about the source.
+    foresight : Foresight or None
+        Under `dry_run`, what the run would take.
     """
 
     dry_run: bool
@@ -342,6 +353,7 @@ class Written:
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    foresight: Foresight | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all parameters, for a result that has more."""
@@ -361,6 +373,7 @@ class Written:
             "notes": list(self.notes),
             "dropped": list(self.dropped),
             "warnings": list(self.warnings),
+            "foresight": None if self.foresight is None else self.foresight.as_dict(),
         }
 
 

@@ -35,21 +35,6 @@ LIST_NBYTES = 1 << 16
 """Of a list of files; a longer one is none."""
 
 
-def check_space(directory: Path, nbytes: int) -> None:
-    """Raise TargetError unless the file system of `directory` has room for `nbytes` bytes."""
-    import shutil
-
-    free = shutil.disk_usage(directory).free
-    if free < nbytes:
-        raise TargetError(
-            "not enough space",
-            path=directory,
-            expected=f"{nbytes} bytes free",
-            found=free,
-            advice="free some or write elsewhere",
-        )
-
-
 @contextmanager
 def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal | None = None) -> Iterator[list[Path]]:
     """Yield temporary names for files of one directory; on success sync them and give them their names.

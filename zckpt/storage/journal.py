@@ -25,9 +25,13 @@ from zckpt.errors import SourceError, TargetError
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.ownership import claimed, partial_name
 from zckpt.storage.purpose import Purpose, identity
+from zckpt.storage.room import Room
 
 LEAST_NBYTES = 1 << 24
 """Of tensors: less is written again sooner than anybody has decided how to go on."""
+
+BLOCK_NBYTES = 512
+"""Of `st_blocks`, whatever the file system's own are."""
 
 Range = tuple[int, int, int | None]
 """Offset, bytes and CRC-32 of a range of a file; None: nobody summed it."""
@@ -52,6 +56,13 @@ class Work:
     def nbytes(self) -> int:
         """Bytes that were written."""
         return sum(nbytes for _, nbytes, _ in self.written)
+
+
+def left_by(targets: Iterable[Path]) -> Room:
+    """Return what a killed run's remains take, which are gone on with, or go before anything is written."""
+    left = [partial_name(target) for target in targets if target.name]
+    found = [one.lstat() for path in left for one in (path, *path.rglob("*")) if os.path.lexists(one)]
+    return Room(sum(one.st_blocks for one in found) * BLOCK_NBYTES, len(found))
 
 
 def journal_name(target: Path) -> Path:
