@@ -9,7 +9,7 @@ as the function says, and what it needs of its inputs is read when it asks for i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -254,25 +254,22 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    return _converted([_gather(copy, source, sources) for source in copy.sources], copy)
+    return _converted((_gather(copy, source, sources) for source in copy.sources), copy)
 
 
 def converted(data: memoryview, copy: Copy) -> memoryview:
     """Return the bytes of elements of a copy that were read end to end, as the target has them."""
-    return (
-        np.ascontiguousarray(_converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy))
-        .view(np.uint8)
-        .data
-    )
+    array = _converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy)
+    return np.ascontiguousarray(array).view(np.uint8).data
 
 
-def _converted(arrays: list[Array], copy: Copy) -> Array:
+def _converted(arrays: Iterable[Array], copy: Copy) -> Array:
     """Return what the elements of each source of a copy become: in order, resolved, averaged, cast."""
     if copy.byteorder == "big":
-        arrays = [swapped(array, copy.source_dtype) for array in arrays]
+        arrays = (swapped(array, copy.source_dtype) for array in arrays)
     if copy.unresolved:
-        arrays = [resolved(array, copy.source_dtype, copy.unresolved) for array in arrays]
-    array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
+        arrays = (resolved(array, copy.source_dtype, copy.unresolved) for array in arrays)
+    array = next(iter(arrays)) if len(copy.sources) == 1 else mean(arrays, copy.source_dtype)
     return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 
 

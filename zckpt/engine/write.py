@@ -298,7 +298,7 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
         read = (s.path for piece in batch for copy in piece.copies for s in copy.sources) if checks.watched else ()
         yield Batch(str(path), batch, checksummed, buffer, checks.watched.intersection(read))
     for pack in one.file.packs:
-        for packed in batched(pack.pieces(), lambda piece: piece.nbytes):
+        for packed in batched(pack.pieces(most * BUFFERS_PER_WORKER), lambda piece: piece.nbytes):
             watched = checks.watched.intersection(pack.paths(packed[0].low, packed[-1].high))
             yield Batch(str(path), packed, checksummed, buffer, watched)
 

@@ -80,6 +80,11 @@ def find(path: Path) -> Directory | None:
     return Directory(path, {name: path / name for name in names}, (), own if own.is_file() else None)
 
 
+def is_whole(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint by itself, and was written to the end."""
+    return is_file(path / NAME)
+
+
 def is_own(name: str) -> bool:
     """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
     return _OWN.fullmatch(name) is not None
