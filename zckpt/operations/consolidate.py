@@ -97,6 +97,8 @@ def consolidate(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -144,6 +146,11 @@ def consolidate(
         Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
         Replace the target: a file and the optimizer's next to it, or a directory that `consolidate` wrote.
+    resume : bool
+        Go on with what a run to this target that was killed has done, if it was the same run of the same files; it is
+        looked at again. Nothing is left of one: begin.
+    restart : bool
+        Remove what such a run has left. With neither, a target of which much is done is refused.
     dry_run : bool
         Plan everything, write nothing.
     memory : int, bytes
@@ -187,7 +194,10 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="consolidate", resume=resume, restart=restart,
+        options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
+            "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)

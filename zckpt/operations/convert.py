@@ -37,6 +37,8 @@ def convert(
     verify: bool = False,
     fingerprint: bool | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -70,7 +72,9 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
@@ -96,7 +100,9 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="convert", resume=resume, restart=restart,
+        options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
+            "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip
     written = get(to)
     if not written.writes:

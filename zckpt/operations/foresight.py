@@ -16,6 +16,7 @@ from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
 from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
 
@@ -150,7 +151,9 @@ def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool
     if plan.write_nbytes > LEAST_NBYTES:  # a name in `latest` fits wherever a process does
         check_memory()
     made = len(names) + (0 if is_file else directories(names, target))
-    check_room(target.parent, plan.write_nbytes, made, replaced=os.path.lexists(target))
+    left = left_by(names if is_file else [target])
+    nbytes, files = max(plan.write_nbytes - left.nbytes, 0), max(made - (left.files or 0), 0)
+    check_room(target.parent, nbytes, files, replaced=os.path.lexists(target))
 
 
 def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, memory: int) -> Foresight:
