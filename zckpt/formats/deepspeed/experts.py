@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from zckpt.codes import MISSING_FILE, STEPS_DIFFER
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError, UsageError, listed
+from zckpt.errors import DamagedFileError, ShardError, UnsupportedError, UsageError, listed
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
@@ -114,26 +114,6 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
     if assigned(len(names)) != [list(one) for one in names]:
         raise UnsupportedError("experts in an order that is not the model's are not regrouped", path=path)
     return assigned(degree)
-
-
-def expert_parallel_size(dp: int, partition_count: int, names: Iterable[str]) -> int:
-    """Return over how many expert ranks a group is spread: 1 for a dense group.
-
-    Raises
-    ------
-    LayoutError
-        The group is cut over fewer ranks than there are, and it is no expert group.
-    """
-    if partition_count == dp:
-        return 1
-    names = list(names)
-    if partition_count < 1 or dp % partition_count or not all(is_expert(name) for name in names):
-        raise LayoutError(
-            "a param group is cut over fewer ranks than there are",
-            expected=f"{dp} ranks, or a group of experts over a divisor of that",
-            found=f"{partition_count} ranks for {names[0] if names else 'an empty group'}",
-        )
-    return dp // partition_count
 
 
 _NAMED = re.compile(r"ep_size_(\d{1,6})")

@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.errors import LayoutError, UnsupportedError
+from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import FlatGroup
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.formats.torch_files.tensors import identity_of
@@ -34,7 +35,10 @@ def zero_option(model: ModelShard, name: str) -> bool:
 
 
 def flat_groups(
-    model: ModelShard, members: Sequence[OptimizerShard], known: Mapping[str, tuple[int, ...]]
+    model: ModelShard,
+    members: Sequence[OptimizerShard],
+    known: Mapping[str, tuple[int, ...]],
+    spread: Spread[OptimizerShard] | None = None,
 ) -> list[FlatGroup]:
     """Return the groups as their flat buffers hold them.
 
@@ -44,6 +48,8 @@ def flat_groups(
         All data-parallel ranks, in order.
     known : mapping of str to tuple
         Shapes of weights found elsewhere, for files without `param_shapes`.
+    spread : Spread, optional
+        The ranks over which experts are spread; by default these.
 
     Raises
     ------
@@ -57,7 +63,8 @@ def flat_groups(
             raise UnsupportedError(
                 "no param_shapes, and slice mappings are wrong under round_robin_gradients", path=model.shard.path
             )
-        shapes = [_shapes_from_mappings(members, index, known) for index in range(len(first.masters))]
+        every = spread or Spread(members)
+        shapes = [_shapes_from_mappings(members, index, known, every) for index in range(len(first.masters))]
     elif len(model.param_shapes) == 1 < len(first.masters):
         shapes = _split(model.param_shapes[0], members, model.shard.path)
     else:
@@ -89,13 +96,15 @@ def optimizer_order(names: Sequence[str], model: ModelShard, world_size: int) ->
 
 
 def _shapes_from_mappings(
-    members: Sequence[OptimizerShard], index: int, known: Mapping[str, tuple[int, ...]]
+    members: Sequence[OptimizerShard],
+    index: int,
+    known: Mapping[str, tuple[int, ...]],
+    spread: Spread[OptimizerShard],
 ) -> Shapes:
     """Rebuild a group's order from the shares of the ranks that share it."""
-    shared = members[0].partition_count[index]
-    step = len(members) // max(shared, 1)
     numels: dict[str, int] = {}
-    for member in members[::step][:shared]:
+    named = [name for member in members for name in (member.mappings[index] if member.mappings else ())]
+    for member in sharing(members, spread, index, named)[0]:
         if member.mappings is None:
             raise LayoutError(
                 "neither param_shapes nor param_slice_mappings",

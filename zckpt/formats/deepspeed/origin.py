@@ -14,7 +14,18 @@ from zckpt.torchfile import TorchFile
 
 @dataclass(slots=True)
 class RankState:
-    """Parameters, buffers and groups of one model-parallel rank; shapes are those of this rank."""
+    """Parameters, buffers and groups of one model-parallel rank; shapes are those of this rank.
+
+    Parameters
+    ----------
+    degrees : list of int or None
+        Over how many expert ranks each group is spread; None for a dense one. Empty where nothing says.
+    lanes : int
+        Tensor-parallel ranks over which experts are spread, see `expert_ranks`.
+    whole : frozenset of str
+        Parameters that are whole and the same on all tensor-parallel ranks, whatever the rules say: experts that are
+        spread over them.
+    """
 
     mp_rank: int
     parameters: dict[str, Parameter] = field(default_factory=dict)
@@ -26,6 +37,9 @@ class RankState:
     duplicates: list[Duplicate] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     expert_parallel: int = 1
+    degrees: list[int | None] = field(default_factory=list)
+    lanes: int = 1
+    whole: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

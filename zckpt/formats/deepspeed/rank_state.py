@@ -11,14 +11,14 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
-from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
+from zckpt.errors import LayoutError, ShardError, listed
 from zckpt.formats.deepspeed.experts import (
     expert_number,
-    expert_parallel_size,
     experts_per_rank,
     global_name,
     is_expert,
 )
+from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
 from zckpt.formats.deepspeed.groups import (
     MOMENTUM,
@@ -49,6 +49,8 @@ def read_rank(
     members: Sequence[OptimizerShard],
     weights: Mapping[str, tuple[str, Tensor]],
     shared: Mapping[str, str] | None = None,
+    *,
+    spread: Spread[OptimizerShard] | None = None,
 ) -> RankState:
     """Put together what the files of one model-parallel rank say.
 
@@ -63,6 +65,8 @@ def read_rank(
     shared : mapping of str to str, optional
         Tied parameters, alias to owner, that another model-parallel rank's file lists: DeepSpeed lets the first
         rank of all list them, and the others none.
+    spread : Spread, optional
+        The ranks over which experts are spread; by default `members`.
 
     Raises
     ------
@@ -74,7 +78,7 @@ def read_rank(
     if members and members[0].stage == 3:
         _read_parameterwise(state, models, members, trained)
     elif members:
-        _read_flat(state, models[0], members, weights, trained)
+        _read_flat(state, models[0], members, weights, trained, spread or Spread(members))
     parameterwise = bool(members) and members[0].stage == 3
     aliases = tied_names(models, trained, shared or {}, parameterwise=parameterwise)
     _place_parameters(state, models, trained, weights, aliases, parameterwise=parameterwise)
@@ -87,15 +91,14 @@ def _read_flat(
     members: Sequence[OptimizerShard],
     weights: Mapping[str, tuple[str, Tensor]],
     trained: Trained,
+    spread: Spread[OptimizerShard],
 ) -> None:
-    dp = len(members)
     known = {name: tensor.shape for name, tensor in model.module.items()}
     known |= {name: tensor.shape for name, (_, tensor) in weights.items()}
-    groups = flat_groups(model, members, known)
-    degrees = [expert_parallel_size(dp, members[0].partition_count[g.index], g.shapes) for g in groups]
-    if any(1 < ep < dp for ep in degrees) and model.config.get("use_data_before_expert_parallelism") is True:
-        raise UnsupportedError("experts whose ranks are numbered data-parallel first", path=model.shard.path)
-    shared = [(group, members[first::ep]) for group, ep in zip(groups, degrees, strict=True) for first in range(ep)]
+    groups = flat_groups(model, members, known, spread)
+    by_group = [sharing(members, spread, group.index, list(group.shapes)) for group in groups]
+    shared = [(group, ranks) for group, sets in zip(groups, by_group, strict=True) for ranks in sets]
+    paths = {member.path for member in members}
     apart = [_apart(group, ranks, model) for group, ranks in shared]
     keys = element_slots(
         case for (group, ranks), one in zip(shared, apart, strict=True) for case in flat_cases(group, ranks, one)
@@ -104,8 +107,10 @@ def _read_flat(
     per_rank = experts_per_rank(name for group in groups for name in group.shapes)
     cuts = iter(zip(shared, apart, strict=True))
     read: dict[int, set[str]] = {}
-    for group, ep in zip(groups, degrees, strict=True):
-        count = members[0].partition_count[group.index]
+    for group, sets in zip(groups, by_group, strict=True):
+        count, ep = members[0].partition_count[group.index], len(sets)
+        sparse = bool(group.shapes) and all(is_expert(name) for name in group.shapes)
+        state.degrees.append(ep if sparse else None)
         state.expert_parallel = max(state.expert_parallel, ep)
         names: list[str] = []
         for expert_rank in range(ep):
@@ -116,11 +121,12 @@ def _read_flat(
             if any(MOMENTUM in one for one in aside):
                 read[group.index] = per_element | {MOMENTUM}
                 whole, copies = whole_slots(group.shapes, ranks, group.index, *_cut(group, ranks))
-                state.duplicates += copies
+                state.duplicates += copies if members[0] in spread.members[:1] else []
                 for name, slot in whole.items():
                     slots[name][MOMENTUM] = slot
-            state.padding += padding
-            state.padding_spans.append(padding_spans)
+            # Of experts that are spread over all tensor-parallel ranks, each says what its own files have.
+            state.padding += [one for member, one in zip(ranks, padding, strict=True) if member.path in paths]
+            state.padding_spans.append([one for one in padding_spans if one.path in paths])
             renamed = {name: global_name(name, expert_rank, per_rank) if ep > 1 else name for name in group.shapes}
             for name, shape in group.shapes.items():
                 _claim(trained, renamed[name], shape, slots[name], group.index, model.shard.path)

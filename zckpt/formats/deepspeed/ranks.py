@@ -43,12 +43,22 @@ def listed(ranks: Sequence[int]) -> str:
 def data_parallel_size(models: Sequence[ModelShard], shards: Sequence[OptimizerShard]) -> int:
     """Return the number of ranks that share the state: what most optimizer files say, the model file breaking a tie."""
     recorded = next((m.content["dp_world_size"] for m in models if type(m.content.get("dp_world_size")) is int), None)
-    counts = Counter(max(shard.partition_count, default=1) for shard in shards)
+    counts = Counter(map(recorded_size, shards))
     if not counts:
         return recorded if isinstance(recorded, int) else 1
     if isinstance(recorded, int) and recorded in counts:
         return recorded
     return max(counts, key=lambda size: (counts[size], size))
+
+
+def recorded_size(shard: OptimizerShard) -> int:
+    """Return over how many ranks a file's state is cut: its dense groups, for experts may be over more or fewer."""
+    dense = [
+        count
+        for index, count in enumerate(shard.partition_count)
+        if index >= len(shard.groups) or shard.groups[index].get("moe") is not True
+    ]
+    return max(dense or shard.partition_count, default=1)
 
 
 def missing_ranks(size: int, present: Collection[int]) -> str | None:
@@ -87,7 +97,7 @@ def select(
         raise problem
     size = data_parallel_size(models, shards)
     by_rank = {shard.rank: shard for shard in shards}
-    larger = [rank for rank, shard in by_rank.items() if max(shard.partition_count, default=1) != size]
+    larger = [rank for rank, shard in by_rank.items() if recorded_size(shard) != size]
     extra = sorted(rank for rank in larger if rank >= size)
     said = f"{directory}: files of ranks {listed(extra)} are left over from a larger run; not used"
     return [by_rank[rank] for rank in range(size)], {by_rank[rank].path: said for rank in extra}
@@ -130,9 +140,9 @@ def problems(
             ranks=list(islice((rank for rank in range(size) if rank not in there), SHOWN_RANKS)),
         )
     members = [by_rank[rank] for rank in sorted(by_rank) if rank < size]
-    stale = [m.rank for m in members if max(m.partition_count, default=1) != size]
+    stale = [m.rank for m in members if recorded_size(m) != size]
     if stale:
-        found = sorted({max(by_rank[r].partition_count, default=1) for r in stale})
+        found = sorted({recorded_size(by_rank[r]) for r in stale})
         yield ShardError(
             f"rank {listed(stale)} is from a run of another world size",
             path=by_rank[stale[0]].path,

@@ -16,10 +16,11 @@ from zckpt.formats.deepspeed.directory import (
     Shard,
     TagDirectory,
 )
-from zckpt.formats.deepspeed.experts import attach_experts, check_empty
+from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, spread_over
+from zckpt.formats.deepspeed.experts import attach_experts, check_empty, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
+from zckpt.formats.deepspeed.pipeline import degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
@@ -136,16 +137,11 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     return checkpoint
 
 
-def _expert_weights(files: Sequence[tuple[Shard, TorchFile]], mp_rank: int) -> Weights:
-    """Return one rank's weights of experts, which lie in files of their own under their global names."""
-    weights: Weights = {}
-    for shard, file in files:
-        if not isinstance(file.root, dict):
-            raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
-        if shard.role == EXPERT and (shard.mp_rank or 0) == mp_rank:
-            named = by_name(file.root, shard.path)
-            weights.update({name: (shard.path, one) for name, one in named.items() if isinstance(one, Tensor)})
-    return weights
+def _named(shard: Shard, file: TorchFile) -> dict[str, object]:
+    """Return what a file of weights holds, by name."""
+    if not isinstance(file.root, dict):
+        raise DamagedFileError("unexpected content", path=shard.path, expected="a dict of weights")
+    return by_name(file.root, shard.path)
 
 
 def _refuse_unknown(directory: TagDirectory, models: Sequence[ModelShard]) -> None:
@@ -181,11 +177,13 @@ def _ranks(
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
     weights = stage_weights(layers, firsts, tp) if layers else {}
-    ranks: list[RankFiles] = []
+    found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
         shards = [o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank]
         if not own:
+            if any(shard.role == EXPERT for shard, _ in outside):
+                raise lost_ranks(mp_rank, str(directory.path))
             raise ShardError(f"no model file of mp_rank {mp_rank}", path=directory.path, code=MISSING_FILE)
         members: list[OptimizerShard] = []
         if shards or any(m.content.get("param_shapes") for m in own):
@@ -193,8 +191,20 @@ def _ranks(
             checkpoint.leftovers |= leftovers
             checkpoint.warnings += dict.fromkeys(leftovers.values())
         files = _model_members(directory, own, members)
-        outer = {**_expert_weights(outside, mp_rank), **weights.get(mp_rank, {})}
-        ranks.append(RankFiles(files, members, read_rank(mp_rank, files, members, outer, shared)))
+        found.append((mp_rank, files, members))
+    experts = expert_files(outside, {shard.path: _named(shard, file) for shard, file in outside})
+    ranks: list[RankFiles] = []
+    for mp_rank, files, members in found:
+        alike = [one for _, _, one in found] if len(found) == tp else [members]
+        spread = spread_over(alike, mp_rank if len(found) == tp else 0, files[0], experts)
+        across = spread.lanes > 1
+        of_experts = experts.all() if across else experts.by_lane.get(mp_rank, {})
+        outer = {**of_experts, **weights.get(mp_rank, {})}
+        state = read_rank(mp_rank, files, members, outer, shared, spread=spread)
+        if across:
+            state.lanes, state.whole = spread.lanes, frozenset(name for name in state.parameters if is_expert(name))
+            state.duplicates += experts.copies() if mp_rank == 0 else ()
+        ranks.append(RankFiles(files, members, state))
     return ranks
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from zckpt.engine.targets import Literal, TargetFile
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, PIPELINE_LAYER, Shard
-from zckpt.formats.deepspeed.experts import expert_parallel_size
+from zckpt.formats.deepspeed.expert_ranks import sharing, spread_of
 from zckpt.formats.deepspeed.flat import flat_cases
 from zckpt.formats.deepspeed.groups import flat_groups
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, origin_of
@@ -204,7 +204,7 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, LeanLayout], str | None]:
         return {}, "without ZeRO there is no padding"
     if members[0].stage == 3:
         return {}, "ZeRO-3 pads each parameter, and DeepSpeed loads it with that padding only: it stays"
-    layouts = {member.path: layout for one in origin.ranks for member, layout in _layouts(one)}
+    layouts = {member.path: layout for one in origin.ranks for member, layout in _layouts(one, origin.ranks)}
     elastic = members[0].elastic
     reason = None if elastic else _reason(origin, members, layouts)
     if reason is not None:
@@ -214,20 +214,21 @@ def lean_layouts(origin: Origin) -> tuple[dict[str, LeanLayout], str | None]:
     return lean, None if elastic else note
 
 
-def _layouts(one: RankFiles) -> Iterator[tuple[OptimizerShard, LeanLayout]]:
+def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[OptimizerShard, LeanLayout]]:
     """Yield the layout of each data-parallel rank's file."""
     members = one.members
-    found = [LeanLayout([0] * len(m.masters), [0] * len(m.masters)) for m in members]
+    found = {m.path: LeanLayout([0] * len(m.masters), [0] * len(m.masters)) for m in members}
     known = {name: parameter.shape for name, parameter in one.state.parameters.items()}
-    for group in flat_groups(one.models[0], members, known):
+    spread = spread_of(ranks, one)
+    for group in flat_groups(one.models[0], members, known, spread):
         total = flat_starts(group.numels, group.pads)[-1]
-        step = expert_parallel_size(len(members), members[0].partition_count[group.index], group.shapes)
-        for first in range(step):
-            for position, case in enumerate(flat_cases(group, members[first::step])):
-                layout = found[first + position * step]
-                layout.partitions[group.index] = case.high
-                layout.paddings[group.index] = flat_padding(total, case.high, position)
-    return zip(members, found, strict=True)
+        for ranks in sharing(members, spread, group.index, list(group.shapes)):
+            for position, case in enumerate(flat_cases(group, ranks)):
+                layout = found.get(case.member.path)
+                if layout is not None:
+                    layout.partitions[group.index] = case.high
+                    layout.paddings[group.index] = flat_padding(total, case.high, position)
+    return zip(members, found.values(), strict=True)
 
 
 def _reason(origin: Origin, members: Sequence[OptimizerShard], layouts: dict[str, LeanLayout]) -> str | None:

@@ -58,13 +58,16 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
             raise without_rules(names, path, "how to put them together")
         return first
     for other in states[1:]:
-        if set(other.parameters) != set(names) or [g.parameters for g in other.groups] != [
+        if set(other.parameters) != set(names) or other.whole != first.whole or [g.parameters for g in other.groups] != [
             g.parameters for g in first.groups
         ]:
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
-    merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel)
+    merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
+                       lanes=first.lanes, whole=first.whole)  # fmt: skip
     for name in names:
-        merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
+        slices = [s.parameters[name] for s in states]
+        whole = name in first.whole
+        merged.parameters[name] = replace(slices[0]) if whole else _merge_parameter(slices, rules, padded=padded)
     if not padded:
         merged.padding_spans.append(VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
@@ -96,7 +99,7 @@ class VocabularyPadding:
     def __iter__(self) -> Iterator[PaddingSpan]:
         """Yield where the rows lie that no share has, for each slot of each rank."""
         for name, first in self.states[0].parameters.items():
-            if first.tied_to is not None or not self.rules.is_vocabulary(name):
+            if first.tied_to is not None or name in self.states[0].whole or not self.rules.is_vocabulary(name):
                 continue
             rule = self.rules.rule(name, [state.parameters[name].shape for state in self.states], padded=False)
             for state, shares in zip(self.states, rule.shares, strict=False):
@@ -121,6 +124,8 @@ def _outside(shares: Sequence[Share], size: int) -> list[Share]:
 def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[Duplicate]:
     """Yield the copies that one rank keeps of what the first rank's is read of."""
     for name, parameter in state.parameters.items():
+        if name in state.whole:  # it is read from the files of all ranks, and the same everywhere
+            continue
         for key, slot in parameter.slots.items():
             own, used = first.parameters[name].slots.get(key), merged.parameters[name].slots.get(key)
             if own is not None and used is not None and used.spans == own.spans != slot.spans and not used.replicas:
@@ -266,6 +271,8 @@ def check_slices(origin: Origin, degree: int) -> int:
     compared = 0
     with Sources() as sources:
         for name in ranks[0].state.parameters:
+            if name in ranks[0].state.whole:
+                continue
             rule = rules.matching(name)
             slots = [files.state.parameters[name].slots.get(MASTER) for files in ranks]
             masters = [slot for slot in slots if slot is not None]

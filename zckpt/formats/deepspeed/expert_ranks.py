@@ -1,0 +1,317 @@
+"""Which ranks have which experts, and which of them share the flat buffer of an expert group.
+
+A rank's number is dp_rank x lanes + lane. Lanes are the tensor-parallel ranks over which experts are spread as over
+data-parallel ones; DeepSpeed spreads them so unless `enable_expert_tensor_parallelism` is set, which makes experts
+slices like everything else: then each tensor-parallel rank has all experts, and there is one lane.
+
+Of n ranks, at expert-parallel degree ep, rank r has the experts of expert rank e and partition p of them:
+
+in turn (default)                         e = r mod ep        p = r div ep
+`use_data_before_expert_parallelism`      e = r div (n / ep)  p = r mod (n / ep)
+
+An expert's file is written by the first rank that has it, under that one's mp_rank: by p = 0. Each rank looks for the
+files of its experts under its own mp_rank. Both agree where ep divides by the lanes; else the ranks' files of model are
+not all written, either.
+
+Source: DeepSpeed 0.14.5 to 0.19.8, `groups._create_expert_and_data_parallel`, `_create_expert_data_and_model_parallel`,
+`DeepSpeedEngine._save_moe_checkpoint`, `load_moe_state_dict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from zckpt.codes import MISSING_FILE
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
+from zckpt.formats.deepspeed.directory import EXPERT, Shard
+from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert
+from zckpt.formats.deepspeed.origin import RankFiles
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import WEIGHT, Duplicate
+from zckpt.torchfile import Tensor, TorchFile, plain
+
+DATA_FIRST = "use_data_before_expert_parallelism"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How expert ranks are numbered.
+
+    Parameters
+    ----------
+    ranks : int
+        All ranks over which experts are spread.
+    data_first : bool
+        Whether the ranks that share experts follow each other.
+    """
+
+    ranks: int
+    data_first: bool = False
+
+    def expert_rank(self, rank: int, degree: int) -> int:
+        """Return of which expert rank a rank has the experts."""
+        return rank // (self.ranks // degree) if self.data_first else rank % degree
+
+    def position(self, rank: int, degree: int) -> int:
+        """Return which of the ranks with the same experts a rank is."""
+        return rank % (self.ranks // degree) if self.data_first else rank // degree
+
+    def rank(self, expert_rank: int, position: int, degree: int) -> int:
+        """Return the rank that has a partition of the experts of an expert rank."""
+        return expert_rank * (self.ranks // degree) + position if self.data_first else position * degree + expert_rank
+
+
+def is_data_first(model: ModelShard) -> bool:
+    """Tell whether the configuration numbers expert ranks data-parallel first."""
+    return model.config.get(DATA_FIRST) is True
+
+
+@dataclass(frozen=True, slots=True)
+class Spread(Generic[T]):
+    """The ranks over which experts are spread, in order.
+
+    Parameters
+    ----------
+    members : sequence
+        One for each rank, by its number: its optimizer file.
+    lanes : int
+        Tensor-parallel ranks among them.
+    """
+
+    members: Sequence[T]
+    lanes: int = 1
+    data_first: bool = False
+
+    def degree(self, partition_count: int, names: Iterable[str]) -> int:
+        """Return over how many expert ranks a group is spread.
+
+        Raises
+        ------
+        LayoutError
+            The group is cut over a number of ranks that does not divide all.
+        """
+        ranks = len(self.members)
+        if partition_count >= 1 and ranks % partition_count == 0:
+            return ranks // partition_count
+        raise LayoutError(
+            "a group of experts is cut over a number of ranks that does not divide that of all",
+            expected=f"a divisor of {ranks}",
+            found=f"{partition_count} ranks for {next(iter(names), 'an empty group')}",
+        )
+
+    def shared(self, degree: int) -> list[list[T]]:
+        """Return for each expert rank the members that share its experts, by the partition that they have."""
+        placement = Placement(len(self.members), self.data_first)
+        count = len(self.members) // degree
+        return [[self.members[placement.rank(e, p, degree)] for p in range(count)] for e in range(degree)]
+
+
+def sharing(
+    own: Sequence[OptimizerShard], spread: Spread[OptimizerShard], group: int, names: Sequence[str]
+) -> list[list[OptimizerShard]]:
+    """Return the ranks that share a param group, for each expert rank; of a dense group once, all.
+
+    Parameters
+    ----------
+    own : sequence of OptimizerShard
+        The data-parallel ranks, in order.
+    names : sequence of str
+        Of the group's parameters.
+
+    Raises
+    ------
+    LayoutError
+        The group is cut over fewer ranks than there are, and it is no group of experts.
+    """
+    count = own[0].partition_count[group]
+    if names and all(is_expert(name) for name in names):
+        return spread.shared(spread.degree(count, names))
+    if count != len(own):
+        raise LayoutError(
+            "a param group is cut over fewer ranks than there are",
+            path=own[0].path,
+            expected=f"{len(own)} ranks, or a group of experts over a divisor of that",
+            found=f"{count} ranks for {names[0] if names else 'an empty group'}",
+        )
+    return [list(own)]
+
+
+Weights = dict[str, tuple[str, Tensor]]
+Files = Sequence[tuple[Shard, TorchFile]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFiles:
+    """The weights of experts, which lie in files of their own under their global names.
+
+    Parameters
+    ----------
+    by_lane : dict of int to Weights
+        By model-parallel rank.
+    layers : dict of str to int
+        Number of the MoE layer by the name before its experts' numbers.
+    """
+
+    by_lane: dict[int, Weights]
+    layers: dict[str, int]
+
+    def all(self) -> Weights:
+        """Return each weight once, from the first rank that has it."""
+        found: Weights = {}
+        for lane in sorted(self.by_lane):
+            for name, one in self.by_lane[lane].items():
+                found.setdefault(name, one)
+        return found
+
+    def copies(self) -> Iterator[Duplicate]:
+        """Yield the same weight from the files of further ranks."""
+        first = self.all()
+        for lane, weights in sorted(self.by_lane.items()):
+            for name, (path, tensor) in weights.items():
+                where, used = first[name]
+                if where != path and used.shape == tensor.shape:
+                    yield Duplicate(
+                        "parameter", name, name, slot_of(WEIGHT, tensor, path), slot_of(WEIGHT, used, where), lane
+                    )
+
+    def lanes_of(self, name: str) -> set[int]:
+        """Return the model-parallel ranks under which a weight is."""
+        return {lane for lane, weights in self.by_lane.items() if name in weights}
+
+
+def expert_files(files: Files, named: Mapping[str, dict[str, object]]) -> ExpertFiles:
+    """Return what the files of experts hold.
+
+    Parameters
+    ----------
+    named : mapping of str to dict
+        Content of each file, by path.
+    """
+    by_lane: dict[int, Weights] = {}
+    layers: dict[str, int] = {}
+    for shard, _ in files:
+        if shard.role != EXPERT:
+            continue
+        tensors = {name: one for name, one in named[shard.path].items() if isinstance(one, Tensor)}
+        by_lane.setdefault(shard.mp_rank or 0, {}).update({n: (shard.path, one) for n, one in tensors.items()})
+        for layer in experts_per_rank(tensors):
+            layers.setdefault(layer, shard.layer or 0)
+    return ExpertFiles(by_lane, layers)
+
+
+def spread_over(
+    ranks: Sequence[Sequence[OptimizerShard]], lane: int, model: ModelShard, files: ExpertFiles
+) -> Spread[OptimizerShard]:
+    """Return the ranks over which the experts of one tensor-parallel rank are spread: its own, or those of all.
+
+    Parameters
+    ----------
+    ranks : sequence of sequence of OptimizerShard
+        Of each tensor-parallel rank the data-parallel ones; one, where there are none or a pipeline has them.
+    lane : int
+        Which of them.
+    files : ExpertFiles
+        Those of all.
+
+    Raises
+    ------
+    UnsupportedError
+        Experts are spread over all ranks, and those are numbered in an order that is not known.
+    """
+    data_first = is_data_first(model)
+    alone = Spread(ranks[lane], 1, data_first)
+    dp, tp = len(ranks[lane]), len(ranks)
+    if tp == 1 or any(len(one) != dp for one in ranks):
+        return alone
+    every = over_all(ranks, data_first)
+    totals = _totals(files, model)
+    for index, names in enumerate(_names_of_groups(model, ranks[lane]) if dp and ranks[lane][0].stage != 3 else []):
+        if not names or not all(is_expert(name) for name in names):
+            continue
+        local = experts_per_rank(names)
+        count = ranks[lane][0].partition_count[index]
+        if count < 1 or dp * tp % count:
+            continue
+        if all(totals.get(layer) == number * dp * tp // count for layer, number in local.items()):
+            _check_order(every, dp * tp // count, local, files, model)
+            return every
+        if dp % count == 0 and all(totals.get(layer) == number * dp // count for layer, number in local.items()):
+            return alone
+    return alone if all(files.by_lane.get(m, {}).keys() == files.all().keys() for m in range(tp)) else every
+
+
+def over_all(ranks: Sequence[Sequence[T]], data_first: bool) -> Spread[T]:
+    """Return all ranks, given those of each tensor-parallel rank, as experts are spread over them."""
+    return Spread([one[d] for d in range(len(ranks[0])) for one in ranks], len(ranks), data_first)
+
+
+def spread_of(ranks: Sequence[RankFiles], files: RankFiles) -> Spread[OptimizerShard]:
+    """Return the ranks over which the experts of one model-parallel rank were found to be spread."""
+    data_first = is_data_first(files.models[0])
+    if files.state.lanes == 1:
+        return Spread(files.members, 1, data_first)
+    return over_all([one.members for one in ranks], data_first)
+
+
+def _names_of_groups(model: ModelShard, members: Sequence[OptimizerShard]) -> list[list[str]]:
+    if model.param_shapes is not None:
+        return [list(group) for group in model.param_shapes][: len(members[0].partition_count)]
+    return [
+        list(dict.fromkeys(name for member in members for name in (member.mappings or [{}] * (index + 1))[index]))
+        for index in range(len(members[0].partition_count))
+    ]
+
+
+def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
+    """Return the experts of each layer: as many as files speak of, or as the model file says, if that is more."""
+    said = plain(model.content.get("num_experts"))
+    recorded = said if isinstance(said, list) else []
+    totals: dict[str, int] = {}
+    for name in files.all():
+        number = expert_number(name)
+        if number is not None:
+            layer = next(iter(experts_per_rank([name])))
+            totals[layer] = max(totals.get(layer, 0), number + 1)
+    for layer, number in files.layers.items():
+        if number < len(recorded) and type(recorded[number]) is int:
+            totals[layer] = max(totals.get(layer, 0), recorded[number])
+    return totals
+
+
+def _check_order(
+    spread: Spread[OptimizerShard], degree: int, local: Mapping[str, int], files: ExpertFiles, model: ModelShard
+) -> None:
+    """Raise unless each expert is, or is missing, under the mp_rank of the first rank that has it."""
+    placement = Placement(len(spread.members), spread.data_first)
+    for name in files.all():
+        number = expert_number(name)
+        layer = next(iter(experts_per_rank([name])), None)
+        if number is None or layer not in local:
+            continue
+        writer = placement.rank(number // local[layer] % degree, 0, degree) % spread.lanes
+        found = files.lanes_of(name)
+        if writer not in found:
+            raise UnsupportedError(
+                f"the weights of expert {number} are not in the file of the rank that has it, if tensor-parallel ranks "
+                f"are numbered one after the other",
+                path=model.shard.path,
+                expected=f"mp_rank {writer}",
+                found=f"mp_rank {listed([str(one) for one in sorted(found)])}",
+            )
+
+
+def lost_ranks(mp_rank: int, path: str) -> ShardError:
+    """Return the error for a model-parallel rank of a mixture of experts of which there is no model file."""
+    return ShardError(
+        f"no model file of mp_rank {mp_rank}",
+        path=path,
+        expected=f"mp_rank_{mp_rank:02d}_model_states.pt",
+        advice="DeepSpeed does not write it where experts are spread over fewer ranks than there are tensor-parallel "
+        "ones: what only it would hold is lost. Else give the directory that holds it with --root",
+        code=MISSING_FILE,
+    )
