@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import EXPERT, Shard
-from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert
+from zckpt.formats.deepspeed.experts import expert_number, experts_per_rank, is_expert, layer_of
 from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.tensors import slot_of
@@ -199,8 +199,8 @@ def expert_files(files: Files, named: Mapping[str, dict[str, object]]) -> Expert
             continue
         tensors = {name: one for name, one in named[shard.path].items() if isinstance(one, Tensor)}
         by_lane.setdefault(shard.mp_rank or 0, {}).update({n: (shard.path, one) for n, one in tensors.items()})
-        for layer in experts_per_rank(tensors):
-            layers.setdefault(layer, shard.layer or 0)
+        for name in filter(is_expert, tensors):
+            layers.setdefault(layer_of(name), shard.layer or 0)
     return ExpertFiles(by_lane, layers)
 
 
@@ -275,7 +275,7 @@ def _totals(files: ExpertFiles, model: ModelShard) -> dict[str, int]:
     for name in files.all():
         number = expert_number(name)
         if number is not None:
-            layer = next(iter(experts_per_rank([name])))
+            layer = layer_of(name)
             totals[layer] = max(totals.get(layer, 0), number + 1)
     for layer, number in files.layers.items():
         if number < len(recorded) and type(recorded[number]) is int:
@@ -290,7 +290,7 @@ def _check_order(
     placement = Placement(len(spread.members), spread.data_first)
     for name in files.all():
         number = expert_number(name)
-        layer = next(iter(experts_per_rank([name])), None)
+        layer = layer_of(name)
         if number is None or layer not in local:
             continue
         writer = placement.rank(number // local[layer] % degree, 0, degree) % spread.lanes

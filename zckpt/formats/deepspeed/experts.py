@@ -44,6 +44,12 @@ def expert_number(name: str) -> int | None:
     return int(match["number"]) if match else None
 
 
+def layer_of(name: str) -> str:
+    """Return the MoE layer of an expert's parameter: the name before the expert's number."""
+    match = _EXPERT.fullmatch(name)
+    return match["before"] if match else ""
+
+
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
     """Return for each MoE layer (the name before the number) how many experts these names speak of."""
     numbers: dict[str, set[int]] = {}

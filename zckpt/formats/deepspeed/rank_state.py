@@ -12,13 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zckpt.codes import MISSING_FILE
 from zckpt.errors import LayoutError, ShardError, listed
+from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.experts import (
     expert_number,
     experts_per_rank,
     global_name,
     is_expert,
 )
-from zckpt.formats.deepspeed.expert_ranks import Spread, sharing
 from zckpt.formats.deepspeed.flat import Case, FlatGroup, cut_group, element_slots, flat_cases, partition_numel
 from zckpt.formats.deepspeed.groups import (
     MOMENTUM,

@@ -37,7 +37,7 @@ from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, r
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe
 from zckpt.state import Checkpoint, SourceFile, Topology
-from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
+from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
 
 EXTRA_STATE_KEY = "module_extra_state"
 """Where the state of modules that is no tensor is kept, by name; DeepSpeed has it among the weights."""

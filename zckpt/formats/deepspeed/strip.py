@@ -222,8 +222,8 @@ def _layouts(one: RankFiles, ranks: Sequence[RankFiles]) -> Iterator[tuple[Optim
     spread = spread_of(ranks, one)
     for group in flat_groups(one.models[0], members, known, spread):
         total = flat_starts(group.numels, group.pads)[-1]
-        for ranks in sharing(members, spread, group.index, list(group.shapes)):
-            for position, case in enumerate(flat_cases(group, ranks)):
+        for own in sharing(members, spread, group.index, list(group.shapes)):
+            for position, case in enumerate(flat_cases(group, own)):
                 layout = found.get(case.member.path)
                 if layout is not None:
                     layout.partitions[group.index] = case.high

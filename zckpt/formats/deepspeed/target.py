@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.origin import Origin, origin_of
@@ -78,7 +79,11 @@ class TargetGroup:
     pads : list of int, elements
         Alignment pad after each.
     shared_by : int
-        Data-parallel ranks over which each list is cut.
+        Ranks over which each list is cut.
+    lane, lanes : int
+        Of experts that are spread over several tensor-parallel ranks: which of them this is, and how many they are.
+    data_first : bool
+        How expert ranks are numbered, see `expert_ranks`.
     """
 
     index: int
@@ -86,14 +91,22 @@ class TargetGroup:
     experts: list[list[Parameter]]
     pads: list[int]
     shared_by: int
+    lane: int = 0
+    lanes: int = 1
+    data_first: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """Which ranks share which of the lists."""
+        return Placement(self.shared_by * len(self.experts), self.data_first)
 
     def of(self, rank: int) -> list[Parameter]:
         """Return the parameters of which a data-parallel rank holds elements."""
-        return self.experts[rank % len(self.experts)]
+        return self.experts[self.placement.expert_rank(rank * self.lanes + self.lane, len(self.experts))]
 
     def position(self, rank: int) -> int:
         """Return which of the ranks that share its parameters a data-parallel rank is."""
-        return rank // len(self.experts)
+        return self.placement.position(rank * self.lanes + self.lane, len(self.experts))
 
     @property
     def numels(self) -> list[int]:
@@ -124,6 +137,8 @@ class TargetRank:
         The same for optimizer files.
     parameters, buffers : dict of str to Parameter
         In this rank's shapes.
+    lanes : int
+        Tensor-parallel ranks over which experts are spread.
     """
 
     mp_rank: int
@@ -132,6 +147,7 @@ class TargetRank:
     parameters: dict[str, Parameter]
     buffers: dict[str, Parameter]
     groups: list[TargetGroup]
+    lanes: int = 1
 
     @property
     def model(self) -> ModelShard:
@@ -227,18 +243,21 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
                     aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
     for number, files in enumerate(states):
         own = files.state
-        rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [])
-        for unit in units(checkpoint, origin, own.groups, rank.parameters, options):
-            rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
+        rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
+        for unit in units(checkpoint, own, options):
+            lanes = own.lanes if unit.per_rank else 1
+            rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters, number, lanes))
         target.ranks.append(rank)
     refuse_to_cut(target)
     return target
 
 
-def _group(target: Target, index: int, unit: Unit, known: dict[str, Parameter]) -> TargetGroup:
+def _group(
+    target: Target, index: int, unit: Unit, known: dict[str, Parameter], mp_rank: int, lanes: int
+) -> TargetGroup:
     """Return a param group in the order in which it is stored."""
     experts = local_parameters(unit, known)
-    shared_by = target.world_size // len(experts)
+    shared_by = target.world_size * lanes // len(experts)
     if target.round_robin:
         order = round_robin_order(len(experts[0]), shared_by)
         experts = [[parameters[i] for i in order] for parameters in experts]
@@ -246,7 +265,9 @@ def _group(target: Target, index: int, unit: Unit, known: dict[str, Parameter]) 
     if target.alignment and experts[0]:
         multiple = max(PARAMETER_ALIGNMENT_NBYTES // itemsize(experts[0][0].dtype), 1)
         pads = alignment_padding([p.numel for p in experts[0]], multiple)
-    return TargetGroup(index, unit.values, experts, pads, shared_by)
+    lane = mp_rank if lanes > 1 else 0
+    first = is_data_first(target.origin.model)
+    return TargetGroup(index, unit.values, experts, pads, shared_by, lane, lanes, first)
 
 
 def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int, elastic: bool) -> None:
@@ -283,12 +304,8 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return
-    if max(topology.tp, options.tensor_parallel_size or 1) > 1:
-        raise UnsupportedError("checkpoints with experts are not resharded under tensor parallelism", path=path)
     if stage == 3:
         raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
-    if origin.model.config.get("use_data_before_expert_parallelism") is True:
-        raise UnsupportedError("experts whose ranks are numbered data-parallel first are not resharded", path=path)
 
 
 def refuse_to_cut(target: Target) -> None:

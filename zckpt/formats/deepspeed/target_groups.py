@@ -10,22 +10,23 @@ its degree, and begins another one where a rank's share would become too large. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.experts import (
-    expert_parallel_size,
     experts_per_rank,
     is_expert,
+    layer_of,
     local_name,
     spread_experts,
 )
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
@@ -52,13 +53,7 @@ class Unit:
     per_rank: dict[str, int]
 
 
-def units(
-    checkpoint: Checkpoint,
-    origin: Origin,
-    groups: Sequence[ParamGroup],
-    parameters: Mapping[str, Parameter],
-    options: RecutOptions,
-) -> list[Unit]:
+def units(checkpoint: Checkpoint, state: RankState, options: RecutOptions) -> list[Unit]:
     """Return the param groups of one model-parallel rank of the target.
 
     Raises
@@ -69,38 +64,88 @@ def units(
         They are in an order that does not tell how DeepSpeed would have them at another degree.
     """
     found: list[Unit] = []
-    degrees = {_kind(origin, index, group)[0] for index, group in enumerate(groups)} - {None}
-    if options.expert_parallel_size is not None and len(degrees) > 1:
-        raise UnsupportedError(
-            "experts spread over different numbers of ranks are not regrouped",
-            path=checkpoint.source,
-            found=", ".join(map(str, degrees)),
-        )
-    for (source, _), neighbours in groupby(enumerate(groups), lambda item: _kind(origin, *item)):
-        alike = [group for _, group in neighbours]
+    groups = [_Group(group, degree) for group, degree in zip(state.groups, expert_degrees(state), strict=True)]
+    bundles = list(_bundles(groups, apart=options.expert_parallel_size is None))
+    _refuse_mixture(bundles, checkpoint.source)
+    for bundle in bundles:
+        source = bundle[0].degree
         if source is None:
-            found += [Unit(group, [group.parameters], {}) for group in alike]
+            found.append(Unit(bundle[0].values, [bundle[0].values.parameters], {}))
             continue
         degree = source if options.expert_parallel_size is None else options.expert_parallel_size
-        _check_degree(checkpoint, options, degree)
-        found += _expert_units(alike, source, degree, parameters, checkpoint.source)
+        _check_degree(checkpoint, options, degree, state.lanes)
+        found += _expert_units(bundle, degree, state.parameters, checkpoint.source)
     return found
 
 
-def _kind(origin: Origin, index: int, group: ParamGroup) -> tuple[int | None, object]:
-    """Return over how many expert ranks a group is spread, None for a dense one, and what its neighbours may share."""
-    names = group.parameters
-    if not names or not all(is_expert(name) for name in names):
-        return None, index
-    first = origin.members[0]
-    degree = expert_parallel_size(len(origin.members), first.partition_count[index], names)
-    return degree, Digests().of((group.hyperparameters, group.state))
+class _Group(NamedTuple):
+    """A param group and over how many expert ranks it is spread; None for a dense one."""
+
+    values: ParamGroup
+    degree: int | None
+
+    @property
+    def kind(self) -> object:
+        """Return what groups have in common that the user made as one."""
+        return Digests().of((unnamed(self.values), self.values.state))
 
 
-def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int) -> None:
-    if options.world_size % degree:
+def expert_degrees(state: RankState) -> list[int | None]:
+    """Return over how many expert ranks each group is spread, None for a dense one; of another format, over one."""
+    if state.degrees:
+        return state.degrees
+    sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.groups]
+    return [1 if one else None for one in sparse]
+
+
+def unnamed(group: ParamGroup) -> dict[str, object]:
+    """Return a group's hyperparameters without its name, which says its degree."""
+    return {key: value for key, value in group.hyperparameters.items() if key != "name"}
+
+
+def _bundles(groups: Sequence[_Group], *, apart: bool) -> Iterator[list[_Group]]:
+    """Yield the groups that may have been one: a dense one, or those of experts that differ in parameters and degree.
+
+    Groups of one degree follow each other. A degree that comes again belongs to another group of the user's.
+
+    Parameters
+    ----------
+    apart : bool
+        Whether groups of different degrees stay apart.
+    """
+    bundle: list[_Group] = []
+    for group in groups:
+        new = not bundle or group.degree is None or bundle[-1].degree is None or group.kind != bundle[-1].kind
+        if not new and group.degree != bundle[-1].degree:
+            new = apart or group.degree in {one.degree for one in bundle}
+        if new and bundle:
+            yield bundle
+            bundle = []
+        bundle.append(group)
+    if bundle:
+        yield bundle
+
+
+def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
+    """Raise where several groups of the user's are alike, and which experts belong to which of them is not known."""
+    degrees: dict[object, frozenset[int | None]] = {}
+    for bundle in bundles:
+        own = frozenset(group.degree for group in bundle)
+        if None not in own and max(len(own), len(degrees.setdefault(bundle[0].kind, own))) > 1:
+            if own != degrees[bundle[0].kind]:
+                raise UnsupportedError(
+                    "param groups with equal hyperparameters have experts that are spread over different numbers of "
+                    "ranks: which of them make one group is not known",
+                    path=path,
+                    expected="--expert-parallel-size left out",
+                )
+
+
+def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int, lanes: int) -> None:
+    if options.world_size * lanes % degree:
+        over = f", {options.world_size * lanes} with the tensor-parallel ones," if lanes > 1 else ""
         raise UsageError(
-            f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks",
+            f"experts spread over {degree} ranks cannot be cut for {options.world_size} data-parallel ranks{over}",
             path=checkpoint.source,
             expected="an expert-parallel size that divides the world size",
             found=degree,
@@ -108,27 +153,41 @@ def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int) ->
         )
 
 
-def _expert_units(
-    groups: Sequence[ParamGroup], source: int, degree: int, parameters: Mapping[str, Parameter], path: str
-) -> list[Unit]:
-    """Return what becomes of groups of experts that follow each other and differ in their parameters only."""
-    members = [_by_rank(group.parameters, source) for group in groups]
+def _expert_units(bundle: Sequence[_Group], degree: int, parameters: Mapping[str, Parameter], path: str) -> list[Unit]:
+    """Return what becomes of groups of experts that differ in their parameters and degrees only."""
     totals = experts_per_rank(parameters)
     per_rank = {layer: total // degree for layer, total in totals.items()}
-    if degree == source:
-        return [Unit(group, names, per_rank) for group, names in zip(groups, members, strict=True)]
-    joined = [[name for names in members for name in names[rank]] for rank in range(source)]
-    split = [len(one) for one in expert_groups([parameters[name].numel for name in joined[0]])]
-    by_size = split == [len(names[0]) for names in members]
-    if len(groups) > 1 and not by_size:
-        return [unit for group in groups for unit in _expert_units([group], source, degree, parameters, path)]
-    spread = spread_experts(joined, degree, path)
-    values = _renamed(groups[0], source, degree)
+    if all(group.degree == degree for group in bundle):
+        return [Unit(group.values, _by_rank(group.values.parameters, degree), per_rank) for group in bundle]
+    spread: list[list[str]] = [[] for _ in range(degree)]
+    by_size = True
+    for _, alike in groupby(bundle, lambda group: group.degree):
+        same = list(alike)
+        joined, fits = _joined(same, parameters)
+        by_size = by_size and fits
+        for rank, names in enumerate(spread_experts(joined, degree, path)):
+            spread[rank] += names
+    if not by_size and len(bundle) > 1:
+        if len({group.degree for group in bundle}) > 1:
+            raise UnsupportedError("groups of experts that DeepSpeed would not make are not joined", path=path)
+        return [unit for group in bundle for unit in _expert_units([group], degree, parameters, path)]
+    order = {layer: number for number, layer in enumerate(totals)}
+    spread = [sorted(names, key=lambda name: order[layer_of(name)]) for names in spread]
     numels = [[parameters[name].numel for name in names] for names in spread]
     if any(one != numels[0] for one in numels):
         raise UnsupportedError("experts of different sizes are not regrouped", path=path)
     cut = expert_groups(numels[0]) if by_size else [list(range(len(spread[0])))]
+    values = _renamed(bundle[0], degree)
     return [Unit(values, [[names[i] for i in one] for names in spread], per_rank) for one in cut]
+
+
+def _joined(groups: Sequence[_Group], parameters: Mapping[str, Parameter]) -> tuple[list[list[str]], bool]:
+    """Return each expert rank's parameters of groups of one degree, and whether DeepSpeed would split them so."""
+    source = groups[0].degree or 1
+    members = [_by_rank(group.values.parameters, source) for group in groups]
+    joined = [[name for names in members for name in names[rank]] for rank in range(source)]
+    split = [len(one) for one in expert_groups([parameters[name].numel for name in joined[0]])]
+    return joined, split == [len(names[0]) for names in members]
 
 
 def _by_rank(names: Sequence[str], degree: int) -> list[list[str]]:
@@ -136,11 +195,11 @@ def _by_rank(names: Sequence[str], degree: int) -> list[list[str]]:
     return [list(names[rank * count : (rank + 1) * count]) for rank in range(degree)]
 
 
-def _renamed(group: ParamGroup, source: int, degree: int) -> ParamGroup:
+def _renamed(group: _Group, degree: int) -> ParamGroup:
     """Return a group under the name that DeepSpeed gives it at its new degree."""
-    if group.hyperparameters.get("name") != f"ep_size_{source}":
-        return group
-    return replace(group, hyperparameters={**group.hyperparameters, "name": f"ep_size_{degree}"})
+    if group.values.hyperparameters.get("name") != f"ep_size_{group.degree}":
+        return group.values
+    return replace(group.values, hyperparameters={**group.values.hyperparameters, "name": f"ep_size_{degree}"})
 
 
 def expert_groups(numels: Sequence[int]) -> list[list[int]]:
@@ -204,10 +263,20 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     if rows is not None and not any(rules.is_vocabulary(name) for name in checkpoint.parameters):
         raise UsageError("no rule names a vocabulary, so a padded size does not apply", path=path)
     merged = merge([files.state for files in ranks], rules, path, padded=True)
+    experts = merged.whole
+    if len(ranks) == 1:  # DeepSpeed slices experts on demand only
+        experts = frozenset(n for n in merged.parameters if is_expert(n) and rules.matching(n) in (None, REPLICATED))
+    lanes = degree if experts else 1
     like = list(ranks) if degree == len(ranks) else [ranks[0]] * degree
-    states = [RankState(mp_rank, {}, files.state.buffers, files.state.groups) for mp_rank, files in enumerate(like)]
+    states = [
+        RankState(mp_rank, {}, files.state.buffers, files.state.groups, degrees=expert_degrees(merged), lanes=lanes,
+                  whole=experts)
+        for mp_rank, files in enumerate(like)
+    ]  # fmt: skip
     for name, parameter in merged.parameters.items():
-        if degree == len(ranks) and not rules.is_vocabulary(name):
+        if name in experts:
+            slices = [replace(parameter) for _ in states]
+        elif degree == len(ranks) and not rules.is_vocabulary(name):
             slices = [replace(files.state.parameters[name]) for files in ranks]
         else:
             slices = _cut(parameter, rules, degree, rows)

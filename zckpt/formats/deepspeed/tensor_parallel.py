@@ -58,9 +58,11 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
             raise without_rules(names, path, "how to put them together")
         return first
     for other in states[1:]:
-        if set(other.parameters) != set(names) or other.whole != first.whole or [g.parameters for g in other.groups] != [
-            g.parameters for g in first.groups
-        ]:
+        if (
+            set(other.parameters) != set(names)
+            or other.whole != first.whole
+            or [g.parameters for g in other.groups] != [g.parameters for g in first.groups]
+        ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
                        lanes=first.lanes, whole=first.whole)  # fmt: skip

@@ -121,9 +121,9 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
         elif name in mp.parameters and (name in source.module or not is_expert(name)):
             owner = mp.owner(name)
             if owner.name not in weights and not apart:
-                weights[owner.name] = _single(target, owner)
+                weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
-            module[name] = replace(weights[owner.name]) if not apart else _single(target, owner)
+            module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
@@ -138,7 +138,7 @@ def _buffer(target: Target, mp: TargetRank, source: ModelShard, name: str) -> Sl
     return slot
 
 
-def _single(target: Target, parameter: Parameter) -> Tensor:
+def single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))

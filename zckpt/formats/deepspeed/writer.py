@@ -21,12 +21,13 @@ from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
+from zckpt.formats.deepspeed.write_experts import ExpertFile, expert_files, optimizer_files
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
-from zckpt.torchfile import FromFile
+from zckpt.torchfile import FromFile, TorchFile
 
 ELSEWHERE = "`zckpt convert --to universal`, dcp or zckpt writes it for any number of ranks"
 
@@ -143,10 +144,11 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     """
     tag = target.origin.directory.tag
     count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
-    count += len(target.origin.experts) + _expert_files(target) + run_directory + len(copies)
+    experts, optimizers = expert_files(target), optimizer_files(target)
+    count += len(experts) + len(optimizers) + run_directory + len(copies)
 
     def one_by_one() -> Iterator[TargetFile]:
-        yield from _files(target, f"{tag}/" if run_directory else "")
+        yield from _files(target, f"{tag}/" if run_directory else "", experts, optimizers)
         if run_directory:
             yield TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())])
         yield from copies
@@ -154,13 +156,9 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     return Lazily(one_by_one, count)
 
 
-def _expert_files(target: Target) -> int:
-    """Return the number of files of experts' optimizers."""
-    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
-    return degree if target.origin.expert_optimizers else 0
-
-
-def _files(target: Target, folder: str) -> Iterator[TargetFile]:
+def _files(
+    target: Target, folder: str, experts: Sequence[ExpertFile], optimizers: Sequence[tuple[str, TorchFile]]
+) -> Iterator[TargetFile]:
     for mp in target.ranks:
         known: dict[tuple[object, int], torch_writer.Stencil] = {}
         for rank, name in _models(target, mp):
@@ -171,14 +169,10 @@ def _files(target: Target, folder: str) -> Iterator[TargetFile]:
                 if kind[0] is not None and torch_writer.Stencil.fits(file):
                     known[kind] = torch_writer.Stencil(file)
             yield file
-    for shard, file_of in target.origin.experts:
-        # Named and numbered over all ranks, they are the same at any number of ranks.
-        yield torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file_of, file_of.root))
-    of_experts = target.origin.expert_optimizers
-    for rank in range(_expert_files(target)):
-        shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
-        name = f"expp_rank_{rank}_mp_rank_{shard.mp_rank or 0:02d}_optim_states.pt"
-        yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(file_of, file_of.root))
+    for one in experts:
+        yield torch_writer.lay_out(f"{folder}{one.name}", one.tree(target))
+    for name, empty in optimizers:
+        yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(empty, empty.root))
     prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
     for mp in target.ranks:
         for rank in range(target.world_size):

@@ -1,0 +1,129 @@
+"""The files of experts in a DeepSpeed checkpoint that is to be written. See `expert_ranks` for who looks for which.
+
+What a source's file holds goes along as it is, under the mp_rank of every rank that looks for it, unless experts are
+sliced and cut anew; from another format files are made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.formats.deepspeed.directory import Shard
+from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
+from zckpt.formats.deepspeed.experts import expert_number, is_expert, layer_of
+from zckpt.formats.deepspeed.target import Target
+from zckpt.formats.deepspeed.write_model import single
+from zckpt.formats.torch_files.writer import FromFile
+from zckpt.torchfile import Tensor, TorchFile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFile:
+    """One file: its name, and what it holds: the source's file, or these parameters of a model-parallel rank."""
+
+    name: str
+    mp_rank: int
+    file: TorchFile | None
+    parameters: Sequence[str] = ()
+
+    def tree(self, target: Target) -> object:
+        """Return its content."""
+        if self.file is not None and not self.parameters:
+            return FromFile.of(self.file, self.file.root)
+        own = target.ranks[self.mp_rank].parameters
+        found: dict[object, object] = {name: single(target, own[name]) for name in self.parameters}
+        root = self.file.root if self.file is not None and isinstance(self.file.root, dict) else {}
+        rest = {key: FromFile.of(self.file, value) for key, value in root.items() if self.file and key not in found}
+        return {**found, **rest}
+
+
+def expert_files(target: Target) -> list[ExpertFile]:
+    """Return the files of all experts, in the order of layers, experts and model-parallel ranks."""
+    if target.origin.experts:
+        return list(_from_files(target))
+    return [
+        ExpertFile(_name(layer, expert, mp_rank), mp_rank, None, names)
+        for layer, expert, names in _made(target)
+        for mp_rank in _lanes(target, layer_of(names[0]), expert)
+    ]
+
+
+def optimizer_files(target: Target) -> list[tuple[str, TorchFile]]:
+    """Return the files for the optimizer of experts, which hold nothing: DeepSpeed before 0.19 looks for them."""
+    known = target.origin.expert_optimizers
+    degree = max((len(group.experts) for mp in target.ranks for group in mp.groups), default=1)
+    found: list[tuple[str, TorchFile]] = []
+    for rank in range(degree if known else 0):
+        for mp_rank in _lanes_of_rank(target, rank, degree):
+            _, file = known[min(rank, len(known) - 1)]
+            found.append((f"expp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt", file))
+    return found
+
+
+def _from_files(target: Target) -> Iterator[ExpertFile]:
+    origin = target.origin
+    files: dict[tuple[int | None, int], dict[int, tuple[Shard, TorchFile]]] = {}
+    for shard, file in origin.experts:
+        files.setdefault((shard.layer, shard.expert or 0), {})[shard.mp_rank or 0] = shard, file
+    whole = target.ranks[0].lanes > 1 or any(one.state.lanes > 1 for one in origin.ranks)
+    same = len(target.ranks) == len(origin.ranks)
+    for (layer, expert), by_rank in sorted(files.items(), key=lambda item: (item[0][0] or 0, item[0][1])):
+        first = by_rank[min(by_rank)]
+        root = first[1].root if isinstance(first[1].root, dict) else {}
+        names = [str(key) for key, value in root.items() if isinstance(value, Tensor)]
+        prefix = next(map(layer_of, filter(is_expert, names)), "")
+        for mp_rank in _lanes(target, prefix, expert):
+            name = _name(layer, expert, mp_rank)
+            shard, file = by_rank.get(mp_rank, first) if same else first
+            if whole or (same and mp_rank in by_rank):
+                yield ExpertFile(name if mp_rank != shard.mp_rank else Path(shard.path).name, mp_rank, file)
+            else:
+                here = target.ranks[mp_rank].parameters
+                yield ExpertFile(name, mp_rank, file, [one for one in names if one in here])
+
+
+def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
+    """Yield layer, expert and names of its parameters, of a checkpoint of another format.
+
+    DeepSpeed numbers layers in the model's order. Of names alone that is not known, and does not matter: every file
+    says whose weights it has, and all of them are loaded.
+    """
+    layers: dict[str, dict[int, list[str]]] = {}
+    for name in target.ranks[0].parameters:
+        number = expert_number(name)
+        if number is not None:
+            layers.setdefault(layer_of(name), {}).setdefault(number, []).append(name)
+    for index, layer in enumerate(sorted(layers, key=in_order)):
+        for expert in sorted(layers[layer]):
+            yield index, expert, layers[layer][expert]
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that takes numbers in a name as numbers."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", name)]
+
+
+def _lanes(target: Target, layer: str, expert: int) -> list[int]:
+    """Return the model-parallel ranks that look for the files of an expert under their number."""
+    for group in target.ranks[0].groups:
+        numbers = {expert_number(p.name) for p in group.experts[0] if layer_of(p.name) == layer and is_expert(p.name)}
+        if numbers:
+            return _lanes_of_rank(target, expert // len(numbers), len(group.experts))
+    return list(range(len(target.ranks)))
+
+
+def _lanes_of_rank(target: Target, expert_rank: int, degree: int) -> list[int]:
+    lanes = target.ranks[0].lanes
+    if lanes == 1:
+        return list(range(len(target.ranks)))
+    placement = Placement(target.world_size * lanes, is_data_first(target.origin.model))
+    count = placement.ranks // degree
+    return sorted({placement.rank(expert_rank, position, degree) % lanes for position in range(count)})
+
+
+def _name(layer: int | None, expert: int, mp_rank: int) -> str:
+    before = "" if layer is None else f"layer_{layer}_"
+    return f"{before}expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
