@@ -28,6 +28,12 @@ def build_model(spec: Spec, seed: int = MODEL_SEED) -> nn.Module:
         model = Matrices()
     elif spec.model == "moe":
         model = MixtureOfExperts(spec.expert_parallel, spec.experts)
+    elif spec.model == "moe_layers":
+        model = ExpertLayers(spec.expert_layers)
+    elif spec.model == "moe_megatron":
+        from tests.deepspeed_engine.tensor_parallel import MegatronOfExperts
+
+        model = MegatronOfExperts(spec)
     elif spec.model in HUGGING_FACE:
         model = HUGGING_FACE[spec.model]()
     elif spec.model == "megatron":
@@ -50,6 +56,13 @@ def param_groups(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
 
         dense = {"params": list(model.parameters()), "name": "dense", "weight_decay": 0.1, "lr": 1e-2}
         return split_params_into_different_moe_groups_for_optimizer(dense)
+    if spec.model in ("moe_layers", "moe_megatron"):
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        big, small = ([p for p in model.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        both = [{"params": big, "name": "decay", "weight_decay": 0.1, "lr": 1e-2},
+                {"params": small, "name": "rest", "weight_decay": 0.0, "lr": 2e-2}]  # fmt: skip
+        return split_params_into_different_moe_groups_for_optimizer(both)
     decay, plain, tiny = [], [], []
     for name, p in model.named_parameters():
         if not p.requires_grad and not spec.frozen_in_group:
@@ -177,6 +190,43 @@ class MixtureOfExperts(nn.Module):
         x = self.fc(self.emb(ids))
         y, balance, _ = self.moe(x)
         return token_loss(self.out(x + y), labels) + 0.01 * balance
+
+
+class ExpertLayers(nn.Module):
+    """Several expert layers, each with its own number of experts and of ranks over which they are spread."""
+
+    def __init__(self, layers: tuple[tuple[int, int, bool], ...]):
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.emb = nn.Embedding(VOCABULARY, HIDDEN)
+        self.fc = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in layers)
+        self.moes = nn.ModuleList()
+        for index, (experts, degree, residual) in enumerate(layers):
+            width = 9 + 2 * index
+            expert = nn.Sequential(nn.Linear(HIDDEN, width), nn.ReLU(), nn.Linear(width, HIDDEN))
+            self.moes.append(
+                MoE(
+                    hidden_size=HIDDEN,
+                    expert=expert,
+                    num_experts=experts,
+                    ep_size=degree,
+                    k=1,
+                    min_capacity=0,
+                    capacity_factor=4.0,
+                    use_rts=False,
+                    use_residual=residual,
+                )
+            )
+        self.out = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, ids, labels):
+        x, total = self.emb(ids), 0.0
+        for fc, moe in zip(self.fc, self.moes, strict=True):
+            x = x + fc(x)
+            y, balance, _ = moe(x)
+            x, total = x + y, total + balance
+        return token_loss(self.out(x), labels) + 0.01 * total
 
 
 HUGGING_FACE_VOCABULARY = 67

@@ -30,7 +30,9 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    model: str = "rich"  # rich, matrices, moe, llama, llama_untied, gpt2, megatron, pipeline, pipeline_megatron
+    # rich, matrices, moe, moe_layers, moe_megatron, llama, llama_untied, gpt2, mixtral, megatron, pipeline,
+    # pipeline_megatron
+    model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
     batch: int = GLOBAL_BATCH  # over all ranks
@@ -59,6 +61,7 @@ class Spec:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     expert_parallel: int = 1
     experts: int = 4
+    expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
     tensor_parallel: int = 1
     invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart
     pipeline_parallel: int = 1

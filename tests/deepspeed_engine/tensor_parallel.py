@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, token_loss
+from tests.deepspeed_engine.models import HIDDEN, VOCABULARY, MixtureOfExperts, token_loss
 from tests.deepspeed_engine.spec import Spec
 
 PADDED = 40  # the vocabulary, padded so that it divides among the ranks
@@ -44,6 +44,7 @@ RULES = {
     r"\w+\.input_norm\.(weight|bias)": "replicated",
     r"\w+\.local_norm\.(weight|bias)": "average",
     r"alpha": "replicated",  # not in pipelines
+    r"experts\.(fc\.(weight|bias)|moe\.deepspeed_moe\.gate\.wg\.weight)": "replicated",  # only with experts
     r"\d+\.(weight|bias)": "replicated",  # only in pipelines: the last norm
 }
 SUB_PARAMS = {"query_key_value": QKV, "two_sub_params": HALVES}  # rows of each
@@ -74,9 +75,11 @@ def universal_info(spec: Spec) -> dict[str, Any]:
     """Return RULES as the `universal_checkpoint_info` that DeepSpeed's converter reads (it uses re.match)."""
 
     def patterns(rule: str) -> list[str]:
-        return [rf"{pattern}$" for pattern, its in RULES.items() if its == rule and pattern != absent]
+        return [rf"{pattern}$" for pattern, its in RULES.items() if its == rule and pattern not in absent]
 
-    absent = r"alpha" if spec.pipeline_parallel > 1 else r"\d+\.(weight|bias)"  # unused ones are refused
+    absent = {r"alpha" if spec.pipeline_parallel > 1 else r"\d+\.(weight|bias)"}  # unused ones are refused
+    if spec.model != "moe_megatron":
+        absent |= {pattern for pattern in RULES if "experts" in pattern}
     tied = [r"tied_modules\.embed\.weight$"] if spec.pipeline_parallel > 1 else []
 
     weight, bias = (rf"\w+\.query_key_value\.{kind}$" for kind in ("weight", "bias"))
@@ -295,3 +298,35 @@ class Megatron(nn.Module):
     def forward(self, ids, labels):
         x = self.embedding(ids)
         return token_loss(logits_of(self.embedding, x + self.layer(x) * self.alpha), labels)
+
+
+class MegatronOfExperts(nn.Module):
+    """The same, and DeepSpeed's expert layer behind it, which knows of tensor-parallel ranks by itself."""
+
+    def __init__(self, spec: Spec):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full((1,), 0.5))
+        self.embedding = Embedding()
+        self.layer = Layer(invariant=spec.invariant)
+        self.experts = MixtureOfExperts(spec.expert_parallel, spec.experts)
+        del self.experts.emb, self.experts.out
+        _gather_tokens_on_gloo()
+        self.universal_checkpoint_info = universal_info(spec)  # of client state DeepSpeed does not take it here
+
+    def forward(self, ids, labels):
+        x = self.embedding(ids)
+        x = x + self.layer(x) * self.alpha
+        y, balance, _ = self.experts.moe(self.experts.fc(x))
+        return token_loss(logits_of(self.embedding, x + y), labels) + 0.01 * balance
+
+
+def _gather_tokens_on_gloo() -> None:
+    """Let DeepSpeed gather the tokens of tensor-parallel ranks: its flat buffer is none that gloo takes."""
+    from deepspeed.moe import mappings
+
+    def gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(grid.get_model_parallel_world_size())]
+        dist.all_gather(parts, x.contiguous(), group=grid.tensor_group)
+        return torch.cat(parts, dim=dim)
+
+    mappings._gather_tokens = gather

@@ -50,7 +50,7 @@ def read_live(engine: Any, spec: Spec) -> Live:
         _read_plain(engine.optimizer, names, live)
     live.weights = _weights(engine)
     live.buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
-    _merge_ranks(live, spec)
+    _merge_ranks(live, spec, engine)
     return live
 
 
@@ -178,14 +178,15 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _merge_ranks(live: Live, spec: Spec) -> None:
+def _merge_ranks(live: Live, spec: Spec, engine: Any) -> None:
     """Bring together what differs between ranks beyond data parallelism: experts, slices, stages."""
-    if spec.model == "moe":
-        first = _expert_rank(spec) * spec.experts // spec.expert_parallel
-        live.slots = {_global_expert(name, first): value for name, value in live.slots.items()}
-        live.weights = {_global_expert(name, first): value for name, value in live.weights.items()}
+    of_experts = spec.model.startswith("moe")
+    if of_experts:
+        firsts = _first_experts(engine)
+        live.slots = {_global_expert(name, firsts): value for name, value in live.slots.items()}
+        live.weights = {_global_expert(name, firsts): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
-    if spec.model != "moe" and "megatron" not in spec.model and spec.pipeline_parallel == 1:
+    if not of_experts and "megatron" not in spec.model and spec.pipeline_parallel == 1:
         return
     parts = _gather((live.slots, live.weights, live.buffers))
     live.slots = {
@@ -200,6 +201,8 @@ def _merge_ranks(live: Live, spec: Spec) -> None:
 
 
 def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec) -> torch.Tensor:
+    if "deepspeed_experts." in name:
+        return next(value for value in per_rank if value is not None)
     have: dict[int, torch.Tensor] = {}
     for rank, value in enumerate(per_rank):  # of a layer tied over stages the first one's: copies drift by rounding
         if value is not None:
@@ -211,16 +214,22 @@ def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec) -> torch.
     return have[0]
 
 
-def _expert_rank(spec: Spec) -> int:
+def _first_experts(engine: Any) -> dict[str, int]:
+    """Return the number of the first expert that this rank has of each layer."""
+    from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
 
-    return groups._get_expert_parallel_rank(f"ep_size_{spec.expert_parallel}")
+    return {
+        name: groups._get_expert_parallel_rank(module.expert_group_name) * module.num_local_experts
+        for name, module in engine.module.named_modules()
+        if isinstance(module, MoE)
+    }
 
 
-def _global_expert(name: str, first: int) -> str:
+def _global_expert(name: str, firsts: dict[str, int]) -> str:
     """Number an expert of this rank as the files do, over all ranks."""
-    match = re.match(r"(.*deepspeed_experts\.)(\d+)(\..*)", name)
-    return f"{match[1]}{int(match[2]) + first}{match[3]}" if match else name
+    match = re.match(r"((.*?)\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)", name)
+    return f"{match[1]}{int(match[3]) + firsts[match[2]]}{match[4]}" if match else name
 
 
 def describe(engine: Any, spec: Spec, live: Live) -> dict[str, Any]:

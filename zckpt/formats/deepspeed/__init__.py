@@ -44,6 +44,9 @@ class Options:
         bool, None, "As parameter_alignment of the training. Default: as SOURCE, or no.",
         opposite="no-parameter-alignment",
     )  # fmt: skip
+    expert_parallel_size: int | None = option(
+        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,6 @@ class RecutOptions(Options):
     """What `reshard` can be given."""
 
     world_size: int = option(int, 1, "Data-parallel ranks that will load TARGET.", metavar="N")
-    expert_parallel_size: int | None = option(
-        int, None, "Ranks over which experts are spread. Default: as SOURCE.", metavar="E"
-    )
     tensor_parallel_size: int | None = option(
         int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
     )

@@ -32,6 +32,8 @@ from zckpt.torchfile import TorchFile
 
 _EXPERT = re.compile(r"(?P<before>.*deepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)", re.DOTALL)
 
+_NAMED = re.compile(r"ep_size_(\d{1,6})")
+
 
 def is_expert(name: str) -> bool:
     """Tell whether a parameter belongs to an expert of DeepSpeed's MoE layer."""
@@ -48,6 +50,18 @@ def layer_of(name: str) -> str:
     """Return the MoE layer of an expert's parameter: the name before the expert's number."""
     match = _EXPERT.fullmatch(name)
     return match["before"] if match else ""
+
+
+def in_order(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that takes numbers in a name as numbers."""
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"([0-9]+)", name)]
+
+
+def named_degree(group: ParamGroup) -> int:
+    """Return over how many ranks experts are spread as the group's name says; 1 where it does not."""
+    name = group.hyperparameters.get("name")
+    match = _NAMED.fullmatch(name) if isinstance(name, str) else None
+    return max(int(match[1]), 1) if match else 1
 
 
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
@@ -121,8 +135,6 @@ def spread_experts(names: Sequence[Sequence[str]], degree: int, path: str) -> li
         raise UnsupportedError("experts in an order that is not the model's are not regrouped", path=path)
     return assigned(degree)
 
-
-_NAMED = re.compile(r"ep_size_(\d{1,6})")
 
 Files = Sequence[tuple[Shard, TorchFile]]
 

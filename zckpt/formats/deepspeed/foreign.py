@@ -21,6 +21,7 @@ from pathlib import Path
 
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, TagDirectory
+from zckpt.formats.deepspeed.foreign_experts import numbers_of_experts, of_experts
 from zckpt.formats.deepspeed.origin import Origin
 from zckpt.formats.deepspeed.shards import MODEL_KEYS, ModelShard, OptimizerShard
 from zckpt.formats.remainder import origin
@@ -55,7 +56,8 @@ def as_deepspeed(checkpoint: Checkpoint, *, stage: int) -> Checkpoint:
     groups = []
     for index, group in enumerate(checkpoint.param_groups):
         values = _common(checkpoint, group, index)
-        groups.append(ParamGroup(group.hyperparameters, group.parameters, values))
+        names = of_experts(group, checkpoint.source)
+        groups.append(ParamGroup(group.hyperparameters, names, values))
         for name in group.parameters:
             parameters[name] = _with_master(parameters[name], values)
     for parameter in parameters.values():
@@ -118,10 +120,9 @@ def _refuse(checkpoint: Checkpoint) -> None:
             expected="a source that is not elastic",
             advice="`zckpt convert --to zckpt` or `--to dcp` keeps the rest",
         )
-    experts = [name for name in checkpoint.parameters if "deepspeed_experts." in name]
-    if experts or checkpoint.topology.pp > 1:
-        raise UnsupportedError("experts and pipeline stages are not written from another format", path=path,
-                               found=listed(experts) or f"pp={checkpoint.topology.pp}",
+    if checkpoint.topology.pp > 1:
+        raise UnsupportedError("pipeline stages are not written from another format", path=path,
+                               found=f"pp={checkpoint.topology.pp}",
                                advice="`zckpt convert --to universal` writes them for DeepSpeed")  # fmt: skip
 
 
@@ -212,6 +213,9 @@ def _model(checkpoint: Checkpoint) -> ModelShard:
         "ds_config": _config(checkpoint),
         "ds_version": VERSION,
     }
+    experts = numbers_of_experts(checkpoint.parameters)
+    if experts:
+        content |= {"num_experts": experts, "ds_autoep_layers": None}
     content |= {key: value for key, value in metadata.items() if key not in MODEL_KEYS}
     shard = Shard("mp_rank_00_model_states.pt", MODEL, mp_rank=0)
     buffers = set(checkpoint.buffers)

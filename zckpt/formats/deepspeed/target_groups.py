@@ -22,6 +22,7 @@ from zckpt.formats.deepspeed.experts import (
     is_expert,
     layer_of,
     local_name,
+    named_degree,
     spread_experts,
 )
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
@@ -91,11 +92,11 @@ class _Group(NamedTuple):
 
 
 def expert_degrees(state: RankState) -> list[int | None]:
-    """Return over how many expert ranks each group is spread, None for a dense one; of another format, over one."""
+    """Return over how many expert ranks each group is spread, None for a dense one; of another format, by its name."""
     if state.degrees:
         return state.degrees
     sparse = [bool(g.parameters) and all(is_expert(name) for name in g.parameters) for g in state.groups]
-    return [1 if one else None for one in sparse]
+    return [named_degree(g) if one else None for g, one in zip(state.groups, sparse, strict=True)]
 
 
 def unnamed(group: ParamGroup) -> dict[str, object]:
@@ -131,14 +132,14 @@ def _refuse_mixture(bundles: Sequence[Sequence[_Group]], path: str) -> None:
     degrees: dict[object, frozenset[int | None]] = {}
     for bundle in bundles:
         own = frozenset(group.degree for group in bundle)
-        if None not in own and max(len(own), len(degrees.setdefault(bundle[0].kind, own))) > 1:
-            if own != degrees[bundle[0].kind]:
-                raise UnsupportedError(
-                    "param groups with equal hyperparameters have experts that are spread over different numbers of "
-                    "ranks: which of them make one group is not known",
-                    path=path,
-                    expected="--expert-parallel-size left out",
-                )
+        known = own if None in own else degrees.setdefault(bundle[0].kind, own)
+        if own != known and max(len(own), len(known)) > 1:
+            raise UnsupportedError(
+                "param groups with equal hyperparameters have experts that are spread over different numbers of ranks: "
+                "which of them make one group is not known",
+                path=path,
+                expected="--expert-parallel-size left out",
+            )
 
 
 def _check_degree(checkpoint: Checkpoint, options: RecutOptions, degree: int, lanes: int) -> None:

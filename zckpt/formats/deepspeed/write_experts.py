@@ -6,14 +6,13 @@ sliced and cut anew; from another format files are made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
-from zckpt.formats.deepspeed.experts import expert_number, is_expert, layer_of
+from zckpt.formats.deepspeed.experts import expert_number, in_order, is_expert, layer_of
 from zckpt.formats.deepspeed.target import Target
 from zckpt.formats.deepspeed.write_model import single
 from zckpt.formats.torch_files.writer import FromFile
@@ -99,11 +98,6 @@ def _made(target: Target) -> Iterator[tuple[int, int, list[str]]]:
     for index, layer in enumerate(sorted(layers, key=in_order)):
         for expert in sorted(layers[layer]):
             yield index, expert, layers[layer][expert]
-
-
-def in_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that takes numbers in a name as numbers."""
-    return [(int(word), "") if word.isdecimal() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
 def _lanes(target: Target, layer: str, expert: int) -> list[int]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, listed
+from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.remainder import KEY, remainder
 from zckpt.formats.torch_files import writer as torch_writer
@@ -96,6 +97,10 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
     if untrained:
         found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
+    if any(is_expert(name) for name in checkpoint.parameters):
+        found.append("DeepSpeed's universal loader looks experts up by their numbers on a rank: where they are spread "
+                     "over several, all get those of the first; load it with ep_size=1, or use "
+                     "`zckpt convert --to deepspeed --expert-parallel-size E`")  # fmt: skip
     config = checkpoint.metadata.get("ds_config")
     zero = plain(config.node if isinstance(config, FromFile) else config)
     zero = zero.get("zero_optimization") if isinstance(zero, dict) else None
