@@ -99,6 +99,13 @@ _OTHERS = [
     Spec("hf_llama_s2_bf16_dp2", model="llama"),
     Spec("hf_gpt2_s1_fp32_dp2", model="gpt2", stage=1, dtype="fp32"),
     Spec("tp2_s1_bf16_dp2", stage=1, **_MEGATRON),
+    Spec(
+        "moe_tp2_ep2_s1_bf16_dp2",
+        stage=1,
+        expert_parallel=2,
+        invariant=True,
+        **_MEGATRON | {"model": "moe_megatron", "universal_info": False},
+    ),
     Spec("tp2_s2_fp32_dp2", dtype="fp32", universal_version=0.4, **_MEGATRON),
     Spec("tp2_s3_bf16_dp2", stage=3, **_MEGATRON),
     Spec("pp2_s1_bf16_dp1", stage=1, **_PIPELINE),

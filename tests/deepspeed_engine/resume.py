@@ -71,8 +71,8 @@ def _resume(rank: int, world_size: int, spec: Spec, run: Path, folder: Path, tag
     verdict = Verdict(
         slots=_compare_slots(live.slots, truth),
         weights=[n for n, v in live.weights.items() if not _same(v, truth.get(f"module/{n}"))],
-        hyperparameters=_compare_groups(engine.optimizer.param_groups, about["param_groups"]),
-        steps=_compare_steps(live.scalars, about["scalar_state_per_group"]),
+        hyperparameters=_compare_groups(*_alike(engine.optimizer.param_groups, about["param_groups"])),
+        steps=_compare_steps(*_alike(live.scalars, about["scalar_state_per_group"])),
     )
     steps = range(spec.steps + 1, spec.steps + len(about["mean_losses_next"]) + 1)
     for step in steps:
@@ -94,6 +94,19 @@ def _compare_slots(slots: dict[str, dict[str, torch.Tensor]], truth: dict[str, t
     wanted = {key for key in truth if key.split("/")[0] not in ("module", "buffer")}
     different = [key for key, value in have.items() if not _same(value, truth.get(key))]
     return different + [f"absent: {key}" for key in sorted(wanted - have.keys())]
+
+
+def _alike(groups: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
+    """Return both; where experts have been joined to fewer groups, each without what is the same as before it."""
+    if len(groups) == len(wanted):
+        return groups, wanted
+    keys = {key for one in wanted for key in one} & {*HYPERPARAMETERS, "step"}
+
+    def distinct(all_of_them: list[dict[str, Any]]) -> list[Any]:
+        values = [[list(v) if isinstance(v := one.get(key), tuple) else v for key in keys] for one in all_of_them]
+        return [one for i, one in enumerate(all_of_them) if i == 0 or values[i] != values[i - 1]]
+
+    return distinct(groups), distinct(wanted)
 
 
 def _compare_groups(groups: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> list[str]:

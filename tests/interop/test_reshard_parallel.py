@@ -91,6 +91,70 @@ def test_deepspeed_resumes_experts(case: Case, made: Callable[[Spec], Path], tmp
     assert verdict.loss_difference <= MOE_TOLERANCE[case.source.dtype], verdict.losses
 
 
+LAYERS = ((3, 1, True), (6, 3, False))
+"""Experts over one rank and over three: odd numbers, and more ranks than elements of some biases."""
+
+
+def both(name: str, **changes: Any) -> Spec:
+    known = {"model": "moe_megatron", "tensor_parallel": 2, "expert_parallel": 2, "invariant": True, "stage": 1}
+    return moe(name, **{**known, "dtype": "fp32", **changes})
+
+
+def recut(source: Spec, world_size: int, degree: int, experts: int) -> Case:
+    options = {"world_size": world_size, "tensor_parallel_size": degree, "expert_parallel_size": experts}
+    return Case(source, options, world_size * degree, {"tensor_parallel": degree, "expert_parallel": experts})
+
+
+BOTH, DATA_FIRST = both("tp2_ep2"), moe("dbe_ep2", expert_parallel=2, dtype="fp32",
+                                        config={"use_data_before_expert_parallelism": True})  # fmt: skip
+SEVERAL = moe("layers", model="moe_layers", expert_layers=LAYERS, dtype="fp32", world_size=3)
+EVERY_THIRD = {"expert_layers": ((3, 3, True), (6, 3, False))}
+
+EXPERTS = [
+    recut(BOTH, 2, 2, 4),
+    Case(DATA_FIRST, {"world_size": 6}, 6),
+    Case(SEVERAL, {"world_size": 3, "expert_parallel_size": 3}, 3, EVERY_THIRD),
+]
+MORE_EXPERTS = [
+    recut(BOTH, 2, 2, 1),
+    recut(BOTH, 3, 2, 2),
+    recut(BOTH, 2, 1, 1),
+    recut(BOTH, 1, 4, 4),
+    recut(both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"), 2, 2, 2),
+    recut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, 2, 2),
+    Case(DATA_FIRST, {"world_size": 2}, 2),
+    spread(DATA_FIRST, 4, 4),
+    spread(DATA_FIRST, 3, 1),
+    Case(SEVERAL, {"world_size": 6}, 6),
+    Case(SEVERAL, {"world_size": 2, "expert_parallel_size": 1}, 2, {"expert_layers": ((3, 1, True), (6, 1, False))}),
+]
+
+
+@pytest.mark.parametrize("case", [*EXPERTS, *(pytest.param(one, marks=pytest.mark.nightly) for one in MORE_EXPERTS)],
+                         ids=str)  # fmt: skip
+def test_deepspeed_resumes_experts_that_are_spread_otherwise(
+    case: Case, made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """Over tensor-parallel ranks as well, data-parallel first, or of each layer over a number of its own."""
+    folder = made(case.source)
+    zckpt.reshard(folder, tmp_path / "cut", **case.options)
+    verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= MOE_TOLERANCE[case.source.dtype], verdict.losses
+
+
+@pytest.mark.parametrize("to", ["dcp", pytest.param("zckpt", marks=pytest.mark.nightly),
+                                pytest.param("consolidated", marks=pytest.mark.nightly)])  # fmt: skip
+def test_deepspeed_resumes_experts_of_another_format(to: str, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(SEVERAL)
+    zckpt.convert(folder, tmp_path / "other", to=to)
+    options = {"world_size": 3, "stage": 2, "expert_parallel_size": 3}
+    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", **options)
+    verdict = resume(tmp_path / "run", SEVERAL.at(3, **EVERY_THIRD), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= MOE_TOLERANCE["fp32"], verdict.losses
+
+
 TP2 = {stage: sliced(f"tp2_s{stage}", 2, stage=stage, dtype="fp32") for stage in (1, 2, 3)}
 TP1 = sliced("tp1_s1", 1, stage=1, dtype="fp32")
 TP2_BF16 = sliced("tp2_bf16", 2, universal_version=0.4)

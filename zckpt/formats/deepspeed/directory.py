@@ -3,7 +3,7 @@
 mp_rank_MM_model_states.pt                              model: ZeRO-0, 1, 2
 zero_pp_rank_R_mp_rank_MM_model_states.pt               model: ZeRO-3, one for each data-parallel rank
 [bf16_|fp16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  optimizer; before 0.3.8 `_mp_rank_MMoptim_states.pt`
-layer_L_expert_E_mp_rank_MM_model_states.pt             weights of expert E; older: expert_E_mp_rank_MM_...
+layer_L_expert_E_mp_rank_MM_model_states.pt             weights of expert E, counted over all ranks; older: expert_E_...
 expp_rank_R_mp_rank_MM_optim_states.pt                  optimizer of experts without ZeRO
 layer_NN[-model_MM]-model_states.pt                     weights of a pipeline layer
 """

@@ -1,8 +1,8 @@
 """Mixture-of-experts: local and global numbers of experts, and which ranks share an expert group.
 
-With expert-parallel degree ep, expert parameters are spread over ep ranks and replicated over the rest: their
-group is cut over dp/ep ranks, and ranks e, e + ep, e + 2 ep, ... hold the experts of expert rank e. A file names
-experts by their local number; the global one is e x (experts per rank) + local.
+With expert-parallel degree ep, expert parameters are spread over ep ranks and replicated over the rest: which ranks
+those are, `expert_ranks` knows. A file names experts by their local number; the global one is e x (experts per rank) +
+local, for expert rank e.
 
 Without ZeRO, an expert rank has a file of its own with all that its optimizer has:
 
