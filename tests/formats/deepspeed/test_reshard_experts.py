@@ -14,9 +14,13 @@ import zckpt
 from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
 from tests.formats.deepspeed.shards import FIXTURES, copy, edit, model_file, optimizer_file
 from tests.truth import Truth, assert_consolidated, assert_same
-from zckpt.errors import LayoutError, UnsupportedError, UsageError
-from zckpt.formats.deepspeed import target_groups
+from zckpt.errors import LayoutError, ShardError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed import RecutOptions, target_groups
 from zckpt.formats.deepspeed.experts import spread_experts
+from zckpt.formats.deepspeed.foreign_experts import of_experts
+from zckpt.formats.deepspeed.origin import RankState
+from zckpt.formats.deepspeed.target_groups import units
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 
 NAMES = ["moe_ep1_s2_bf16_dp2", "moe_ep2_s2_bf16_dp2", "moe_ep2_s2_fp32_dp4"]
 EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
@@ -142,6 +146,139 @@ def test_ranks_that_are_numbered_otherwise_are_refused(tmp_path: Path) -> None:
     edit(model_file(tag), lambda content: content["ds_config"].update(use_data_before_expert_parallelism=True))
     with pytest.raises(LayoutError, match="holds the share of another"):
         zckpt.open(tag)
+
+
+# --- under tensor parallelism: experts are spread over its ranks, too
+
+SLICED = "moe_tp2_ep2_s1_bf16_dp2"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        {"world_size": 1},
+        {"world_size": 2, "expert_parallel_size": 4},
+        {"world_size": 3, "expert_parallel_size": 1, "stage": 2},
+        {"world_size": 7, "tensor_parallel_size": 1, "expert_parallel_size": 1},
+        {"world_size": 2, "tensor_parallel_size": 4},
+    ],
+    ids=str,
+)
+def test_whole_experts_beside_slices(options: dict[str, Any] | None, tmp_path: Path) -> None:
+    """Whatever the degrees, and with more ranks than some groups have elements."""
+    source, truth = run_of(SLICED), Truth(FIXTURES / SLICED)
+    if options is not None:
+        zckpt.reshard(source, tmp_path / "cut", verify=True, **options)
+        source = tmp_path / "cut"
+    found = zckpt.open(source)
+    assert found.warnings == []
+    assert found.topology.tp == (options or {}).get("tensor_parallel_size", 2)
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        assert expected.keys() == {name for name, p in found.parameters.items() if slot in p.slots}
+        for key, value in expected.items():
+            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    verified = zckpt.verify(source, deep=True)
+    assert verified.sound, verified.findings
+
+
+@pytest.mark.parametrize(("experts", "files"), [(1, 8), (2, 4), (4, 4)])
+def test_files_of_experts_are_under_each_rank_that_looks_for_them(experts: int, files: int, tmp_path: Path) -> None:
+    tag = cut(run_of(SLICED), tmp_path / "cut", 4, expert_parallel_size=experts)
+    found = {path.name.removesuffix("_model_states.pt") for path in tag.glob("layer_*")}
+    wanted = {(e, rank % 2) for rank in range(8) for e in range(4) if e // (4 // experts) == rank % experts}
+    assert found == {f"layer_0_expert_{e}_mp_rank_{lane:02d}" for e, lane in wanted}
+    assert len(found) == files
+
+
+def test_copies_of_an_expert_are_compared(tmp_path: Path) -> None:
+    tag = cut(run_of(SLICED), tmp_path / "cut", 4, expert_parallel_size=1)
+    edit(tag / "layer_0_expert_2_mp_rank_01_model_states.pt", lambda content: next(iter(content.values())).add_(1))
+    verified = zckpt.verify(tag, deep=True)
+    assert {name for one in verified.findings for name in one.parameters} == {f"experts.{EXPERT}2.0.weight"}
+
+
+def test_ranks_whose_model_file_is_lost_are_named(tmp_path: Path) -> None:
+    tag = copy(SLICED, tmp_path)
+    (tag / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(ShardError, match=r"no model file of mp_rank 1: .*DeepSpeed does not write it"):
+        zckpt.open(tag)
+
+
+def test_expert_whose_file_is_missing_is_named(tmp_path: Path) -> None:
+    tag = copy(SLICED, tmp_path)
+    (tag / "layer_0_expert_3_mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(ShardError, match="weights of expert 3"):
+        zckpt.open(tag)
+
+
+def test_experts_of_ranks_in_another_order_are_refused(tmp_path: Path) -> None:
+    tag = copy(SLICED, tmp_path)
+    for lane, experts in ((1, (0, 1)), (0, (2, 3))):
+        for e in experts:
+            name = f"layer_0_expert_{e}_mp_rank_{1 - lane:02d}_model_states.pt"
+            (tag / name).rename(tag / name.replace(f"rank_{1 - lane:02d}", f"rank_{lane:02d}"))
+    with pytest.raises(UnsupportedError, match="not in the file of the rank that has it"):
+        zckpt.open(tag)
+
+
+# --- from another format
+
+
+@pytest.mark.parametrize("to", ["zckpt", "universal"])
+def test_experts_of_another_format_are_written(to: str, tmp_path: Path) -> None:
+    truth = Truth(FIXTURES / SLICED)
+    notes = zckpt.convert(run_of(SLICED), tmp_path / "other", to=to).notes
+    assert any("experts" in note for note in notes) == (to == "universal")
+    zckpt.convert(tmp_path / "other", tmp_path / "run", to="deepspeed", world_size=4, stage=2, expert_parallel_size=4)
+    found = zckpt.open(tmp_path / "run")
+    assert (found.topology.dp, found.topology.tp, found.topology.ep) == (4, 1, 4)
+    for key, value in truth.masters.items():
+        assert_same(found.read(key, "master"), value, key)
+    model = content_of(model_file(tag_of(tmp_path / "run")))
+    assert model["num_experts"] == [4]
+    zckpt.convert(tmp_path / "other", tmp_path / "same", to="deepspeed", world_size=4, stage=1)
+    assert zckpt.open(tmp_path / "same").topology.ep == 2
+    with pytest.raises(UsageError, match="give another --expert-parallel-size"):
+        zckpt.convert(tmp_path / "other", tmp_path / "odd", to="deepspeed", world_size=3, stage=1)
+    with pytest.raises(UnsupportedError, match="no experts under ZeRO-3"):
+        zckpt.convert(tmp_path / "other", tmp_path / "odd", to="deepspeed", world_size=2, stage=3)
+
+
+def test_experts_among_other_parameters_are_refused() -> None:
+    group = ParamGroup({}, ["a", f"{EXPERT}0.weight"], {})
+    with pytest.raises(UnsupportedError, match="experts and other parameters in one param group"):
+        of_experts(group, "file")
+
+
+# --- several degrees
+
+
+def degrees_of(names: list[tuple[str, int | None]], size: int) -> list[list[str]]:
+    """The groups of the target, given layer and degree of the source's."""
+    state = RankState(0, degrees=[degree for _, degree in names])
+    for layer in ("a", "b"):
+        for e in range(4):
+            name = f"{layer}.deepspeed_experts.{e}.weight"
+            state.parameters[name] = Parameter(name, (2,), "float32")
+    for layer, degree in names:
+        members = [name for name in state.parameters if name.startswith(layer)]
+        hyperparameters = {"lr": 0.1, "name": f"ep_size_{degree}"}
+        state.groups.append(ParamGroup(hyperparameters, members, {}))
+    options = RecutOptions(world_size=4, expert_parallel_size=size)
+    return [[name for rank in unit.names for name in rank] for unit in units(Checkpoint("source", "x"), state, options)]
+
+
+def test_layers_of_several_degrees_become_one_group_in_the_models_order() -> None:
+    """DeepSpeed's groups of several degrees are in the order of a set of their names, which no file tells."""
+    for order in ([("a", 4), ("b", 2)], [("b", 2), ("a", 4)]):
+        (group,) = degrees_of(order, 2)
+        assert [name[0] + name.split(".")[2] for name in group] == ["a0", "a1", "b0", "b1", "a2", "a3", "b2", "b3"]
+
+
+def test_groups_that_cannot_be_told_apart_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="which of them make one group is not known"):
+        degrees_of([("a", 2), ("b", 4), ("a", 2)], 1)
 
 
 # --- param groups that are split by size
