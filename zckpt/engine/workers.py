@@ -53,6 +53,16 @@ def running_on(executor: Executor) -> Iterator[None]:
         _EXECUTOR.reset(token)
 
 
+@contextmanager
+def running_here() -> Iterator[None]:
+    """Let threads of our own run what only this process can, whatever the caller's executor."""
+    token = _EXECUTOR.set(None)
+    try:
+        yield
+    finally:
+        _EXECUTOR.reset(token)
+
+
 def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator[tuple[Item, ...]]:
     """Yield items in batches of about `BATCH_NBYTES` bytes."""
     batch: list[Item] = []

@@ -19,19 +19,23 @@ from dataclasses import dataclass, fields
 from glob import escape
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, TargetError, UsageError, shown
+from zckpt.errors import LeftOutError, TargetError, UsageError, shown, stands_for_urls
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
+from zckpt.storage.distant import MARK
 from zckpt.storage.durable import check_space, written_directory, written_files
 from zckpt.storage.ownership import Owned, check_target
+
+if TYPE_CHECKING:
+    from zckpt.storage.remote.mount import Mount
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -88,6 +92,14 @@ def write_target(
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
     path = Path(target)
+    mount = None if MARK not in str(path) else _mount_of(path)
+    if mount is not None:
+        from zckpt.operations.remote_target import write_remote
+
+        return write_remote(
+            plan, path, mount, owned=owned, more=more, overwrite=overwrite, memory=memory, reporter=reporter,
+            checks=checks, prove=prove, prove_files=prove_files,
+        )  # fmt: skip
     partial = (
         _partial_files(plan, path, more, overwrite)
         if owned is None
@@ -95,11 +107,21 @@ def write_target(
     )
     with _write_errors(path), partial as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
+        if stands_for_urls():
+            from zckpt.storage.remote.mount import check_sources
+
+            check_sources()
         if prove is not None:
             prove(whole, companions)
         if prove_files is not None:
             prove_files(names)
     return checked
+
+
+def _mount_of(path: Path) -> Mount | None:
+    from zckpt.storage.remote.mount import mount_of
+
+    return mount_of(path)
 
 
 Partial = tuple[list[Path], Path, list[Path]]
