@@ -28,8 +28,8 @@ def test_exported_names() -> None:
         "Fingerprint", "Inspection", "LayoutError", "LeftOutError", "Map", "Merged", "MissingPackageError",
         "OpenedCheckpoint", "ParamGroup", "Parameter", "PickleError", "Restored", "Saving", "Scalar", "Series",
         "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology",
-        "UnknownFormatError", "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "Written",
-        "ZckptError", "__version__",
+        "UnknownFormatError", "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "WorkerError",
+        "Written", "ZckptError", "__version__",
         "average", "consolidate", "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "map",
         "merge_adapter", "open", "optim", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip

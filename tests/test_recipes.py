@@ -138,6 +138,7 @@ FOUND = {
     "dcp": OTHER / "dcp_fsdp2_dp2" / "ckpt",
     "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw" / "ckpt",
+    "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",
 }
 """What a program wrote, by the name that it has on the page."""
 
@@ -334,7 +335,7 @@ def test_every_block_of_the_page(language: str, block: str, there: Path) -> None
 
 def test_every_format_that_is_read_is_a_row_and_every_one_that_is_written_a_section(there: Path) -> None:
     found = {inspected(source)["format"] for source, _ in ROWS}
-    assert found == {one.name for one in formats()}
+    assert found == {one.name for one in formats()} - {"accelerate"}  # whose files are of other formats
     written = {one.name for one in formats() if one.writes}
     assert written == set(re.findall(r"--to ([\w-]+)", PAGE))
 

@@ -45,6 +45,7 @@ from zckpt.errors import (
     UnsupportedError,
     UsageError,
     WeightMismatchError,
+    WorkerError,
     ZckptError,
 )
 from zckpt.version import __version__
@@ -133,6 +134,7 @@ __all__ = [
     "UsageError",
     "Verification",
     "WeightMismatchError",
+    "WorkerError",
     "Written",
     "ZckptError",
     "__version__",

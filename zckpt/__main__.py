@@ -2,4 +2,5 @@
 
 from zckpt.cli import main
 
-main()
+if __name__ == "__main__":  # workers of mpi4py.futures import it under another name
+    main()

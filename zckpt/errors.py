@@ -12,8 +12,9 @@
     |   |-- LayoutError             two accounts of where elements lie disagree
     |   |-- LeftOutError            it holds something that would not arrive in the target
     |   `-- WeightMismatchError     a master does not round to its weight
-    `-- TargetError             the target cannot be written            exit status 4
-        `-- TargetExistsError       it is there already
+    |-- TargetError             the target cannot be written            exit status 4
+    |   `-- TargetExistsError       it is there already
+    `-- WorkerError             processes that were to work are lost    exit status 6
 
 An error carries its data (`path`, `expected`, `found`, `advice`) and formats it only in `__str__`,
 as one line: file, what was expected, what was found, what to do.
@@ -25,6 +26,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from signal import SIGINT
 
 CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that make a terminal do something, or turn the order of others; names in a file may hold any."""
@@ -232,6 +234,34 @@ class TargetError(ZckptError, OSError):
 
 class TargetExistsError(TargetError, FileExistsError):
     """The target is there already."""
+
+
+class WorkerError(ZckptError, ConnectionError):
+    """Processes that were to do the work were lost, cannot be reached, or see other files than this one."""
+
+    exit_status = 6
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended it in order.
+
+    Parameters
+    ----------
+    said : str
+        What is left of it, and what to do.
+    signal : int
+        Which one.
+    """
+
+    def __init__(self, said: str = "nothing was left behind", *, signal: int = SIGINT) -> None:
+        super().__init__(said)
+        self.said = said
+        self.signal = int(signal)
+
+    @classmethod
+    def of(cls, error: KeyboardInterrupt, said: str) -> Interrupted:
+        """Return the same interrupt, with what is left."""
+        return cls(said, signal=error.signal if isinstance(error, Interrupted) else SIGINT)
 
 
 def listed(names: Sequence[object], *, most: int = SHOWN_NAMES) -> str:

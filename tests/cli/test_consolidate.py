@@ -590,7 +590,8 @@ def test_dry_run_tells_exactly_what_would_be_written_and_writes_nothing(target: 
     written = json.loads(succeeded("consolidate", SOURCE, tmp_path / target, *options).stdout)
     assert planned.pop("checksummed_nbytes") == 0
     assert written.pop("checksummed_nbytes") > 0
-    assert planned == {**written, "dry_run": True}
+    assert planned.pop("foresight")["num_files"] == len(written["files"])
+    assert planned == {**{key: value for key, value in written.items() if key != "foresight"}, "dry_run": True}
     files = sorted(str(p) for p in tmp_path.rglob("*") if p.is_file())
     assert sorted(planned["files"]) == files
     assert planned["write_nbytes"] == sum(Path(p).stat().st_size for p in files)
@@ -754,17 +755,25 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m"])
-def test_interrupted_run_leaves_nothing_behind(name: str, large: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["m.safetensors", "m"])
+def test_interrupted_run_leaves_in_order_and_says_what_is_left(
+    name: str, kind: signal.Signals, large: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     process = started("consolidate", large, target=out / name)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(kind)
     output, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + kind
     assert output == ""
     assert len(error.strip().splitlines()) == 1  # after the line that the terminal has the ^C in
-    assert nothing_in(out)
+    left = {path.name for path in out.iterdir()}
+    if "nothing was left behind" in error:
+        assert not left
+    else:
+        assert left == {f".{name}.zckpt-partial", f".{name}.zckpt-journal"}
+        assert f"kept in .{name}.zckpt-partial: --resume goes on with them, --restart begins anew" in error
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m"])
@@ -779,7 +788,7 @@ def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not (out / name).exists()
-    succeeded("consolidate", SOURCE, out / name)
+    succeeded("consolidate", SOURCE, out / name, "--restart")
     assert [p.name for p in out.iterdir()] == [name]
     truth = Truth(SOURCE)
     assert_model(read_model(out / name), model_of(truth, None), truth)

@@ -156,7 +156,7 @@ def test_json_is_one_document(tmp_path: Path) -> None:
     assert (dry["dry_run"], document["dry_run"]) == (True, False)
     assert dry.pop("checksummed_nbytes") == 0
     assert document.pop("checksummed_nbytes") > 0
-    assert {**dry, "dry_run": False} == document
+    assert {**dry, "dry_run": False, "foresight": None} == document
     assert sorted(document["files"]) == [str(tmp_path / "cut" / name) for name in files(tmp_path / "cut")]
     assert document["write_nbytes"] == sum(Path(name).stat().st_size for name in document["files"])
     assert document["checked_elements"] > 0

@@ -43,7 +43,7 @@ def test_json_is_one_document_and_a_dry_run_writes_nothing(tmp_path: Path) -> No
     assert (dry["dry_run"], document["dry_run"]) == (True, False)
     assert dry.pop("checksummed_nbytes") == 0
     assert document.pop("checksummed_nbytes") > 0
-    assert {**dry, "dry_run": False} == document
+    assert {**dry, "dry_run": False, "foresight": None} == document
     assert document["files"] == [str(tmp_path / "thin.pt")]
     assert document["write_nbytes"] == nbytes(tmp_path / "thin.pt")
     assert sum(document["saved_nbytes"].values()) == nbytes(PLAIN) - nbytes(tmp_path / "thin.pt")

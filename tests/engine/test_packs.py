@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +109,21 @@ def test_a_pack_names_the_files_that_copies_would_read(numels: list[int], old: i
         pack.check()
         assert pack.paths() >= {copy.sources[0].path for copy in copies}
         assert pack.moved_nbytes == sum(copy.nbytes for copy in copies)
+
+
+def test_shares_are_sent_once_for_all_ranks() -> None:
+    held = [shard_numel(n, 4) for n in range(1, 1001)]
+    files = CutFiles(("a", "b", "c", "d"), (0,) * 4, "float32")
+    spans = [CutSpans(files, (n,), 0, k, at) for n, k, at in zip(range(1, 1001), held, flat_starts(held), strict=False)]
+    made = row(spans, 300)
+    some = [replace(made.share(rank), offset=8 * rank) for rank in range(300)]
+    data = pickle.dumps(some)
+    assert len(data) < 6 * 8 * 1000 + 300 * 100
+    for one, again in zip(some, pickle.loads(data), strict=True):
+        assert (one.offset, one.label, one.numel) == (again.offset, again.label, again.numel)
+        for column in ("start", "count", "position"):
+            assert np.array_equal(getattr(one, column), getattr(again, column))
+        assert [(p.low, p.high) for p in one.pieces()] == [(p.low, p.high) for p in again.pieces()]
 
 
 @pytest.mark.parametrize(

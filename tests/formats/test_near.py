@@ -110,7 +110,7 @@ def test_items_of_dcp_without_metadata(tmp_path: Path) -> None:
         assert "ZC-101" in done.stdout
 
 
-@pytest.mark.parametrize("to", ["zckpt", "dcp", "consolidated"])
+@pytest.mark.parametrize("to", ["zckpt", "consolidated"])
 def test_parent_names_the_last_checkpoint_in_it(to: str, tmp_path: Path) -> None:
     for step in (2, 9, 10):
         zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / f"step-{step}", to=to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from torch.distributed.fsdp import (
 )
 
 import zckpt
+from tests.cli.console import refused
 from tests.fsdp_training.training import STEPS, made, step, truth
 from tests.gloo import run
-from zckpt.errors import DamagedFileError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
 
 
 def body(*sizes: int) -> nn.Sequential:
@@ -320,7 +322,7 @@ def test_what_composer_writes(tmp_path: Path) -> None:
 
 
 def test_what_composer_writes_sharded(tmp_path: Path) -> None:
-    """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; its parent names the newest."""
+    """The same dict by torch.distributed.checkpoint, in a folder `epE-baB`; of its parent the newest is read."""
     model = nn.ModuleDict({"model": body(5, 4, 4)})
     optimizer = torch.optim.AdamW(model.parameters())
     stepped(model["model"], optimizer)
@@ -332,12 +334,30 @@ def test_what_composer_writes_sharded(tmp_path: Path) -> None:
     opened = assert_state(tmp_path / "run" / "ep1-ba22", model, {None: optimizer})
     assert opened.step == 22
     assert opened.metadata.keys() == {"state.timestamp", "rng"}
-    with pytest.raises(UnknownFormatError) as raised:
-        zckpt.open(tmp_path / "run")
-    assert raised.value.advice == f"did you mean {tmp_path / 'run' / 'ep1-ba22'}?"
+    assert_state(tmp_path / "run", model, {None: optimizer})
+    assert zckpt.open(tmp_path / "run").source.endswith("ep1-ba22")
+    link = tmp_path / "run" / "latest-rank0.pt"
+    link.symlink_to("ep1-ba9")
+    assert zckpt.open(tmp_path / "run").source.endswith("ep1-ba9")
+    assert zckpt.open(tmp_path / "run", tag="ep1-ba22").source.endswith("ep1-ba22")
+    link.unlink()
+    link.symlink_to("ep1-ba30")
+    refused(3, "inspect", tmp_path / "run", words=("latest-rank0.pt", "names no checkpoint", "ep1-ba22"))
 
 
-def test_the_parent_of_torchtitans_steps_names_the_last(tmp_path: Path) -> None:
+def test_the_last_of_composers_files_is_read(tmp_path: Path) -> None:
+    for name in ("ep0-ba5", "ep1-ba22", "ep1-ba9"):
+        torch.save({"state": {"model": body(5, 4).state_dict()}, "rng": []}, tmp_path / f"{name}-rank0.pt")
+    assert zckpt.open(tmp_path).source == str(tmp_path / "ep1-ba22-rank0.pt")
+    zckpt.consolidate(tmp_path, tmp_path / "m.safetensors")
+    (tmp_path / "latest-rank0.pt").symlink_to("ep1-ba9-rank0.pt")
+    assert zckpt.open(tmp_path).source == str(tmp_path / "ep1-ba9-rank0.pt")
+    (tmp_path / "latest-rank0.pt").unlink()
+    (tmp_path / "ep0-ba5-rank0.pt").rename(tmp_path / "ep4-ba5-rank0.pt")
+    refused(3, "inspect", tmp_path, words=("in different orders", "ep4-ba5-rank0.pt"))
+
+
+def test_the_last_whole_one_of_torchtitans_steps_is_read(tmp_path: Path) -> None:
     model = body(5, 4)
     for number in (9, 10):
         dcp.save(
@@ -346,9 +366,18 @@ def test_the_parent_of_torchtitans_steps_names_the_last(tmp_path: Path) -> None:
             no_dist=True,
         )
     assert zckpt.open(tmp_path / "step-10").step == 10
-    with pytest.raises(UnknownFormatError) as raised:
-        zckpt.open(tmp_path)
-    assert raised.value.advice == f"did you mean {tmp_path / 'step-10'}?"
+    assert zckpt.open(tmp_path).step == 10
+    assert zckpt.open(tmp_path, tag="step-9").step == 9
+    refused(3, "inspect", tmp_path, "--tag", "step-8", words=("no such tag", "step-8"))
+    assert zckpt.verify(tmp_path).sound
+    (tmp_path / "step-10" / ".metadata").unlink()
+    opened = zckpt.open(tmp_path)
+    assert opened.step == 9
+    assert any("not saved to their end: step-10" in one for one in opened.warnings)
+    (tmp_path / "step-9").rename(tmp_path / "ep0-ba9")
+    assert zckpt.open(tmp_path).step == 9
+    shutil.copytree(tmp_path / "ep0-ba9", tmp_path / "step-9")
+    refused(3, "inspect", tmp_path, words=("the steps of two programs", "step-9", "ep0-ba9"))
 
 
 # --- and back

@@ -1,8 +1,8 @@
-"""From any of the everyday programs to any other: the Trainer, Accelerate, verl, FSDP1, each as it saves and loads.
+"""From any of the everyday programs to any other: DeepSpeed, the Trainer, Accelerate, verl, each as it saves and loads.
 
-All train one Llama on the same data, every rank on all of it, with a scheduler that changes the rate at every step.
-What one saved is converted to what another loads; that one holds the same bits, and goes on with the losses that the
-first would have had.
+Accelerate alone and with FSDP1 and FSDP2, sharded and full; verl with both. All train one Llama on the same data, every
+rank on all of it, with a scheduler that changes the rate at every step. What one saved is converted to what another
+loads; that one holds the same bits, and goes on with the losses that the first would have had.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import zckpt
 from tests import gloo
 from tests.fsdp_training import training as verl
 from tests.hf_training.training import Texts, build, same
-from zckpt.errors import UnsupportedError
+from zckpt.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.interop
 
@@ -143,44 +143,123 @@ def load_trainer(source: Path, folder: Path, ranks: int) -> Run:
 # --- Accelerate
 
 
-def accelerated(seed: int) -> tuple[Any, nn.Module, Any, Any]:
-    """A loop with Accelerate, its parameters decayed or not as in transformers' examples."""
-    from accelerate import Accelerator
+def accelerated(seed: int, *, groups: int = 2, version: int | None = None, full: bool = False) -> tuple[Any, ...]:
+    """A loop with Accelerate: accelerator, model, optimizer, scheduler.
+
+    Parameters
+    ----------
+    groups : {1, 2}
+        Two: parameters decayed or not, as in transformers' examples.
+    version : {1, 2}, optional
+        Of FSDP. Accelerate has it on CPUs, too, and never chooses it there by itself.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     model = build("llama", seed)
     decayed = set(get_parameter_names(model, [nn.LayerNorm], ["bias", "norm"]))
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if (n in decayed) == wanted], "weight_decay": 0.0}
-        for wanted in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    if version is not None:
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=version, state_dict_type="FULL_STATE_DICT" if full else "SHARDED_STATE_DICT",
+            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        for state in (PartialState(), accelerator.state):
+            state.distributed_type, state.device = DistributedType.FSDP, torch.device("cpu")
+    if version == 1:  # which wants the optimizer's parameters to be those of the wrapped model
+        model = accelerator.prepare(model)
+    named = {name.replace("_fsdp_wrapped_module.", ""): one for name, one in model.named_parameters()}
+    wanted = [[p for n, p in named.items() if groups == 1 or (n in decayed) == one] for one in (True, False)[:groups]]
+    optimizer = torch.optim.AdamW([{"params": one, "weight_decay": 0.0} for one in wanted], lr=1e-2)
+    if version == 1:
+        return accelerator, model, *accelerator.prepare(optimizer, scheduler_of(optimizer))
     return accelerator, *accelerator.prepare(model, optimizer, scheduler_of(optimizer))
 
 
-def save_accelerate(folder: Path) -> Run:
-    accelerator, model, optimizer, scheduler = accelerated(0)
+def save_accelerate(folder: Path, version: int | None = None) -> Run:
+    accelerator, model, optimizer, scheduler = accelerated(0, version=version)
     for number in range(SAVED):
         step_of(model, optimizer, scheduler, number)
     accelerator.save_state(str(folder / "saved"))
-    model.config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
+    if accelerator.is_main_process:
+        build("llama").config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
+    found = held(model, optimizer)
+    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+
+
+def resume_accelerate(target: Path, version: int | None = None, *, full: bool = False) -> Run:
+    accelerator, model, optimizer, scheduler = accelerated(9, groups=1, version=version, full=full)
+    if version == 1 and not full:  # it looks for state of parameters that have some in memory (Accelerate 1.15)
+        step_of(model, optimizer, scheduler, 0)
+    accelerator.load_state(str(target))
     found = held(model, optimizer)
     return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
 
 
 def load_accelerate(source: Path, folder: Path, ranks: int) -> Run:
-    """Load what is written for the Trainer: the same files, two of them under other names."""
-    target = folder / "state"
-    zckpt.convert(source, target, to="transformers-trainer", train_batch_size=BATCH, verify=True)
-    for name in ("optimizer", "scheduler"):
-        (target / f"{name}.pt").rename(target / f"{name}.bin")
-    accelerator, model, optimizer, scheduler = accelerated(9)
-    accelerator.load_state(str(target))
-    found = held(model, optimizer)
-    return Run(found, [step_of(model, optimizer, scheduler, number) for number in range(SAVED, STEPS)])
+    zckpt.convert(source, folder / "state", to="accelerate", groups="one", verify=True)
+    return resume_accelerate(folder / "state")
+
+
+def save_accelerate_rank(rank: int, world_size: int, version: int, folder: Path) -> Run:
+    return save_accelerate(folder, version)
+
+
+def load_accelerate_rank(rank: int, world_size: int, version: int, full: bool, target: Path) -> Run:
+    return resume_accelerate(target, version, full=full)
+
+
+def save_sharded(version: int, folder: Path) -> Run:
+    run: Run = gloo.run(save_accelerate_rank, 2, version, folder)[0]
+    return run
+
+
+def load_sharded(version: int, source: Path, folder: Path, ranks: int, *, full: bool = False) -> Run:
+    form = {"fsdp": "full"} if full else {"fsdp": "sharded", "world_size": 2}
+    zckpt.convert(source, folder / "state", to="accelerate", groups="one", verify=True, **form)
+    runs: list[Run] = gloo.run(load_accelerate_rank, ranks, version, full, folder / "state")
+    assert all(run.losses == runs[0].losses for run in runs)
+    return runs[0]
+
+
+# --- DeepSpeed, ZeRO-2
+
+
+def save_deepspeed_rank(rank: int, world_size: int, folder: Path) -> list[float]:
+    import deepspeed
+
+    torch.set_num_threads(1)
+    model = build("llama", 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 2},
+              "gradient_clipping": 0.0,
+              "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config,
+                                  lr_scheduler=scheduler_of(optimizer))[0]  # fmt: skip
+    losses = []
+    for number in range(STEPS):
+        if number == SAVED:
+            engine.save_checkpoint(str(folder / "saved"))
+        loss = engine(**batch(number)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.item()))
+    return losses[SAVED:]
+
+
+def save_deepspeed(folder: Path) -> Run:
+    """What was in memory is taken from the checkpoint, of which other tests hold every bit against the engine."""
+    losses = gloo.run(save_deepspeed_rank, 2, folder, fresh=True)[0]
+    build("llama").config.save_pretrained(folder / "saved")  # type: ignore[operator, union-attr]
+    checkpoint = zckpt.open(folder / "saved")
+    found = {f"weight/{name}": checkpoint.read(name) for name in [*checkpoint.parameters, *checkpoint.buffers]}
+    for name, one in checkpoint.parameters.items():
+        found |= {f"{key}/{name}": checkpoint.read(name, key) for key in one.slots if key.startswith("exp_")}
+    return Run(found, losses)
 
 
 # --- verl, of FSDP2 and of FSDP1
@@ -239,29 +318,41 @@ def load_verl(version: int, source: Path, folder: Path, ranks: int) -> Run:
     return runs[0]
 
 
-RANKED = ("verl", "fsdp1")
-
 SAVES: dict[str, Callable[[Path], Run]] = {
+    "deepspeed": save_deepspeed,
     "trainer": save_trainer,
     "accelerate": save_accelerate,
+    "accelerate-fsdp1": lambda folder: save_sharded(1, folder),
+    "accelerate-fsdp2": lambda folder: save_sharded(2, folder),
     "verl": lambda folder: save_verl(2, folder),
     "fsdp1": lambda folder: save_verl(1, folder),
 }
 LOADS: dict[str, Callable[[Path, Path, int], Run]] = {
     "trainer": load_trainer,
     "accelerate": load_accelerate,
+    "accelerate-fsdp1": lambda *args: load_sharded(1, *args),
+    "accelerate-fsdp2": lambda *args: load_sharded(2, *args),
+    "accelerate-fsdp1-full": lambda *args: load_sharded(1, *args, full=True),
+    "accelerate-fsdp2-full": lambda *args: load_sharded(2, *args, full=True),
     "verl": lambda *args: load_verl(2, *args),
     "fsdp1": lambda *args: load_verl(1, *args),
 }
-PAIRS = list(itertools.product(SAVES, LOADS))
+ALONE = ("trainer", "accelerate")
+QUICK = [
+    *itertools.permutations(["trainer", "accelerate", "verl", "fsdp1"], 2),
+    ("deepspeed", "accelerate-fsdp2"),
+    ("trainer", "accelerate-fsdp1"),
+    ("verl", "accelerate-fsdp2"),
+    ("accelerate-fsdp1", "accelerate"),
+]
 
 
 def cases() -> list[Any]:
-    """Every program to every other; `nightly` to itself, and at the number of ranks that it was saved at."""
-    changed = [(one, other, 3 if other in RANKED else 1) for one, other in PAIRS]
-    kept = [(one, other, 2) for one, other in PAIRS if other in RANKED]
-    quick = [one for one in changed if one[0] != one[1]]
-    return [*quick, *(pytest.param(*one, marks=pytest.mark.nightly) for one in (changed + kept) if one not in quick)]
+    """`QUICK`; the rest `nightly`: every program to every other and itself, at the ranks that it was saved at, too."""
+    every = [(one, other, 1 if other in ALONE else 3) for one, other in itertools.product(SAVES, LOADS)]
+    every += [(one, other, 2) for one, other in itertools.product(SAVES, LOADS) if other not in ALONE]
+    quick = [one for one in every if one[:2] in QUICK and one[2] != 2]
+    return [*quick, *(pytest.param(*one, marks=pytest.mark.nightly) for one in every if one not in quick)]
 
 
 @pytest.mark.parametrize(("one", "other", "ranks"), cases())
@@ -288,3 +379,19 @@ def test_sorted_names_in_several_groups_are_not_taken_for_the_models_order(tmp_p
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
     with pytest.raises(UnsupportedError, match="sorted by name, in several groups"):
         zckpt.convert(tmp_path, tmp_path / "target", to="fsdp-rank-files", world_size=1, groups="one")
+
+    # --names says the order: of the model in the Trainer's directory, and of what was consolidated from it
+    order = ["up.weight", "norm.weight"]
+    with pytest.raises(UnsupportedError, match="sorted by name, in several groups"):  # the optimizer's order it may be
+        zckpt.convert(tmp_path, tmp_path / "t", to="fsdp-rank-files", world_size=1, groups="one", names=order)
+    named = zckpt.open(tmp_path, names=order)
+    zckpt.consolidate(named, tmp_path / "whole", slots="all")
+    zckpt.convert(tmp_path / "whole", tmp_path / "t", to="fsdp-rank-files", world_size=1, groups="one", names=order)
+    found = torch.load(tmp_path / "t" / "optim_world_size_1_rank_0.pt", weights_only=False)
+    for number, name in enumerate(order):
+        own = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        assert same(found["state"][number]["exp_avg"].to_local(), own), name
+    assert len(found["param_groups"]) == 1
+    for wrong in (order[:1], [*order, "other"], [*order, order[0]]):
+        with pytest.raises(UsageError, match="not those of the model's parameters"):
+            zckpt.open(tmp_path / "whole", names=wrong)

@@ -102,7 +102,7 @@ def test_every_element_is_where_numpy_puts_it_and_the_way_back_is_the_same(data,
             slots = {key: laid(data, Path(folder), name, value + (key != WEIGHT) * 1000, key) for key in SLOTS}
             parameters[name] = Parameter(name, value.shape, "float32", slots, group=0)
         source = Checkpoint("here", "test", parameters=parameters, param_groups=[ParamGroup({}, list(parameters))])
-        made, _ = mapped(source, map_, {})
+        made = mapped(source, map_, {}).checkpoint
         assert sorted(made.parameters) == sorted(made.param_groups[0].parameters) == sorted(tensors["theirs"])
         for name, value in tensors["theirs"].items():
             for key in SLOTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import zckpt
 from tests.cli.console import FIXTURES, refused, run, succeeded
 from tests.truth import Truth, assert_same
+from zckpt.errors import UnsupportedError
 from zckpt.formats.registry import formats
 
 SOURCE = FIXTURES / "s2_bf16_dp2"
@@ -93,6 +95,14 @@ def test_globs_are_of_whole_names_and_put_back_what_they_find(tmp_path: Path) ->
         assert new in names, (old, new)
 
 
+def test_reshard_names_the_verb_that_changes_names(tmp_path: Path) -> None:
+    options = ("--rename", r"^fc=layers.")
+    refused(5, "reshard", SOURCE, tmp_path / "r", "--world-size", 2, *options, words=("convert --to deepspeed",))
+    succeeded("convert", SOURCE, tmp_path / "r", "--to", "deepspeed", "--world-size", 2, *options)
+    assert any(name.startswith("layers.") for name in zckpt.open(tmp_path / "r").parameters)
+    assert not zckpt.diff(SOURCE, tmp_path / "r", rename=[("^fc", "layers.")]).settings
+
+
 def test_digests_under_other_names_are_not_stored_with_the_source() -> None:
     refused(2, "fingerprint", SOURCE, "--write", "--rename", "fc=layer", words=("--output",))
 
@@ -103,6 +113,47 @@ def test_metadata_that_speaks_of_old_names_is_not_written_under_new_ones(tmp_pat
     refused(5, "convert", tmp_path / "c.pt", tmp_path / "d", "--to", "dcp", "--rename", "weight=w",
             words=("best speaks of weight",))  # fmt: skip
     zckpt.convert(tmp_path / "c.pt", tmp_path / "d", to="dcp", rename=[("bias", "b")])
+
+
+def test_names_in_metadata_that_are_names_for_sure_follow(tmp_path: Path) -> None:
+    """Tables by names, as of an average of weights, and lists of names; not what may be something else."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    average = {name: value * 2 for name, value in model.state_dict().items()}
+    own = {"average": average, "frozen": ("0.weight", ["1.bias", "0"]), "decay": 0.9, "weights": {"0": 1}}
+    torch.save({"model": model.state_dict(), "ema": own, "also": average}, tmp_path / "c.pt")
+    done = zckpt.convert(tmp_path / "c.pt", tmp_path / "z", to="zckpt", rename=[("^0", "first")], verify=True)
+    assert any(note.startswith("ema speaks of tensors") for note in done.notes)
+    zckpt.convert(tmp_path / "z", tmp_path / "d.pt", to="consolidated")
+    found = torch.load(tmp_path / "d.pt", weights_only=True)["zckpt"]["metadata"]["ema"]
+    new = {name.replace("0.", "first.", 1): value for name, value in average.items()}
+    assert list(found["average"]) == list(new)
+    assert all(found["average"][name].equal(value) for name, value in new.items())
+    assert found["frozen"] == ("first.weight", ["1.bias", "0"])
+    assert (found["decay"], found["weights"]) == (0.9, {"0": 1})
+
+    # two names exchanged are exchanged in it, too
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "y", to="zckpt",
+                  rename=[("^0", "x"), ("^1", "0"), ("^x", "1")])  # fmt: skip
+    zckpt.convert(tmp_path / "y", tmp_path / "e.pt", to="consolidated")
+    found = torch.load(tmp_path / "e.pt", weights_only=True)["zckpt"]["metadata"]["ema"]["average"]
+    assert all(found[f"{1 - int(name[0])}{name[1:]}"].equal(value) for name, value in average.items())
+
+    # in a map, only what has nothing but another name
+    rules = [{"a": f"0.{one}", "b": f"first.{one}"} for one in ("weight", "bias")]
+    plain = {"sides": ["a", "b"], "rules": [*rules, *({"a": f"1.{x}", "b": f"last.{x}"} for x in ("weight", "bias"))]}
+    zckpt.convert(tmp_path / "c.pt", tmp_path / "w", to="zckpt", map=plain)
+    turned = {**plain, "rules": [{"a": {"0.weight": "out in"}, "b": {"first.weight": "in out"}}, *plain["rules"][1:]]}
+    with pytest.raises(UnsupportedError, match=r"speaks of 0\.weight"):
+        zckpt.convert(tmp_path / "c.pt", tmp_path / "v", to="zckpt", map=turned)
+
+    # not in objects of classes that nobody knows, and not where two would have one name
+    torch.save({"model": model.state_dict(), "args": argparse.Namespace(frozen="0.bias")}, tmp_path / "o.pt")
+    with pytest.raises(UnsupportedError, match=r"args speaks of 0\.bias"):
+        zckpt.convert(tmp_path / "o.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
+    torch.save({"model": model.state_dict(), "of": {"0.bias": 1, "first.bias": 2}}, tmp_path / "p.pt")
+    with pytest.raises(UnsupportedError, match=r"of speaks of first\.bias"):
+        zckpt.convert(tmp_path / "p.pt", tmp_path / "v", to="zckpt", rename=[("^0", "first")])
+    assert not (tmp_path / "v").exists()
 
 
 class Net(torch.nn.Module):

@@ -12,6 +12,7 @@ from zckpt.cli.options import (
     comma_separated,
     exclude_frozen_option,
     max_shard_size_option,
+    naming_options,
     show,
     source_options,
     tied_option,
@@ -68,6 +69,7 @@ recomputed_option = click.option(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@naming_options
 @write_options
 @source_options
 def average_command(
@@ -79,6 +81,7 @@ def average_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
@@ -86,6 +89,7 @@ def average_command(
 
     Masters count where there are some, else weights; computed in float32 and rounded once. TARGET is named as that of
     consolidate: x.safetensors, x.pt, or a directory. Of several SOURCEs, --root is a folder that holds all of them.
+    Names are changed in every SOURCE that has them; a map gives all of them the names that the first has not.
     """
     from zckpt.operations.average import average
 
@@ -97,6 +101,7 @@ def average_command(
         from_last=from_last,
         reporter=reporter("average", quiet=quiet),
         **options,
+        **naming,
         **writing,
         **where,
     )
@@ -127,6 +132,7 @@ def average_command(
 @max_shard_size_option
 @config_option
 @recomputed_option
+@naming_options
 @write_options
 @source_options
 def merge_adapter_command(
@@ -136,6 +142,7 @@ def merge_adapter_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: Any,  # noqa: ANN401  # what click gives
 ) -> None:
@@ -143,11 +150,13 @@ def merge_adapter_command(
 
     BASE is the model that the adapter was trained on, of any format; ADAPTER a directory that PEFT saved, or a
     checkpoint with an adapter in it, which may be BASE itself. TARGET is named as that of consolidate. Of BASE are
-    --tag, --root, --names and --tp-rules.
+    --tag, --root, --names and --tp-rules, and the options for other names: those with which ADAPTER was trained.
     """
     from zckpt.operations.merge_adapter import merge_adapter
 
-    done = merge_adapter(base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **writing, **where)
+    done = merge_adapter(
+        base, adapter, target, reporter=reporter("merge", quiet=quiet), **options, **naming, **writing, **where
+    )
     show(done, as_json=as_json, quiet=quiet)
 
 

@@ -82,7 +82,17 @@ tied_option = click.option(
 max_shard_size_option = click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+dequantize_option = click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
+)
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
+executor_option = click.option(
+    "--executor",
+    metavar="threads|dask://HOST:PORT|mpi|ray|torchrun",
+    help="Who reads and writes: docs/scale.md. Default: threads; under torchrun, its ranks.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
@@ -120,7 +130,8 @@ def source_options(command: Command, *, suffix: str = "") -> Command:
         },
         "names": {
             "type": click.Path(path_type=Path, dir_okay=False), "metavar": "FILE",
-            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only.",
+            "help": "Names of the optimizer's parameters, one a line in its order, where a file has numbers only; of "
+            "safetensors, of the model's parameters in its order, which the files do not have.",
         },
         "tp-rules": {
             "type": path, "metavar": "FILE",
@@ -187,7 +198,8 @@ def write_options(command: Command) -> Command:
 
     @wraps(command)
     def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
-        writing = {key: given.pop(key) for key in ("memory", "overwrite", "drop", "dry_run")}
+        keys = ("memory", "executor", "overwrite", "drop", "dry_run", "resume", "restart")
+        writing = {key: given.pop(key) for key in keys}
         writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
         return command(*arguments, writing=writing, **given)
 
@@ -201,7 +213,10 @@ def write_options(command: Command) -> Command:
                 help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
             ),
             memory_option("Bound of all copy buffers."),
+            executor_option,
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
+            click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),
+            click.option("--restart", is_flag=True, help="Remove what a run to TARGET that was killed has left."),
             click.option(
                 "--drop",
                 multiple=True,

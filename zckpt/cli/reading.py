@@ -12,6 +12,8 @@ import click
 from zckpt.cli.options import (
     Place,
     comma_separated,
+    dequantize_option,
+    executor_option,
     json_option,
     memory_option,
     naming_options,
@@ -107,7 +109,9 @@ def inspect_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@dequantize_option
 @naming_options
 @source_options
 @partial(source_options, suffix="b")
@@ -123,7 +127,9 @@ def diff_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
     where_b: dict[str, Any],
@@ -136,7 +142,7 @@ def diff_command(
     """
     _check_page(html, overwrite=overwrite)
     common: dict[str, Any] = {
-        "slots": comma_separated(slots), "parameters": parameters, "memory": memory,
+        "slots": comma_separated(slots), "parameters": parameters, "memory": memory, "executor": executor,
         "reporter": reporter("diff", quiet=quiet),
     }  # fmt: skip
     if series:
@@ -147,6 +153,7 @@ def diff_command(
             rtol
             or atol
             or ignore
+            or dequantize
             or any(naming.values())
             or any(where[key] for key in ("tag", "roots"))
             or any(where_b.values())
@@ -166,6 +173,7 @@ def diff_command(
             rtol=rtol,
             atol=atol,
             **naming,
+            dequantize=dequantize,
             ignore_metadata=ignore == "metadata",
             **common,
             **where,
@@ -195,7 +203,9 @@ def diff_command(
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON with the digest of each slot.")
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@dequantize_option
 @naming_options
 @source_options
 def fingerprint_command(
@@ -205,7 +215,9 @@ def fingerprint_command(
     overwrite: bool,
     as_json: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
@@ -220,12 +232,22 @@ def fingerprint_command(
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)
-    if write and any(naming.values()):
-        raise UsageError("digests under other names are not the source's own", expected="--output FILE, not --write")
+    if write and (dequantize or any(naming.values())):
+        raise UsageError(
+            "digests under other names, or of other values, are not the source's own",
+            expected="--output FILE, not --write",
+        )
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
-    found = fingerprint(checkpoint, memory=memory, reporter=reporter("fingerprint", quiet=quiet), **naming)
+    found = fingerprint(
+        checkpoint,
+        memory=memory,
+        executor=executor,
+        reporter=reporter("fingerprint", quiet=quiet),
+        dequantize=dequantize,
+        **naming,
+    )
     if target is not None:
         write_digests(found, target, overwrite=overwrite)
     click.echo(json_text(found.as_dict()) if as_json else found.text)
@@ -243,6 +265,7 @@ def fingerprint_command(
 @json_option
 @page_options
 @memory_option("Bound of all buffers.")
+@executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no text; only the exit status.")
 @source_options
 def verify_command(
@@ -253,6 +276,7 @@ def verify_command(
     html: Path | None,
     overwrite: bool,
     memory: int,
+    executor: str | None,
     quiet: bool,
     where: dict[str, Any],
 ) -> int:
@@ -264,7 +288,8 @@ def verify_command(
     from zckpt.operations.verify import verify
 
     _check_page(html, overwrite=overwrite)
-    found = verify(source, deep=deep, against=against, memory=memory, reporter=reporter("verify", quiet=quiet), **where)
+    bar = reporter("verify", quiet=quiet)
+    found = verify(source, deep=deep, against=against, memory=memory, executor=executor, reporter=bar, **where)
     document = found.as_dict()
     if html is not None:
         from zckpt.operations.map import map as map_of

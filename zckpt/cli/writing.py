@@ -12,6 +12,7 @@ from zckpt.cli.options import (
     Place,
     ReshardCommand,
     comma_separated,
+    dequantize_option,
     exclude_frozen_option,
     max_shard_size_option,
     naming_options,
@@ -51,6 +52,7 @@ target_argument = click.argument("target", type=Place())
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
+@dequantize_option
 @naming_options
 @write_options
 @source_options
@@ -63,6 +65,7 @@ def consolidate_command(
     exclude_frozen: bool,
     max_shard_size: int,
     config: Path | None,
+    dequantize: bool,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -86,6 +89,7 @@ def consolidate_command(
         exclude_frozen=exclude_frozen,
         max_shard_size=max_shard_size,
         config=config,
+        dequantize=dequantize,
         reporter=reporter("consolidate", quiet=quiet),
         **naming,
         **writing,
@@ -99,6 +103,7 @@ def consolidate_command(
 @target_argument
 @click.option("--world-size", type=int, required=True, metavar="N", help="Data-parallel ranks that will load TARGET.")
 @proof_options
+@naming_options
 @write_options
 @source_options
 def reshard_command(
@@ -110,6 +115,7 @@ def reshard_command(
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
+    naming: dict[str, Any],
     where: dict[str, Any],
     **options: object,
 ) -> None:
@@ -118,7 +124,7 @@ def reshard_command(
     Stock DeepSpeed loads TARGET with load_checkpoint, as if that number of ranks had saved it. A run directory
     comes out as a run directory with `latest`, a tag directory as a tag directory. At T tensor-parallel ranks,
     N x T ranks will load it. Of Hugging Face's Trainer, SOURCE is `checkpoint-N`: all that it keeps there comes along,
-    and the Trainer resumes from TARGET.
+    and the Trainer resumes from TARGET. Names stay as they are: `convert --to deepspeed` changes them.
     """
     from zckpt.operations.reshard import reshard
 
@@ -129,6 +135,7 @@ def reshard_command(
         verify=verify,
         fingerprint=bool(fingerprint),
         reporter=reporter("reshard", quiet=quiet),
+        **naming,
         **writing,
         **where,
         **ReshardCommand.typed(options),
@@ -140,6 +147,7 @@ def reshard_command(
 @source_argument
 @target_argument
 @proof_options
+@dequantize_option
 @naming_options
 @write_options
 @source_options
@@ -149,6 +157,7 @@ def convert_command(
     to: str,
     verify: bool,
     fingerprint: bool | None,
+    dequantize: bool,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -165,6 +174,7 @@ def convert_command(
         to=to,
         verify=verify,
         fingerprint=fingerprint,
+        dequantize=dequantize,
         reporter=reporter("convert", quiet=quiet),
         **naming,
         **writing,

@@ -5,7 +5,7 @@ decided here and nowhere else.
 
     plan        spans x holes -> copies, every element once         boxes
     copy        copies -> pieces that fit a buffer -> elements      cast
-    workers     pieces -> batches -> threads
+    workers     pieces -> batches -> threads, or tasks for other processes
     write, read, scan       the three things that a batch may do: fill a file, fill memory, show elements to a function
     checking    the checksums of what was read, and of what was written
 """

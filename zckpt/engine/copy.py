@@ -9,8 +9,7 @@ as the function says, and what it needs of its inputs is read when it asks for i
 from __future__ import annotations
 
 import math
-import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,10 +17,10 @@ import numpy as np
 
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
-from zckpt.engine.computed import Block, Computed, Function, Input, blocks
+from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
+from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
-from zckpt.errors import DamagedFileError
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.clone import BLOCK_NBYTES
@@ -112,9 +111,10 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
     """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
     hole, indexes = one.hole, SpanIndexes()
     size = itemsize(hole.dtype)
-    for block in blocks(slot, hole.extent, most):
+    extent = flattened(slot, hole.extent)
+    for block in blocks(slot, extent, most):
         inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
-        offset = hole.offset + (block.start + block.skipped - hole.extent.start) * size
+        offset = hole.offset + (block.start + block.skipped - extent.start) * size
         reaching = replace(block, inputs=inputs)
         yield ComputedPiece(offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype)
 
@@ -244,36 +244,33 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
             values = piece.function.compute(inputs)[block.skipped : block.skipped + block.kept]
         return np.ascontiguousarray(cast(values, piece.dtype)).view(np.uint8).data
     if len(piece.copies) == 1 and _is_dense(piece.copies[0]):
-        return np.ascontiguousarray(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
+        return in_order(_values(piece.copies[0], sources)).reshape(-1).view(np.uint8).data
     buffer = bytearray(piece.nbytes)
     for copy in piece.copies:
         dtype = numpy_dtype(copy.target_dtype)
         target: Array = np.ndarray(copy.shape, dtype, buffer, copy.offset - piece.offset, copy.strides)
-        target[...] = _values(copy, sources)
+        place(target, _values(copy, sources))
     return memoryview(buffer)
 
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    return _converted([_gather(copy, source, sources) for source in copy.sources], copy)
+    return _converted((_gather(copy, source, sources) for source in copy.sources), copy)
 
 
 def converted(data: memoryview, copy: Copy) -> memoryview:
     """Return the bytes of elements of a copy that were read end to end, as the target has them."""
-    return (
-        np.ascontiguousarray(_converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy))
-        .view(np.uint8)
-        .data
-    )
+    array = _converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy)
+    return np.ascontiguousarray(array).view(np.uint8).data
 
 
-def _converted(arrays: list[Array], copy: Copy) -> Array:
+def _converted(arrays: Iterable[Array], copy: Copy) -> Array:
     """Return what the elements of each source of a copy become: in order, resolved, averaged, cast."""
     if copy.byteorder == "big":
-        arrays = [swapped(array, copy.source_dtype) for array in arrays]
+        arrays = (swapped(array, copy.source_dtype) for array in arrays)
     if copy.unresolved:
-        arrays = [resolved(array, copy.source_dtype, copy.unresolved) for array in arrays]
-    array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
+        arrays = (resolved(array, copy.source_dtype, copy.unresolved) for array in arrays)
+    array = next(iter(arrays)) if len(copy.sources) == 1 else mean(arrays, copy.source_dtype)
     return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 
 
@@ -282,7 +279,7 @@ def _gather(copy: Copy, source: Strided, sources: Sources) -> Array:
     dtype = numpy_dtype(copy.source_dtype)
     if source.path == ZEROS:
         return np.zeros(copy.shape, dtype)
-    reach = dtype.itemsize + sum((n - 1) * s for n, s in zip(copy.shape, source.strides, strict=True))
+    reach = reach_of(copy.shape, source.strides, dtype.itemsize)
     if reach <= 2 * copy.numel * dtype.itemsize:
         buffer = bytearray(reach)
         sources.read(source.path, source.offset, memoryview(buffer))
@@ -348,18 +345,9 @@ def ranges_read(some: Sequence[Piece]) -> Iterator[Range]:
 
 
 def _gather_mapped(copy: Copy, source: Strided, sources: Sources, reach: int) -> Array:
-    """Gather elements that lie far apart through a mapping of the file: only the pages they are on are read."""
-    start = source.offset - source.offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        mapped = mmap.mmap(
-            sources.descriptor(source.path), source.offset - start + reach, access=mmap.ACCESS_READ, offset=start
-        )
-    except ValueError as error:
-        raise DamagedFileError(
-            "the file ends too early", path=source.path, expected=f"at least {source.offset + reach} bytes"
-        ) from error
-    view: Array = np.ndarray(copy.shape, numpy_dtype(copy.source_dtype), mapped, source.offset - start, source.strides)
-    gathered: Array = view.copy()
+    """Gather elements that lie far apart through mappings of the file: only the pages they are on are read."""
+    gathered: Array = np.empty(copy.shape, numpy_dtype(copy.source_dtype))
+    gather_mapped(gathered, sources.descriptor(source.path), source.offset, source.strides, path=source.path)
     sources.touch(source.path, source.offset, reach)
     return gathered
 

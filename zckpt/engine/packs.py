@@ -10,8 +10,8 @@ by operations on arrays: what is needed of a source file is read at once, and pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,12 @@ from zckpt.storage.files import Sources
 
 PIECE_NUMEL = 1 << 17
 """Elements of a target that are filled at once: the columns take some times as much memory as they."""
+
+ELEMENT_NBYTES = 64
+"""Memory for an element: what is read, the element itself, and the columns that say where it is and goes."""
+
+LEAST_NUMEL = 1 << 8
+"""Of a piece, where memory is bounded by next to nothing."""
 
 GAP_NBYTES = 1 << 14
 """Bytes between two spans of a file below which one read is cheaper than two."""
@@ -49,6 +55,8 @@ class Pack:
         Of each parameter, the first element and how many, and where they are in the hole.
     numel : int, elements
         Of the hole.
+    share : (PackedSlot, int), optional
+        Of which it is the share of which rank, at any offset: all that another process is sent, once for all ranks.
     """
 
     offset: int
@@ -59,6 +67,12 @@ class Pack:
     count: Column
     position: Column
     numel: int
+    share: tuple[PackedSlot, int] | None = None
+
+    def __reduce__(self) -> tuple[Callable[..., Pack], tuple[object, ...]]:
+        if self.share is not None:
+            return _share_at, (*self.share, self.offset)
+        return Pack, tuple(getattr(self, one.name) for one in fields(self))
 
     @property
     def itemsize(self) -> int:
@@ -99,10 +113,11 @@ class Pack:
         first, last = (line // width).min(), ((line + self.count[some] - 1) // width).max()
         return set(self.files.paths[int(first) : int(last) + 1])
 
-    def pieces(self) -> Iterator[PackPiece]:
-        """Yield the hole in pieces of bounded size."""
-        for low in range(0, self.numel, PIECE_NUMEL):
-            yield PackPiece(self, low, min(low + PIECE_NUMEL, self.numel))
+    def pieces(self, most: int = PIECE_NUMEL * ELEMENT_NBYTES) -> Iterator[PackPiece]:
+        """Yield the hole in pieces, each of which takes about `most` bytes of memory, or less."""
+        step = min(max(most // ELEMENT_NBYTES, LEAST_NUMEL), PIECE_NUMEL)
+        for low in range(0, self.numel, step):
+            yield PackPiece(self, low, min(low + step, self.numel))
 
     def _copies(self, low: int, high: int) -> _Copies:
         """Return the copies that fill elements [low, high) of the hole."""
@@ -142,7 +157,11 @@ class PackedSlot:
         start = np.minimum(rank * self._share, self._cuts.numel)
         count = np.minimum(self._share, self._cuts.numel - start)
         numel = int((self._position + self._share).max(initial=0))
-        return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel)
+        return Pack(0, self._label, self._files, self._cuts, start, count, self._position, numel, (self, rank))
+
+
+def _share_at(slot: PackedSlot, rank: int, offset: int) -> Pack:
+    return replace(slot.share(rank), offset=offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +201,23 @@ class PackPiece:
 
     def read(self, sources: Sources) -> memoryview:
         """Return its bytes; errors are those of `read_into`."""
-        pack, copies = self.pack, self.pack._copies(self.low, self.high)
+        pack = self.pack
         kind = np.dtype(f"V{pack.itemsize}") if pack.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{pack.itemsize}")
         found = np.zeros(self.high - self.low, kind)
+        for copies, (path, offset, nbytes) in self._windows():
+            window = np.empty(nbytes // pack.itemsize, kind)
+            sources.read(path, offset, window.view(np.uint8).data)
+            _scatter(window, copies.source - copies.source[0], found, copies.target, copies.numel)
+        return found.view(np.uint8).data
+
+    def ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield what is read: file, byte offset, bytes."""
+        for _, window in self._windows():
+            yield window
+
+    def _windows(self) -> Iterator[tuple[_Copies, tuple[str, int, int]]]:
+        """Yield copies from one file, with small gaps between them, and the byte range that has them all."""
+        pack, copies = self.pack, self.pack._copies(self.low, self.high)
         for file in np.unique(copies.file).tolist():
             mine = np.flatnonzero(copies.file == file)
             mine = mine[np.argsort(copies.source[mine], kind="stable")]
@@ -194,12 +227,10 @@ class PackPiece:
             begin = 0
             for end in ends:
                 low, high = int(source[begin]), int((source + numel)[end - 1])
-                window = np.empty(high - low, kind)
                 offset = pack.files.offsets[file] + low * pack.itemsize
-                sources.read(pack.files.paths[file], offset, window.view(np.uint8).data)
-                _scatter(window, source[begin:end] - low, found, target[begin:end], numel[begin:end])
+                some = _Copies(copies.file[mine][begin:end], source[begin:end], target[begin:end], numel[begin:end])
+                yield some, (pack.files.paths[file], offset, (high - low) * pack.itemsize)
                 begin = end
-        return found.view(np.uint8).data
 
 
 def _scatter(

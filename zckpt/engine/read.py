@@ -15,6 +15,7 @@ from zckpt.engine.checking import Checks, Seen, WatchedSources
 from zckpt.engine.copy import Piece, elements, pieces, ranges_read
 from zckpt.engine.plan import Copy, Fill, fill
 from zckpt.engine.targets import Hole
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, READERS, Workers, batched
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot
@@ -63,7 +64,11 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     """
     batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
     watching = checks or Checks()
-    with Workers(READERS) as workers, closing(workers.run(partial(_read_batch, watching.watched), batches)) as results:
+    look = partial(_read_batch, watching.watched)
+    with (
+        Workers(READERS, here=True) as workers,
+        closing(workers.run(look, batches, Portions())) as results,
+    ):
         for _, seen in results:
             watching.add(seen)
 

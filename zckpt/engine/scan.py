@@ -28,6 +28,7 @@ from zckpt.engine.copy import pieces
 from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
@@ -163,19 +164,35 @@ def scan(
         for slot in one.slots:
             refuse_endless(slot, one.label)
     progress = reporter or SilentReporter()
-    progress.begin(sum(one.numel * itemsize(one.dtypes[0]) for one in sets))
+    total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
+    progress.begin(total)
     try:
         with Workers(READERS) as workers:
             most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
             spare: list[list[Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))
-            with closing(workers.run(partial(look_at_batch, look, spare), batches)) as results:
+            portions = Portions(total, _batch_nbytes, _reads)
+            with closing(workers.run(partial(look_at_batch, look, spare), batches, portions)) as results:
                 for batch, found in results:
-                    progress.advance(sum(block.numel * itemsize(block.dtypes[0]) for block in batch))
+                    progress.advance(_batch_nbytes(batch))
                     yield from found
     finally:
         progress.end()
+
+
+def _batch_nbytes(batch: Sequence[Block]) -> int:
+    return sum(block.numel * itemsize(block.dtypes[0]) for block in batch)
+
+
+def _reads(batch: Sequence[Block]) -> Iterator[str]:
+    """Yield the files in which a batch lies; of a computed slot, whose inputs say it, none."""
+    for block in batch:
+        for source in block.sources:
+            if isinstance(source, Slot):
+                yield from (span.path for spans in (source.spans, *source.replicas) for span in spans)
+            else:
+                yield from (path for path, _, _ in source)
 
 
 def _blocks(

@@ -25,9 +25,11 @@ from zckpt.engine.copy import Piece, elements, pieces, ranges_read
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Checksum, Literal
-from zckpt.engine.workers import Workers, running_here
+from zckpt.engine.tasks import Portions
+from zckpt.engine.workers import Workers
 from zckpt.storage.crc32 import combine, crc32
 from zckpt.storage.distant import ahead
+from zckpt.storage.memory import buffers_within
 
 LEAST_PART_NBYTES = 5 << 20
 """What S3 takes as the smallest part but the last."""
@@ -97,12 +99,13 @@ def upload(
         What a sink raises.
     """
     progress, checks = reporter or SilentReporter(), checks or Checks()
+    memory = buffers_within(memory)
     step = min(max(memory // 12, LEAST_PART_NBYTES), MOST_PART_NBYTES)
     count = min(max(memory // (2 * step), SENDERS[0]), SENDERS[-1])
     progress.begin(plan.copy_nbytes)
     try:
-        with running_here(), Workers(range(count, count + 1)) as workers:
-            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, checks)):
+        with Workers(range(count, count + 1), here=True) as workers:
+            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, checks), Portions()):
                 checks.add(read)
                 progress.advance(nbytes)
             return checks.finish(workers.map)

@@ -1,6 +1,7 @@
 """Who does the work, in what portions and with how much memory, for all that is written, read or looked at.
 
     items -> batches of some megabytes -> a bounded queue -> threads -> results, in order
+                                      `-> tasks of many batches -> other processes -> results, in order    tasks
 
 No other module starts threads for elements, or decides how many there are and what each may hold.
 """
@@ -11,10 +12,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
+
+from zckpt.engine.tasks import Portions, results_of, settled, tasks_of, worker_errors, workers_of
+from zckpt.storage.memory import buffers_within, confine_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -34,6 +38,9 @@ BATCH_ITEMS = 1 << 10
 QUEUED_BATCHES = 64
 """Enough to keep every worker busy; a plan of a million batches is not queued at once."""
 
+QUEUED_TASKS = 4
+"""For each worker elsewhere: results come in order, and none waits for work while the first is awaited."""
+
 LEAST_BUFFER_NBYTES = 1 << 12
 """Below a page per read, a smaller memory budget would cost much and save nothing."""
 
@@ -44,19 +51,9 @@ _EXECUTOR: ContextVar[Executor | None] = ContextVar("executor", default=None)
 
 
 @contextmanager
-def running_on(executor: Executor) -> Iterator[None]:
-    """Let an executor of the caller's, of threads or processes, run what would run on threads of our own."""
+def running_on(executor: Executor | None) -> Iterator[None]:
+    """Let an executor of the caller's, of threads or processes, run what runs on threads of our own under None."""
     token = _EXECUTOR.set(executor)
-    try:
-        yield
-    finally:
-        _EXECUTOR.reset(token)
-
-
-@contextmanager
-def running_here() -> Iterator[None]:
-    """Let threads of our own run what only this process can, whatever the caller's executor."""
-    token = _EXECUTOR.set(None)
     try:
         yield
     finally:
@@ -78,7 +75,11 @@ def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator
 
 
 def buffer_nbytes(memory: int, threads: range, *, buffers: int, most: int) -> int:
-    """Return the size of a buffer of which each worker holds `buffers` at once, so that all fit into `memory` bytes."""
+    """Return the size of a buffer of which each worker holds `buffers` at once, so that all fit into `memory` bytes.
+
+    Where a limit of the process leaves less than that, they fit into what it leaves.
+    """
+    memory = buffers_within(memory)
     return max(min(memory // _count(threads) // buffers, most), LEAST_BUFFER_NBYTES)
 
 
@@ -88,54 +89,104 @@ def _count(threads: range) -> int:
 
 
 class Workers:
-    """The threads that run batches; a context, which ends when all of them have.
+    """Who runs batches: threads of our own, or the executor of `running_on`. A context, which ends when all are done.
 
     Parameters
     ----------
     threads : range
         `WRITERS` or `READERS`: between its ends, as many as there are cores.
+    here : bool
+        What is run needs the memory of this process: the executor is used only if it has threads of it.
     """
 
-    def __init__(self, threads: range) -> None:
+    def __init__(self, threads: range, *, here: bool = False) -> None:
+        confine_threads()
         given = _EXECUTOR.get()
-        self.are_here = given is None
+        if here and not isinstance(given, ThreadPoolExecutor):
+            given = None
+        self._is_own = given is None
+        self.are_here = given is None or isinstance(given, ThreadPoolExecutor)
         self._pool = given or ThreadPoolExecutor(_count(threads), thread_name_prefix="zckpt")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.are_here:
+        if self._is_own:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
         """Return the results of items, all of which are queued at once."""
-        return self._pool.map(work, items)
+        if self.are_here:
+            return self._pool.map(work, items)
+        return (result for _, result in self.run(work, items, Portions()))
 
-    def run(self, work: Callable[[Item], Result], batches: Iterable[Item]) -> Generator[tuple[Item, Result]]:
+    def run(
+        self, work: Callable[[Item], Result], batches: Iterable[Item], portions: Portions[Item]
+    ) -> Generator[tuple[Item, Result]]:
         """Yield every batch with its result, in order; the only one is worked on in the calling thread.
 
         When one fails or the caller stops, those that wait are cancelled and those that run are waited for: none of
         them writes to a file that a later run may have begun.
+
+        Parameters
+        ----------
+        work : callable
+            Of a batch; picklable where the executor is of other processes, as are batches and results.
+        batches : iterable
+        portions : Portions
+            How batches become tasks for other processes.
+
+        Raises
+        ------
+        WorkerError
+            Another process was lost, or cannot do what it is sent.
         """
-        queue: deque[tuple[Item, Future[Result]]] = deque()
+        if self.are_here:
+            yield from self._run_here(work, batches)
+            return
+        workers = workers_of(self._pool)
+        tasks = tasks_of(work, batches, portions, workers)
+        with closing(self._run(results_of, tasks, QUEUED_TASKS * workers)) as done:
+            for task, results in done:
+                yield from zip(task.batches, results, strict=True)
+
+    def _run_here(self, work: Callable[[Item], Result], batches: Iterable[Item]) -> Generator[tuple[Item, Result]]:
         remaining = iter(batches)
         first = list(islice(remaining, 2))
-        if len(first) == 1 and self.are_here:
+        if len(first) == 1 and self._is_own:
             yield first[0], work(first[0])
             return
-        remaining = chain(first, remaining)
+        yield from self._run(work, chain(first, remaining), QUEUED_BATCHES)
+
+    def _run(self, work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[tuple[Item, Result]]:
+        queue: deque[tuple[Item, Future[Result]]] = deque()
+        remaining = iter(items)
         try:
             while True:
-                for batch in islice(remaining, QUEUED_BATCHES - len(queue)):
-                    queue.append((batch, self._pool.submit(work, batch)))
+                for item in islice(remaining, most - len(queue)):
+                    queue.append((item, self._submit(work, item)))
                 if not queue:
                     return
-                batch, future = queue[0]
-                result = future.result()
+                item, future = queue[0]
+                result = self._result(future)
                 queue.popleft()
-                yield batch, result
+                yield item, result
         finally:
             for _, future in queue:
                 future.cancel()
             wait([future for _, future in queue])
+            if queue and not self.are_here:
+                settled(self._pool)
+
+    def _submit(self, work: Callable[[Item], Result], item: Item) -> Future[Result]:
+        if self.are_here:
+            return self._pool.submit(work, item)
+        with worker_errors(self._pool):
+            return self._pool.submit(work, item)
+
+    def _result(self, future: Future[Result]) -> Result:
+        if self.are_here:
+            return future.result()
+        with worker_errors(self._pool):
+            return future.result()

@@ -44,7 +44,8 @@ def open_checkpoint(
     tag : str, optional
         Which checkpoint of a run directory; by default the one that `latest` names.
     names : sequence of str, optional
-        Names of the optimizer's parameters in its order, for files that only number them.
+        Names of the optimizer's parameters in its order, for files that only number them; of safetensors, those of the
+        model's parameters in its order, which the files do not have.
     tp_rules : path-like, optional
         A JSON file with the rules for DeepSpeed's tensor-parallel slices; by default the checkpoint's own.
 

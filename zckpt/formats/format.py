@@ -208,6 +208,9 @@ class Format(Protocol):
     keeps_ranks: bool = False
     """Whether a target has each rank's own weights where the source has them, rather than rounded masters."""
 
+    keeps_optimizers: bool = False
+    """Whether a target has several optimizers apart, where the source has several."""
+
     own_metadata: frozenset[str] = frozenset()
     """Keys of `Checkpoint.metadata` that its program keeps for itself; `load` returns the others as the user's own."""
 

@@ -25,6 +25,7 @@ BUILT_IN = {
     "fsdp-rank-files": "zckpt.formats.fsdp_rank_files",  # a tag may be of one of its runs
     "deepspeed": "zckpt.formats.deepspeed",
     "transformers-trainer": "zckpt.formats.transformers_trainer",  # models by themselves are the next one's
+    "accelerate": "zckpt.formats.accelerate",  # which leaves its directories to the formats of their files
     "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure
     "dcp": "zckpt.formats.dcp",
     "consolidated": "zckpt.formats.consolidated",

@@ -2,7 +2,9 @@
 
 {"version": 1, "origin": {"format", "format_version", "zero_stage", "world_size", ...}, "step", "loss_scale",
  "frozen": [name], "tied": {alias: owner}, "buffers": [name], "masters": bool, "metadata", "optimizer_metadata",
- "optimizers": [name]}        of each param group, where several optimizers were saved together
+ "optimizers": [name],        of each param group, where several optimizers were saved together
+ "models": [name],            with which names of tensors begin, where several models were
+ "dtypes": {name: dtype}}     of weights, where their masters, of another type, are in the place of the model's tensors
 
 A program that does not know it can leave it alone: none of it is the model or the optimizer.
 """
@@ -16,6 +18,7 @@ from dataclasses import replace
 from zckpt.errors import DamagedFileError
 from zckpt.formats.torch_files.tensors import as_mapping, as_names, carried
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Duplicate, Parameter, Scalar
+from zckpt.state.dtypes import DTYPES
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import Renderer, Tensor, TorchFile, brief
 from zckpt.torchfile.plain import LIMIT
@@ -31,7 +34,19 @@ WITH_ITEMS = 2
 
 def remainder_rules(*place: str) -> tuple[Rule, ...]:
     """Return the inventory's rules for the tree, which lies at some place in a file's own."""
-    keys = ("version", "origin", "step", "loss_scale", "frozen", "tied", "buffers", "masters", "optimizers")
+    keys = (
+        "version",
+        "origin",
+        "step",
+        "loss_scale",
+        "frozen",
+        "tied",
+        "buffers",
+        "masters",
+        "optimizers",
+        "models",
+        "dtypes",
+    )
     return tuple(Rule((*place, key, "**"), IMPLIED, "what is said of parameters and of the source") for key in keys)
 
 
@@ -41,6 +56,7 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
     optimizers = [group.optimizer for group in checkpoint.param_groups]
     return {
         **({"optimizers": optimizers} if any(optimizers) else {}),
+        **({"models": models} if (models := checkpoint.models()) else {}),
         "version": VERSION,
         "origin": origin(checkpoint),
         "step": checkpoint.step,
@@ -52,6 +68,31 @@ def remainder(checkpoint: Checkpoint) -> dict[str, object]:
         "metadata": dict(checkpoint.metadata),
         "optimizer_metadata": dict(checkpoint.optimizer_metadata),
     }
+
+
+def types_of_weights(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the types of weights whose masters have another: in a file that has masters only, nothing else says it."""
+    masters = {name: checkpoint.owner(name).slots.get(MASTER) for name in checkpoint.parameters}
+    types = {name: one.dtype for name, one in checkpoint.parameters.items()}
+    return {name: types[name] for name, one in masters.items() if one is not None and one.dtype != types[name]}
+
+
+def as_masters(checkpoint: Checkpoint, types: Mapping[object, object], path: str) -> None:
+    """Take weights for masters whose weights had these types.
+
+    Raises
+    ------
+    DamagedFileError
+        There is no such parameter or type.
+    """
+    for name, dtype in types.items():
+        one = checkpoint.parameters.get(str(name))
+        if one is None or dtype not in DTYPES:
+            raise DamagedFileError("unexpected content", path=path, expected=f"the type of {name}", found=dtype)
+        one.dtype = str(dtype)
+        weight = one.slots.pop(WEIGHT, None)
+        if weight is not None:
+            one.slots = {MASTER: replace(weight, name=MASTER), **one.slots}
 
 
 def origin(checkpoint: Checkpoint) -> dict[str, object]:
@@ -96,8 +137,12 @@ def restore(checkpoint: Checkpoint, node: object, file: TorchFile) -> None:
             raise DamagedFileError("does not say which optimizer each param group is of", path=file.path)
         for group, name in zip(checkpoint.param_groups, optimizers, strict=True):
             group.optimizer = name if isinstance(name, str) else None
+    models = tree.get("models")
+    if models is not None:
+        checkpoint.details["models"] = as_names(models, file.path)
     if tree.get("masters") is True:
         _give_masters(checkpoint)
+    as_masters(checkpoint, as_mapping(tree.get("dtypes", {}), file.path), file.path)
 
 
 def _mark(checkpoint: Checkpoint, tree: Mapping[object, object], path: str) -> None:

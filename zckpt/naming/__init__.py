@@ -12,6 +12,7 @@ its source and goes out under others; elements stay where they lie, and the plan
     parts       the slots and state of such a tensor
     optimizer   state of a parameter that its program takes apart when it saves the model
     apply       a checkpoint under the other names
+    inside      names in what a checkpoint carries along
 """
 
 from __future__ import annotations
@@ -19,10 +20,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from zckpt.errors import UsageError
 from zckpt.naming.renames import Renaming
 from zckpt.state import Checkpoint
 from zckpt.state.names import renamed
+
+if TYPE_CHECKING:
+    from zckpt.naming.apply import Mapped
 
 MapSource = str | os.PathLike[str] | Mapping[str, object]
 """The name of a shipped map, a JSON file, or what such a file holds."""
@@ -78,25 +84,78 @@ class Naming:
         SourceError
             Parts of one tensor have state that contradicts itself.
         """
-        if not self.changes:
-            return checkpoint, ()
-        changed, notes = replace(checkpoint), list[str]()
-        before = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename))
-        renamed(changed, before.of(changed))
-        if self.map is not None:
-            from zckpt.naming.apply import mapped
-            from zckpt.naming.document import read_map
-            from zckpt.naming.sizes import check_settings, numbers_of, read_config
+        changed, notes, _ = self.traced(checkpoint)
+        return changed, notes
 
-            config, where = read_config(self.map_config, changed)
-            found = read_map(self.map)
-            check_settings(found, config, changed.opened or changed.source)
-            changed, notes = mapped(changed, found, numbers_of(config))
-            if where is not None and found.sizes:
-                notes.append(f"the numbers of the model are those of {where}")
-        renamed(changed, Renaming(add_prefix=self.add_prefix).of(changed))
-        changed.origin, changed.wrapped = None, {}  # of names that are no longer so
-        return changed, tuple(notes)
+    def traced(self, checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...], dict[str, str]]:
+        """Return the same, and the new names, by the old ones, of tensors that have nothing but another name."""
+        (changed,), notes, (names,) = self._applied([checkpoint], None)
+        return changed, notes, names
+
+    def of_all(self, checkpoints: Sequence[Checkpoint]) -> tuple[list[Checkpoint], tuple[str, ...]]:
+        """Return checkpoints of one model under the same names, where some may have them already.
+
+        Each pattern must find something in one of them. The map goes in the direction that fits the first.
+
+        Parameters
+        ----------
+        checkpoints : sequence of Checkpoint
+            Stay as they are.
+
+        Raises
+        ------
+        UsageError, UnsupportedError, SourceError
+            As for `of`.
+        """
+        made, notes, _ = self._applied(checkpoints, set())
+        return made, notes
+
+    def _applied(
+        self, checkpoints: Sequence[Checkpoint], idle: set[str] | None
+    ) -> tuple[list[Checkpoint], tuple[str, ...], list[dict[str, str]]]:
+        """Return checkpoints under their new names, what to know of them, and names; `idle` as for `Renaming.of`."""
+        if not self.changes:
+            return list(checkpoints), (), [{one.name: one.name for one in each.tensors()} for each in checkpoints]
+        traces: list[dict[str, str]] = []
+        made: list[Checkpoint] = []
+        notes: list[str] = []
+        idles: list[set[str]] = []
+        side: int | None = None
+        for checkpoint in checkpoints:
+            changed = replace(checkpoint)
+            unused = None if idle is None else set[str]()
+            names = Renaming(strip_prefix=self.strip_prefix, rename=tuple(self.rename)).of(changed, unused)
+            renamed(changed, names)
+            idles.append(unused or set())
+            if self.map is not None:
+                found = self._mapped(changed, side)
+                changed, side = found.checkpoint, found.side
+                notes += found.notes
+                names = {old: found.names[new] for old, new in names.items() if new in found.names}
+            last = Renaming(add_prefix=self.add_prefix).of(changed)
+            renamed(changed, last)
+            traces.append({old: last[new] for old, new in names.items() if new in last})
+            changed.origin, changed.wrapped = None, {}  # of names that are no longer so
+            made.append(changed)
+        for option in sorted(set.intersection(*idles)):
+            raise UsageError(
+                f"{option} finds no name", path=checkpoints[0].opened or checkpoints[0].source,
+                expected="one in any of the sources",
+            )  # fmt: skip
+        return made, tuple(dict.fromkeys(notes)), traces
+
+    def _mapped(self, checkpoint: Checkpoint, side: int | None) -> Mapped:
+        from zckpt.naming.apply import mapped
+        from zckpt.naming.document import read_map
+        from zckpt.naming.sizes import check_settings, numbers_of, read_config
+
+        config, where = read_config(self.map_config, checkpoint)
+        found = read_map(self.map or {})
+        check_settings(found, config, checkpoint.opened or checkpoint.source)
+        done = mapped(checkpoint, found, numbers_of(config), side)
+        if where is not None and found.sizes and done.notes:
+            done.notes.append(f"the numbers of the model are those of {where}")
+        return done
 
 
 AS_IT_IS = Naming()

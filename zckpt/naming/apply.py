@@ -23,8 +23,29 @@ MAXIMUM_TENSORS = 1 << 17
 """That one tensor is taken apart into: experts of all layers. A file may say any shape."""
 
 
-def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tuple[Checkpoint, list[str]]:
-    """Return a checkpoint under the names of a map's other side, and what to know of it.
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """What a map makes of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    notes : list of str
+        What to know of it.
+    side : int
+        Whose names it has.
+    names : dict of str to str
+        The new names of tensors that have nothing but another name, by their old ones.
+    """
+
+    checkpoint: Checkpoint
+    notes: list[str]
+    side: int
+    names: dict[str, str]
+
+
+def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int], to: int | None = None) -> Mapped:
+    """Return a checkpoint under the names of a map's other side.
 
     Parameters
     ----------
@@ -34,6 +55,8 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
         Goes in the direction that fits the names.
     config : mapping of str to int
         Numbers of the model.
+    to : int, optional
+        The side whose names are wanted: what has them already stays as it is.
 
     Raises
     ------
@@ -47,6 +70,8 @@ def mapped(checkpoint: Checkpoint, map_: Map, config: Mapping[str, int]) -> tupl
     path = checkpoint.opened or checkpoint.source
     shapes = {parameter.name: parameter.shape for parameter in checkpoint.tensors()}
     found = fit(map_, shapes, path)
+    if found.source == to:
+        return Mapped(checkpoint, [], to, {name: name for name in shapes})
     taken = taken_apart(checkpoint, map_, found, config)
     gone = {one.source for one in taken}
     checkpoint = replace(
@@ -173,8 +198,8 @@ class _Mapping:
             made, parameter=parameter, sources=(*made.sources, taken.source), is_buffer=False, is_same=False
         )
 
-    def result(self) -> tuple[Checkpoint, list[str]]:
-        """Return the checkpoint, and the notes."""
+    def result(self) -> Mapped:
+        """Return the checkpoint, and what to know of it."""
         names = {source: one.parameter.name for one in self._made.values() for source in one.sources}
         parameters: dict[str, Parameter] = {}
         buffers: dict[str, Parameter] = {}
@@ -198,7 +223,7 @@ class _Mapping:
         changed = replace(
             self._checkpoint, parameters=parameters, buffers=buffers, param_groups=groups, duplicates=duplicates
         )
-        return changed, self._notes
+        return Mapped(changed, self._notes, self._fit.target, same)
 
     def _tied(self, parameter: Parameter, names: Mapping[str, str]) -> Parameter:
         """Return an alias of the tensor that its owner has become, which must have become the same."""

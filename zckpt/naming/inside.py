@@ -1,18 +1,25 @@
-"""Names of tensors inside what a checkpoint carries along: of tensors that are called otherwise now. Pure."""
+"""Names of tensors inside what a checkpoint carries along, of tensors that are called otherwise now. Pure.
+
+A text is the name of a tensor for sure if it has a dot and is, in full, such a name: in a table of averages by names,
+in a list of what is frozen. These get the new names. A tensor may also be called `scale`, and so may something else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from zckpt.errors import UnsupportedError
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint
 from zckpt.torchfile import FromFile
-from zckpt.torchfile.nodes import Object
+from zckpt.torchfile.nodes import DefaultMapping, Object, OrderedMapping
+
+MAPPINGS = (dict, OrderedMapping, DefaultMapping)
 
 
-def leave_old_names(changed: Checkpoint, before: Checkpoint) -> tuple[str, ...]:
-    """Leave out metadata that is about the source's names only; return what to know of it.
+def follow_names(changed: Checkpoint, before: Checkpoint, names: Mapping[str, str]) -> tuple[str, ...]:
+    """Give names in a checkpoint's metadata the new ones, and leave out patterns of names; return what to know of it.
 
     Parameters
     ----------
@@ -20,26 +27,88 @@ def leave_old_names(changed: Checkpoint, before: Checkpoint) -> tuple[str, ...]:
         Under its new names.
     before : Checkpoint
         The same under the source's.
+    names : mapping of str to str
+        The new names, by the old ones, of tensors that have nothing but another name.
 
     Raises
     ------
     UnsupportedError
-        Other metadata has a name that is none any more.
+        Metadata has a name of a tensor that is arranged otherwise now, or where it may be something else.
     """
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     if INFO_KEY in changed.metadata:
         changed.metadata = {key: value for key, value in changed.metadata.items() if key != INFO_KEY}
-        notes = (f"{INFO_KEY} has patterns of the source's names and is left out",)
-    gone = {one.name for one in before.tensors()} - {one.name for one in changed.tensors()}
-    for key, value in [*changed.metadata.items(), *changed.optimizer_metadata.items()]:
-        for name in _texts(value):
-            if name in gone:
+        notes.append(f"{INFO_KEY} has patterns of the source's names and is left out")
+    others = {one.name for one in before.tensors() if names.get(one.name) != one.name}
+    new = {name: names[name] for name in others if name in names and "." in name}
+    for section in ("metadata", "optimizer_metadata"):
+        found = {}
+        for key, value in getattr(changed, section).items():
+            told = {text for text in _texts(value) if text in others}
+            following = _Following(new)
+            found[key] = following.of(value) if told else value
+            wrong = following.missed or min(told - new.keys(), default=None)
+            if wrong is not None:
                 raise UnsupportedError(
-                    f"{key} speaks of {name}, which would have another name",
+                    f"{key} speaks of {wrong}, which would have another name",
                     path=before.opened or before.source,
                     advice="`zckpt consolidate` writes model and optimizer under other names, without it",
                 )
-    return notes
+            if told:
+                notes.append(f"{key} speaks of tensors, by their new names now")
+        setattr(changed, section, found)
+    return tuple(notes)
+
+
+class _Following:
+    """A tree with other names in it; what was one object twice stays one.
+
+    Parameters
+    ----------
+    names : mapping of str to str
+        New ones, by old ones.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.names = names
+        self.missed: str | None = None
+        """A name that stays, as it is in an object of a class that is not known, or would be there twice."""
+        self._done: dict[int, object] = {}
+
+    def of(self, node: object) -> object:
+        """Return a tree whose dicts, lists and tuples have the new names; what else there is stays as it is."""
+        if isinstance(node, str):
+            return self.names.get(node, node)
+        if isinstance(node, FromFile):
+            return replace(node, node=self.of(node.node))
+        if id(node) not in self._done:
+            self._done[id(node)] = self._made(node)
+        return self._done[id(node)]
+
+    def _made(self, node: object) -> object:
+        if type(node) in MAPPINGS and isinstance(node, dict):
+            return self._mapping(node)
+        if type(node) is list:
+            made: list[object] = []
+            self._done[id(node)] = made
+            made += [self.of(one) for one in node]
+            return made
+        if type(node) is tuple:
+            return tuple(self.of(one) for one in node)
+        self.missed = self.missed or next((text for text in _texts(node) if text in self.names), None)
+        return node
+
+    def _mapping(self, node: dict[object, object]) -> dict[object, object]:
+        made: dict[object, object] = DefaultMapping(node.factory) if isinstance(node, DefaultMapping) else type(node)()
+        if isinstance(node, (OrderedMapping, DefaultMapping)) and isinstance(made, (OrderedMapping, DefaultMapping)):
+            made.state = node.state
+        self._done[id(node)] = made
+        for key, value in node.items():
+            new = self.of(key) if isinstance(key, (str, tuple)) else key
+            if new in made:
+                self.missed = str(key)
+            made[new] = self.of(value)
+        return made
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -29,8 +29,14 @@ class Renaming:
     rename: tuple[tuple[str, str], ...] = ()
     add_prefix: str | None = None
 
-    def of(self, checkpoint: Checkpoint) -> dict[str, str]:
+    def of(self, checkpoint: Checkpoint, idle: set[str] | None = None) -> dict[str, str]:
         """Return the new name of each tensor, by its old one.
+
+        Parameters
+        ----------
+        checkpoint : Checkpoint
+        idle : set of str, optional
+            Gets the options that find no name; without, they are refused.
 
         Raises
         ------
@@ -39,9 +45,10 @@ class Renaming:
         """
         names = {name: name for name in names_of(checkpoint)}
         if self.strip_prefix:
-            names = _found(names, _without(names, self.strip_prefix), f"--strip-prefix {self.strip_prefix}", checkpoint)
+            option = f"--strip-prefix {self.strip_prefix}"
+            names = _found(names, _without(names, self.strip_prefix), option, checkpoint, idle)
         for old, new in self.rename:
-            names = _found(names, _replaced(names, old, new), f"--rename {old}={new}", checkpoint)
+            names = _found(names, _replaced(names, old, new), f"--rename {old}={new}", checkpoint, idle)
         if self.add_prefix:
             names = {name: f"{self.add_prefix}{one}" for name, one in names.items()}
         return names
@@ -84,9 +91,18 @@ def _of_glob(old: str, new: str) -> tuple[str, str]:
     return rf"\A{pattern}\Z", "".join(map("".join, zip(pieces, [*groups, ""], strict=True)))
 
 
-def _found(before: dict[str, str], after: dict[str, str] | None, option: str, checkpoint: Checkpoint) -> dict[str, str]:
+def _found(
+    before: dict[str, str],
+    after: dict[str, str] | None,
+    option: str,
+    checkpoint: Checkpoint,
+    idle: set[str] | None,
+) -> dict[str, str]:
     """Return names after an option was applied, if it found some and left them different."""
     if after is None:
+        if idle is not None:
+            idle.add(option)
+            return before
         raise UsageError(
             f"{option} finds no name",
             path=checkpoint.opened or checkpoint.source,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.means import Decayed, Mean
 from zckpt.errors import UsageError, listed
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.combined import Combined, Rule, combined
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -75,14 +77,22 @@ def average(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Averaged:
     """Write the mean of checkpoints of one model, of any formats, world sizes and types, as one model.
 
@@ -114,11 +124,14 @@ def average(
         As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
         another node.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`, of every source; what finds no name in one must find some in another. A map goes in the
+        direction that fits the first source: those that have the other names already stay as they are.
 
     Returns
     -------
@@ -134,22 +147,32 @@ def average(
         The target exists or cannot be written.
     """
     rule, shares = _rule(len(sources), weights, ema)
-    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config)
+    chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor, verb="average", resume=resume, restart=restart,
+        options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
+            "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
+            "drop": drop, "names": names},
     )  # fmt: skip
     found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
     dropped = check_none_lost(found, drop)
     _check_adapters(found)
-    mean = combined(found, rule, slots=slots, from_last=from_last)
-    _check_equal(mean, found, memory)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    alike, notes = naming.of_all(found)
+    mean = combined(alike, rule, slots=slots, from_last=from_last)
+    _check_equal(mean, alike, memory)
     done, num_tensors, verified = write_computed(
         mean.checkpoint, found, Path(target), chosen, how, verify=verify, dropped=dropped
     )
     num_averaged, num_equal, num_from_last = mean.counts()
+    notes += (*done.notes, *_notes(shares, num_equal, num_from_last))
     return Averaged(
-        **{**done.fields(), "verified": verified, "notes": (*done.notes, *_notes(shares, num_equal, num_from_last))},
+        **{
+            **done.fields(),
+            "verified": verified,
+            "notes": notes,
+        },
         num_tensors=num_tensors,
         sources=tuple({**about(one), "weight": share} for one, share in zip(found, shares, strict=True)),
         num_averaged=num_averaged,

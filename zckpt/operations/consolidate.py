@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
@@ -95,9 +97,12 @@ def consolidate(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -108,6 +113,7 @@ def consolidate(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -140,11 +146,19 @@ def consolidate(
         Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
         Replace the target: a file and the optimizer's next to it, or a directory that `consolidate` wrote.
+    resume : bool
+        Go on with what a run to this target that was killed has done, if it was the same run of the same files; it is
+        looked at again. Nothing is left of one: begin.
+    restart : bool
+        Remove what such a run has left. With neither, a target of which much is done is refused.
     dry_run : bool
         Plan everything, write nothing.
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter, optional
+    executor : concurrent.futures.Executor or str, optional
+        Who does the work: an executor, or as `--executor` names one, "dask://HOST:PORT", "mpi", "ray". By default
+        threads of this process.
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
@@ -160,6 +174,9 @@ def consolidate(
         see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
     map_config : path-like or mapping, optional
         The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
+    dequantize : bool
+        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
 
     Returns
     -------
@@ -177,11 +194,20 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor, verb="consolidate", resume=resume, restart=restart,
+        options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
+            "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
+    if dequantize:
+        if not slots:
+            raise UsageError(
+                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
+            )
+        [found] = with_floats(found)
     checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)

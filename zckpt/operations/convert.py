@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
-from zckpt.naming.inside import leave_old_names
+from zckpt.naming.inside import follow_names
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
@@ -35,9 +37,12 @@ def convert(
     verify: bool = False,
     fingerprint: bool | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -48,6 +53,7 @@ def convert(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
     **options: object,
 ) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
@@ -61,15 +67,20 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
+    dequantize : bool
+        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
@@ -89,7 +100,9 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor, verb="convert", resume=resume, restart=restart,
+        options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
+            "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip
     written = get(to)
     if not written.writes:
@@ -99,11 +112,13 @@ def convert(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
+    if dequantize:
+        [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
         _round_means(found)
-    checkpoint, notes = naming.of(found)
+    checkpoint, notes, followed = naming.traced(found)
     if naming.changes:
-        notes += leave_old_names(checkpoint, found)
+        notes += follow_names(checkpoint, found, followed)
     checkpoint = _as_expected(checkpoint, written)
     path = Path(target)
     laid = written.lay_out(Job(checkpoint, named(checkpoint), path, chosen))
@@ -112,13 +127,13 @@ def convert(
     owned = _check_target(proof, written, laid, overwrite=overwrite)
     more = proof.companions if laid.is_file else ()
     done = write_from(found, laid, path, how, owned=owned, more=more, prove=proof.of, dropped=dropped)
-    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, to)))
+    return replace(done, verified=proof.verified, notes=(*notes, *done.notes, *_of_several(checkpoint, written)))
 
 
-def _of_several(checkpoint: Checkpoint, to: str) -> tuple[str, ...]:
+def _of_several(checkpoint: Checkpoint, written: Format) -> tuple[str, ...]:
     """Say what becomes of several optimizers in a format of programs that have one."""
     names = checkpoint.optimizers()
-    if not names or to == "zckpt":
+    if not names or written.keeps_optimizers:
         return ()
     return (
         f"the param groups of {' and '.join(names)} follow each other as those of one optimizer; which is of which, "

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
+from zckpt.executors.using import check_executor, using
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
@@ -18,6 +21,7 @@ def fingerprint(
     *,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -27,6 +31,7 @@ def fingerprint(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Fingerprint:
     """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
 
@@ -36,10 +41,14 @@ def fingerprint(
     memory : int, bytes
         Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
     reporter : Reporter, optional
+    executor
+        As for `consolidate`: who reads.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`: the fingerprint of the checkpoint under other names.
+    dequantize : bool
+        As for `diff`: the fingerprint of the checkpoint with quantised state as floats.
 
     Raises
     ------
@@ -48,6 +57,11 @@ def fingerprint(
     SourceError
         The checkpoint cannot be read.
     """
+    check_executor(executor)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    checkpoint, _ = naming.of(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
-    return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    if dequantize:
+        [found] = with_floats(found)
+    checkpoint, _ = naming.of(found)
+    with using(executor):
+        return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from zckpt.engine.scan import refuse_endless
 from zckpt.errors import UnsupportedError, UsageError, listed
 from zckpt.formats.adapters import CONFIG_NAME, Adapter, Product, read_adapter, without_adapters
 from zckpt.formats.consolidated.model import DEFAULT_MAX_SHARD_NBYTES
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.combined import NUMBERS
 from zckpt.operations.computed import check_none_lost, write_computed
 from zckpt.operations.consolidate import Chosen, Consolidated
@@ -63,14 +65,22 @@ def merge_adapter(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
 ) -> Merged:
     """Write a model with a LoRA adapter merged into it: what PEFT's `merge_and_unload` makes of both.
 
@@ -94,10 +104,12 @@ def merge_adapter(
         As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`; of the base, if it is a path.
+    rename, strip_prefix, add_prefix, map, map_config
+        As for `consolidate`, of the base: the names that the adapter was trained with, which the target has.
 
     Returns
     -------
@@ -112,22 +124,26 @@ def merge_adapter(
     TargetError
         The target exists or cannot be written.
     """
-    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config)
+    chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor, verb="merge-adapter", resume=resume, restart=restart,
+        options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
     )  # fmt: skip
     model = opened(base, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))
     sources = [model, added.checkpoint]
     dropped = check_none_lost(sources, drop)
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    model, notes = naming.of(model)
     merging = _Merging(model, added, fan_in_fan_out)
     result = merging.merged()
     done, num_tensors, verified = write_computed(
         result, sources, Path(target), chosen, how, verify=verify, dropped=dropped, without=[CONFIG_NAME]
     )
     return Merged(
-        **{**done.fields(), "verified": verified},
+        **{**done.fields(), "verified": verified, "notes": (*notes, *done.notes)},
         num_tensors=num_tensors,
         base=about(model),
         adapter=about(added.checkpoint),

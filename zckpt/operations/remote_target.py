@@ -22,10 +22,10 @@ from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
 from zckpt.errors import ZckptError
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
-from zckpt.storage.remote.mount import check_sources, mounted
+from zckpt.storage.remote.mount import check_sources, mount_of, mounted
 
 if TYPE_CHECKING:
-    from zckpt.storage.remote.mount import Mount
+    pass
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""
@@ -34,8 +34,6 @@ SMALL_NBYTES = 1 << 28
 def write_remote(
     plan: Plan,
     path: Path,
-    mount: Mount,
-    *,
     owned: Owned | None,
     more: Sequence[Path],
     overwrite: bool,
@@ -51,12 +49,11 @@ def write_remote(
     ----------
     path : Path
         The target's, below the tree of `mount`.
-    mount : Mount
-        Of the target, with what is there already.
     """
     from zckpt.engine.upload import upload, whole
     from zckpt.storage.remote.uploads import uploads_of
 
+    mount = mount_of(path)
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
     for one in [path] if owned is not None else [*more, *(base / name for name in names)]:

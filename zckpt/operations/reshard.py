@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
-from zckpt.errors import UsageError
+from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
+from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.distant import place
 
@@ -31,14 +34,22 @@ def reshard(
     verify: bool = False,
     fingerprint: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    strip_prefix: str | None = None,
+    add_prefix: str | None = None,
+    map: MapSource | None = None,  # noqa: A002
+    map_config: Config | None = None,
     **options: object,
 ) -> Written:
     """Cut a DeepSpeed checkpoint for another number of data-parallel ranks; stock DeepSpeed loads the result.
@@ -56,8 +67,12 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
+    roots, tag, names, tp_rules
+        As for `consolidate`.
+    rename, strip_prefix, add_prefix, map, map_config
+        Refused: ranks' files have names in many places that only their program knows. `convert` writes new ones.
     **options
         What the format leaves to choose, by default as in the source; None is as if it were not given. DeepSpeed's:
         `stage`, the ZeRO stage, 1, 2 or 3; `elastic`, `round_robin` and `parameter_alignment`, as the target's training
@@ -75,8 +90,16 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter,
+        reporter=reporter, executor=executor, verb="reshard", resume=resume, restart=restart,
+        options={"world_size": world_size, "drop": drop, "names": names, **options},
     )  # fmt: skip
+    naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
+    if naming.changes:
+        raise UnsupportedError(
+            "reshard leaves the names in a checkpoint as they are",
+            path=named(source) if isinstance(source, Checkpoint) else source,
+            advice="`zckpt convert --to deepspeed --world-size N --stage S` writes it under other names, for N ranks",
+        )
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
     for root in (str(origin), *checkpoint.roots):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from zckpt.compare.slots import Figures, Tolerance, measure, pair
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import UsageError
+from zckpt.executors.using import check_executor, using
 from zckpt.operations.diff.match import Filter
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
@@ -70,6 +72,7 @@ def series(
     parameters: Sequence[str] = (),
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     names: Sequence[str] | None = None,
     tp_rules: str | os.PathLike[str] | None = None,
 ) -> Series:
@@ -84,6 +87,8 @@ def series(
     memory : int, bytes
     reporter : Reporter, optional
         Counts bytes of the checkpoints that are compared with the one before.
+    executor
+        As for `consolidate`: who reads.
     names, tp_rules
         As for `open`, of each path. What else a checkpoint needs, `open` takes.
 
@@ -96,6 +101,7 @@ def series(
     """
     if len(sources) < 2:
         raise UsageError("a series is of two checkpoints or more", found=f"{len(sources)} given")
+    check_executor(executor)
     checkpoints = [opened(one, names=names, tp_rules=tp_rules) for one in sources]
     chosen = Filter(tuple(slots), tuple(parameters))
     held = [_slots(one, chosen) for one in checkpoints]
@@ -105,11 +111,12 @@ def series(
     found = {key: Moved(*key, norm=[None] * len(held), change=[None] * len(held)) for key in keys}
     progress = reporter or SilentReporter()
     progress.begin(sum(slot.nbytes for one in held[1:] for slot in one.values()))
-    for index in range(1, len(held)):
-        for key, figures in _measured(held[index - 1], held[index], memory).items():
-            found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
-            found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
-        progress.advance(sum(slot.nbytes for slot in held[index].values()))
+    with using(executor):
+        for index in range(1, len(held)):
+            for key, figures in _measured(held[index - 1], held[index], memory).items():
+                found[key].norm[index - 1 : index + 1] = [figures.norm_a, figures.norm_b]
+                found[key].change[index] = figures.rel_l2 if figures.squares_a or figures.squares else 0.0
+            progress.advance(sum(slot.nbytes for slot in held[index].values()))
     progress.end()
     return Series(checkpoints, list(found.values()))
 

@@ -2,6 +2,7 @@
 
 own         what has the target's name may be replaced, or nothing is begun
 plan        the files' holes have been met with spans, every element once, by who asks
+fit         there is room for it, and memory, or nothing is begun: `foresight`
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
@@ -13,29 +14,30 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, fields
 from glob import escape
 from os.path import commonprefix
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, TargetError, UsageError, shown, stands_for_urls
+from zckpt.errors import LeftOutError, UsageError, shown
+from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
+from zckpt.operations.foresight import Foresight, foresee
+from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
-from zckpt.storage.distant import MARK
-from zckpt.storage.durable import check_space, written_directory, written_files
-from zckpt.storage.ownership import Owned, check_target
-
-if TYPE_CHECKING:
-    from zckpt.storage.remote.mount import Mount
+from zckpt.storage.distant import check_unchanged, is_remote
+from zckpt.storage.journal import Journal
+from zckpt.storage.ownership import Owned
+from zckpt.storage.purpose import Purpose
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -56,6 +58,7 @@ def write_target(
     checks: Checks | None = None,
     prove: Prove | None = None,
     prove_files: ProveFiles | None = None,
+    journal: Journal | None = None,
 ) -> Checked:
     """Write the files of a plan; the target appears whole or not at all.
 
@@ -79,6 +82,8 @@ def write_target(
         Hold what is copied against the checksums of the sources, before the target gets its name.
     prove, prove_files : callable, optional
         See `Prove` and `ProveFiles`.
+    journal : Journal, optional
+        Record what is done, so that another run can go on with it, and go on with what is there.
 
     Returns
     -------
@@ -87,91 +92,27 @@ def write_target(
     Raises
     ------
     TargetError
-        The target exists, or cannot be written.
+        The target exists, there is no room for it, or it cannot be written.
+    UsageError
+        A limit leaves too little memory.
     DamagedFileError
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
     path = Path(target)
-    mount = None if MARK not in str(path) else _mount_of(path)
-    if mount is not None:
+    if is_remote(path):
         from zckpt.operations.remote_target import write_remote
 
-        return write_remote(
-            plan, path, mount, owned=owned, more=more, overwrite=overwrite, memory=memory, reporter=reporter,
-            checks=checks, prove=prove, prove_files=prove_files,
-        )  # fmt: skip
-    partial = (
-        _partial_files(plan, path, more, overwrite)
-        if owned is None
-        else _partial_directory(plan, path, owned, overwrite)
-    )
-    with _write_errors(path), partial as (names, whole, companions):
-        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
-        if stands_for_urls():
-            from zckpt.storage.remote.mount import check_sources
-
-            check_sources()
+        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files)
+    with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
+        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal)
+        if journal is not None:
+            journal.check_sources()
+        check_unchanged()
         if prove is not None:
             prove(whole, companions)
         if prove_files is not None:
             prove_files(names)
     return checked
-
-
-def _mount_of(path: Path) -> Mount | None:
-    from zckpt.storage.remote.mount import mount_of
-
-    return mount_of(path)
-
-
-Partial = tuple[list[Path], Path, list[Path]]
-"""The temporary names of a plan's files, of the target, and of what else belongs to it."""
-
-
-@contextmanager
-def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bool) -> Iterator[Partial]:
-    names = _names(plan.names, target, None)
-    every = [*more, *sorted(names, key=lambda name: name == target)]
-    for name in every:
-        check_target(name, overwrite=overwrite)
-    check_space(target.parent, plan.write_nbytes)
-    with written_files(every, overwrite=overwrite) as partials:
-        partial = dict(zip(every, partials, strict=True))
-        yield [partial[name] for name in names], partial[target], [partial[name] for name in more]
-
-
-@contextmanager
-def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) -> Iterator[Partial]:
-    check_target(target, overwrite=overwrite, owned=owned)
-    check_space(target.parent, plan.write_nbytes)
-    with written_directory(target, overwrite=overwrite, owned=owned) as partial:
-        names = _names(plan.names, partial, owned)
-        for name in names:
-            name.parent.mkdir(parents=True, exist_ok=True)
-        yield names, partial, []
-
-
-def _names(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
-    """Return where files go: into a directory, or the only one to the target and several into its directory."""
-    if owned is not None:
-        return [target / name for name in files]
-    return [target] if len(files) == 1 else [target.parent / name for name in files]
-
-
-@contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusal to write into a TargetError."""
-    try:
-        yield
-    except TargetError:
-        raise
-    except OSError as error:
-        raise TargetError(
-            "cannot be written",
-            path=path,
-            found=error.strerror or str(error),
-            advice="nothing was left behind",
-        ) from error
 
 
 # --- from a checkpoint
@@ -194,6 +135,13 @@ class How:
     memory : int, bytes
         Upper bound of what copy buffers take together.
     reporter : Reporter or None
+    executor : Executor, str or None
+        Who reads and writes; see `executors.using`.
+    verb : str
+    options : mapping of str to object
+        Of the verb, as far as they decide what is written; for the journal.
+    resume, restart : bool
+        Go on with what a killed run has left, or remove it.
     """
 
     weight_check: bool
@@ -202,10 +150,35 @@ class How:
     dry_run: bool
     memory: int
     reporter: Reporter | None
+    executor: Executor | str | None
+    verb: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    resume: bool = False
+    restart: bool = False
 
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
+        check_executor(self.executor)
+        if self.resume and self.restart:
+            raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
+
+    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
+        """Return the journal of a run to a target, and to the files beside it; a store has none.
+
+        Raises
+        ------
+        SourceError, UsageError
+            A file of the source is gone; what is in a store is to be gone on with.
+        """
+        if is_remote(target) and self.resume:
+            raise UsageError("--resume: what is written to a store begins anew", path=target)
+        if is_remote(target):
+            return None
+        options = {**self.options, "checksums": "" if self.checksums else "none"}
+        sizes = planned.copy_nbytes, planned.write_nbytes
+        purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])
+        return Journal(target, purpose, resume=self.resume, restart=self.restart)
 
 
 def write_from(
@@ -248,27 +221,34 @@ def write_from(
     origins = sources or [checkpoint]
     compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
-    if not how.dry_run:
+    files = names_in(planned.names, target, owned)
+    foresight = None
+    if how.dry_run:
+        every = [*more, *files, *(target.parent / one.name for one in laid.outside)]
+        foresight = foresee(planned, every, target, is_file=owned is None, memory=how.memory)
+    else:
         from zckpt.formats.survey import source_checks
 
         checks = source_checks(origins, planned) if how.checksums else None
-        checked = write_target(
-            planned,
-            target,
-            owned=owned,
-            more=more,
-            overwrite=how.overwrite,
-            memory=how.memory,
-            reporter=how.reporter,
-            checks=checks,
-            prove=prove,
-            prove_files=prove_files,
-        )
+        with using(how.executor):
+            checked = write_target(
+                planned,
+                target,
+                owned=owned,
+                more=more,
+                overwrite=how.overwrite,
+                memory=how.memory,
+                reporter=how.reporter,
+                checks=checks,
+                prove=prove,
+                prove_files=prove_files,
+                journal=how.journal(target, planned, [*more, *files] if owned is None else []),
+            )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
     return Written(
         dry_run=how.dry_run,
-        files=tuple(_names(planned.names, target, owned) + [target.parent / one.name for one in laid.outside]),
+        files=tuple(files + [target.parent / one.name for one in laid.outside]),
         read_nbytes=planned.read_nbytes,
         write_nbytes=planned.write_nbytes,
         memory=how.memory,
@@ -277,6 +257,7 @@ def write_from(
         notes=tuple(laid.notes),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
+        foresight=foresight,
     )
 
 
@@ -367,6 +348,8 @@ class Written:
         What the source holds and nothing has read, which `drop` named.
     warnings : tuple of str
         What to know about the source.
+    foresight : Foresight or None
+        Under `dry_run`, what the run would take.
     """
 
     dry_run: bool
@@ -380,6 +363,7 @@ class Written:
     notes: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    foresight: Foresight | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all parameters, for a result that has more."""
@@ -399,6 +383,7 @@ class Written:
             "notes": list(self.notes),
             "dropped": list(self.dropped),
             "warnings": list(self.warnings),
+            "foresight": None if self.foresight is None else self.foresight.as_dict(),
         }
 
 

@@ -96,6 +96,8 @@ def written(document: dict[str, Any]) -> str:
         f"{what}, {size(document['write_nbytes'])}; {size(document['read_nbytes'])} read, "
         f"at most {size(document['memory_nbytes'])} of buffers"
     )
+    if document["foresight"] is not None:
+        lines += foresight(document["foresight"])
     if document["checked_elements"]:
         lines.append(f"{count(document['checked_elements'], 'element')} of masters agree with their weights")
     if document["checksummed_nbytes"]:
@@ -109,6 +111,27 @@ def written(document: dict[str, Any]) -> str:
     lines += [f"dropped {one}" for one in document["dropped"]]
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(map(printable, [*lines, *(f"warning: {warning}" for warning in document["warnings"])]))
+
+
+def foresight(document: Mapping[str, Any]) -> list[str]:
+    """Return what a run will take, `Foresight.as_dict()`, as lines."""
+    made = [count(document["num_files"], "file")]
+    if document["num_directories"]:
+        made.append(f"{document['num_directories']:,} director{'y' if document['num_directories'] == 1 else 'ies'}")
+    there = [] if document["free_nbytes"] is None else [size(document["free_nbytes"])]
+    there += [] if document["free_inodes"] is None else [count(document["free_inodes"], "inode")]
+    lines = [f"makes {' and '.join(made)}" + (f"; {' and '.join(there)} are free" if there else "")]
+    if document["free_memory_nbytes"] is not None:
+        free, limit = size(document["free_memory_nbytes"]), document["memory_limit"]
+        lines.append(f"buffers may take {size(document['buffers_nbytes'])}; {free} of memory are free by {limit}")
+    requests, files = count(document["read_requests"], "byte range"), count(len(document["reads"]), "file")
+    lines.append(f"reads {size(document['requested_nbytes'])} in {requests} of {files}")
+    if document["seconds"] is not None:
+        rates = [f"written and synced at {size(round(document['write_nbytes_per_second']))}/s"]
+        if document["read_nbytes_per_second"] is not None:
+            rates.insert(0, f"read at {size(round(document['read_nbytes_per_second']))}/s")
+        lines.append(f"takes about {document['seconds']:.2g} s, by a sample that was {' and '.join(rates)}")
+    return lines
 
 
 def formats(document: Mapping[str, Any]) -> str:

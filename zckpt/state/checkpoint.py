@@ -329,6 +329,18 @@ class Checkpoint:
         names = dict.fromkeys(group.optimizer for group in self.param_groups)
         return [str(name) for name in names] if len(names) > 1 else []
 
+    def models(self) -> list[str]:
+        """Return the names of the models that were saved together, with which the names of their tensors begin.
+
+        Empty where there was one, or where some tensor's name begins with none of them.
+        """
+        origin = self.details.get("origin")
+        names = self.details.get("models") or (origin.get("models") if isinstance(origin, Mapping) else None)
+        if not isinstance(names, list) or len(names) < 2:
+            return []
+        fronts = tuple(f"{name}." for name in names)
+        return list(map(str, names)) if all(one.name.startswith(fronts) for one in self.tensors()) else []
+
     def tensors(self) -> Iterator[Parameter]:
         """Iterate over parameters, then buffers."""
         yield from self.parameters.values()

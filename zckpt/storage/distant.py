@@ -78,6 +78,19 @@ def place(path: str | os.PathLike[str]) -> Path:
     return whole if found is None else Path(f"/{MARK}/{str(whole)[found.end() :]}")
 
 
+def is_remote(path: Path) -> bool:
+    """Tell whether a path stands for a place in a store."""
+    return MARK in str(path) and _MOUNT.match(str(path)) is not None
+
+
+def check_unchanged() -> None:
+    """Raise ChangedError if a file that was read from a store is another one by now, where no range says so."""
+    if _FILES:
+        from zckpt.storage.remote.mount import check_sources
+
+        check_sources()
+
+
 def add(path: str, file: Distant) -> None:
     """Note where the bytes of a file are."""
     _FILES[path] = file

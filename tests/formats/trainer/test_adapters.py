@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import zckpt
 from tests.cli.console import inspected, refused
@@ -132,7 +132,7 @@ def test_the_trainers_adapter_comes_back_as_it_was(kind: str, through: str | Non
         assert all(torch.equal(ours["state"][number][key], value) for key, value in state.items())
 
 
-def test_several_adapters_and_pipelines_of_models_name_what_to_give(tmp_path: Path) -> None:
+def test_several_adapters_name_what_to_give_and_a_pipeline_is_its_models(tmp_path: Path) -> None:
     adapter("lora", tmp_path / "two" / "one", config=False)
     adapter("lora", tmp_path / "two" / "other", config=False)
     with pytest.raises(UnknownFormatError, match=r"several adapters of PEFT: one, other.*two/one"):
@@ -143,13 +143,52 @@ def test_several_adapters_and_pipelines_of_models_name_what_to_give(tmp_path: Pa
         weights = ADAPTERS / "lora" / "adapter_model.safetensors"
         shutil.copy(weights, pipeline / name / "diffusion_pytorch_model.safetensors")
     (pipeline / "model_index.json").write_text("{}")
-    refused(3, "inspect", pipeline, words=("pipeline of diffusers", "unet, vae", str(pipeline / "unet")))
+    known = zckpt.open(pipeline / "unet").parameters
+    assert list(zckpt.open(pipeline).parameters) == [f"{part}.{name}" for part in ("unet", "vae") for name in known]
     assert zckpt.open(pipeline / "unet").format == "transformers-trainer"
     (pipeline / "unet" / "config.json").write_text('{"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"}')
     zckpt.consolidate(pipeline / "unet", tmp_path / "unet")
     assert {path.name for path in (tmp_path / "unet").iterdir()} == {
         "config.json", "diffusion_pytorch_model.safetensors",
     }  # fmt: skip
+
+
+def test_a_pipeline_is_one_checkpoint_of_several_models(tmp_path: Path) -> None:
+    """As diffusers lays it out: large models in shards with an index, each with a config of its own."""
+    pipeline = tmp_path / "pipeline"
+    tensors = {
+        "text_encoder": {"norm.weight": torch.rand(3), "position_ids": torch.arange(4)},
+        "unet": {"norm.weight": torch.rand(5).half(), "conv.weight": torch.rand(4, 3, 2, 2).half()},
+        "vae": {"norm.weight": torch.rand(7)},
+    }
+    for name in (*tensors, "scheduler", "tokenizer"):
+        (pipeline / name).mkdir(parents=True)
+        about = {"_class_name": name, "_diffusers_version": "0.42.0"} if name != "text_encoder" else {"model_type": "x"}
+        (pipeline / name / ("scheduler_config.json" if name == "scheduler" else "config.json")).write_text(
+            json.dumps(about)
+        )
+    save_file(tensors["text_encoder"], pipeline / "text_encoder" / "model.safetensors")
+    torch.save(tensors["vae"], pipeline / "vae" / "diffusion_pytorch_model.bin")
+    where = {}
+    for number, (name, tensor) in enumerate(tensors["unet"].items(), 1):
+        where[name] = f"diffusion_pytorch_model-0000{number}-of-00002.safetensors"
+        save_file({name: tensor}, pipeline / "unet" / where[name])
+    (pipeline / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": where})
+    )
+    (pipeline / "model_index.json").write_text(json.dumps({name: ["diffusers", name] for name in tensors}))
+    opened = zckpt.open(pipeline)
+    assert opened.models() == sorted(tensors)
+    assert not take_inventory(opened).left_out
+    for model, its in tensors.items():
+        assert all(torch.equal(opened.read(f"{model}.{name}"), tensor) for name, tensor in its.items())
+    zckpt.consolidate(pipeline, tmp_path / "one.safetensors", dtype="keep")
+    assert torch.equal(load_file(tmp_path / "one.safetensors")["unet.conv.weight"], tensors["unet"]["conv.weight"])
+    zckpt.convert(pipeline, tmp_path / "kept", to="zckpt", verify=True)
+    assert zckpt.diff(pipeline, tmp_path / "kept").equal
+    assert zckpt.verify(pipeline, deep=True).sound
+    (pipeline / "unet" / where["conv.weight"]).unlink()
+    refused(3, "inspect", pipeline, words=(where["conv.weight"],))
 
 
 def test_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> None:

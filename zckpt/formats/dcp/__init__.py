@@ -3,6 +3,7 @@
 DIR/.metadata                      a pickle: which tensors and objects there are, in which pieces, and where each lies
 DIR/__<rank>_<n>.distcp            items one after the other, each a whole file of `torch.save`
 DIR/zckpt.pt                       where zckpt wrote it: what such a directory has no place for
+RUN/step-N/, RUN/epE-baB/          torchtitan's and Composer's runs: the last of these is read, see `formats.steps`
 
 Models, optimizers and anything else are under whatever keys the program chose. Every chunk is a box of its tensor, so
 that FSDP, tensor parallelism and both are read in the same way.
@@ -11,12 +12,15 @@ that FSDP, tensor parallelism and both are read in the same way.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import MISSING_FILE
-from zckpt.formats.dcp.directory import find, is_own, lacks_metadata, rank_of
-from zckpt.formats.format import Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.errors import listed
+from zckpt.formats.dcp.directory import Directory, find, is_own, is_whole, lacks_metadata, rank_of
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
 from zckpt.formats.options import dtype_option, option
+from zckpt.formats.steps import is_tag, last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
@@ -30,6 +34,35 @@ class Options:
 
     world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
     dtype: str = dtype_option()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint is.
+
+    Parameters
+    ----------
+    directory : Directory
+    unfinished : tuple of str
+        Names of later ones of the same run that are not whole.
+    """
+
+    directory: Directory
+    unfinished: tuple[str, ...] = ()
+
+
+def _place(path: Path, tag: str | None) -> Place | NearMiss | None:
+    """Return where the checkpoint is that a path is, or that is the last one of a run, or the one of that tag."""
+    if not path.is_dir() or not (tag is None or is_tag(tag)):
+        return None
+    directory = find(path if tag is None else path / tag)
+    if directory is not None:
+        return Place(directory)
+    last = last_folder(path, is_whole) if tag is None else None
+    if isinstance(last, NearMiss):
+        return last
+    directory = find(last.path) if last is not None else None
+    return Place(directory, last.unfinished) if last is not None and directory is not None else None
 
 
 class Dcp(Format):
@@ -46,16 +79,17 @@ class Dcp(Format):
     )
     writes = "torch.distributed.checkpoint"
     options = Options
+    takes = frozenset({TAG})
     owns = Owned(is_own)
 
     def find(self, search: Search) -> Found | NearMiss | None:
-        """Find a directory with `.metadata`, or Accelerate's two folders with one each."""
+        """Find a directory with `.metadata`, Accelerate's two folders with one each, or the last one of a run."""
         path = search.path
         if path.is_file() and (path.name == ".metadata" or rank_of(path.name) is not None):
             return NearMiss("is one file of a torch.distributed.checkpoint", f"give its directory, {path.parent}")
-        directory = find(path)
-        if directory is not None:
-            return Found(directory)
+        place = _place(path, search.tag)
+        if place is not None:
+            return place if isinstance(place, NearMiss) else Found(place)
         if path.is_dir() and lacks_metadata(path):
             return NearMiss(
                 "the file that says what is where is missing",
@@ -65,11 +99,14 @@ class Dcp(Format):
             )
         return None
 
-    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+    def read(self, found: Found, search: Search) -> Checkpoint:
         """Read `.metadata` and the headers of the items."""
         from zckpt.formats.dcp.reader import read
 
-        return read(search.path, names=search.names)
+        checkpoint = read(found.place.directory.path, names=search.names)
+        if found.place.unfinished:
+            checkpoint.warnings.append(f"later steps were not saved to their end: {listed(found.place.unfinished)}")
+        return checkpoint
 
     def lay_out(self, job: Job) -> TargetFiles:
         """Return `.metadata`, the items, and what they have no place for."""
@@ -83,8 +120,8 @@ class Dcp(Format):
         from zckpt.formats.dcp.metadata import read_metadata
         from zckpt.formats.survey import survey_files
 
-        surveyed = survey_files(search.path)
-        for folder in found.place.folders.values() if found is not None else ():
+        surveyed = survey_files(search.path if found is None else found.place.directory.path)
+        for folder in found.place.directory.folders.values() if found is not None else ():
             surveyed.errors += faults(folder, read_metadata(folder))
         return surveyed
 

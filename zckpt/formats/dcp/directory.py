@@ -3,7 +3,8 @@
 DIR/.metadata, __R_N.distcp                               one folder holds all
 DIR/.metadata, __R_N.distcp, meta.pt                      Lightning: the rest of its dict is in `meta.pt`
 DIR/.metadata, __R_N.distcp, zckpt.pt                     zckpt: what the dict has no place for
-DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest
+DIR/{pytorch_model_fsdp_0,optimizer_0}/.metadata ...      Accelerate and the Trainer: a folder for each, and the rest;
+                                                          further models have further numbers
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HEAD_NBYTES = 4096
 OWN_NAME = "zckpt.pt"
 
 _OWN = re.compile(r"\.metadata|zckpt\.pt|__(0|[1-9][0-9]*)_(0|[1-9][0-9]*)\.distcp")
-_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_([0-9]{1,4})")
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp")
 
 
@@ -43,6 +44,14 @@ class Directory:
     folders: dict[str, Path]
     others: tuple[Path, ...]
     own: Path | None
+
+    def by_number(self) -> list[list[str]]:
+        """Return the names of Accelerate's folders, those of a model and its optimizer together, by their numbers."""
+        found: dict[int, list[str]] = {}
+        for name in self.folders:
+            if (match := _FOLDER.fullmatch(name)) is not None:
+                found.setdefault(int(match[1]), []).append(name)
+        return [found[number] for number in sorted(found)]
 
 
 def find(path: Path) -> Directory | None:
@@ -67,7 +76,13 @@ def find(path: Path) -> Directory | None:
     names = [e.name for e in entries if _FOLDER.fullmatch(e.name) and (Path(e.path) / NAME).is_file()]
     if not names:
         return None
-    return Directory(path, {name: path / name for name in names}, (), None)
+    own = path / OWN_NAME
+    return Directory(path, {name: path / name for name in names}, (), own if own.is_file() else None)
+
+
+def is_whole(path: Path) -> bool:
+    """Tell whether a folder is a checkpoint by itself, and was written to the end."""
+    return is_file(path / NAME)
 
 
 def is_own(name: str) -> bool:

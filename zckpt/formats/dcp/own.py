@@ -30,9 +30,16 @@ KEY = "dcp"
 RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
 
 
-def own_tree(checkpoint: Checkpoint, held: Collection[str]) -> dict[str, object]:
-    """Return the tree of `zckpt.pt`, without the values under the keys that items of the directory hold (`held`)."""
-    rest = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+def own_tree(checkpoint: Checkpoint, held: Collection[str], *, without: Collection[str] = ()) -> dict[str, object]:
+    """Return the tree of `zckpt.pt`.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    held, without : collection of str
+        Keys of metadata that items of the directory hold, and that other files beside it do.
+    """
+    rest = {key: value for key, value in checkpoint.metadata.items() if key not in held and key not in without}
     tree = remainder(replace(checkpoint, metadata=rest))
     version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
     return {**tree, **version, KEY: {**_peculiar(checkpoint), **({"items": sorted(held)} if held else {})}}

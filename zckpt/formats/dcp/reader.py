@@ -12,13 +12,15 @@ from zckpt.formats.dcp.attach import attach
 from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, find, is_megatrons, rank_of
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
-from zckpt.formats.dcp.optimizer import read_optimizer
+from zckpt.formats.dcp.optimizer import OptimizerState, read_optimizer
 from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
+from zckpt.formats.dcp.several import find_several, name_optimizers
 from zckpt.formats.dcp.tree import (
     PARAMS,
     Branch,
     ModelPart,
     Node,
+    OptimizerPart,
     branch,
     build,
     carry,
@@ -74,7 +76,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
     checkpoint = Checkpoint(str(path), FORMAT)
     root, folders = _root(directory, checkpoint)
     own = read_torchfile(directory.own) if directory.own is not None else None
-    lost = fill(checkpoint, root, names=names, own=own)
+    lost = fill(checkpoint, root, names=names, own=own, pairs=directory.by_number())
     _say_what_values_are(checkpoint, folders, rewritten=own is not None)
     if own is None:
         _read_companions(checkpoint, directory)
@@ -86,7 +88,12 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
 
 
 def fill(
-    checkpoint: Checkpoint, root: Branch, *, names: Sequence[str] | None = None, own: TorchFile | None = None
+    checkpoint: Checkpoint,
+    root: Branch,
+    *,
+    names: Sequence[str] | None = None,
+    own: TorchFile | None = None,
+    pairs: Sequence[Sequence[str]] = (),
 ) -> list[str]:
     """Give a checkpoint all that a saved dict has; return the keys of tensors that it has no place for.
 
@@ -99,27 +106,32 @@ def fill(
         As for `read`.
     own : TorchFile, optional
         What zckpt has written into `zckpt.pt`; then the rest of the dict is not looked at.
+    pairs : sequence of sequence of str
+        Keys of the dict under which a model and its optimizer are, where the dict is of Accelerate's folders.
 
     Raises
     ------
     SourceError
         As `read`.
     """
-    optimizers = find_optimizers(root)
-    models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
+    several = find_several(checkpoint, root, pairs, own) if len(pairs) > 1 else None
+    optimizers = find_optimizers(root) if several is None else several.optimizers
+    if several is not None:
+        models = several.models
+    else:
+        models = find_models(root, optimizers, checkpoint.warnings, front=own is None)
     path = checkpoint.source
     if not models and not optimizers:
         raise UnsupportedError("holds neither a model nor an optimizer", path=path, found=_shown(list(map(str, root))))
     _place(checkpoint, models)
     if own is not None:
         complete(checkpoint, own)
-    states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
-    for state, part, prefix in zip(states, optimizers, prefixes(optimizers, models), strict=True):
-        state.prefix = prefix
-        state.rename(names_of_model(models, part.names))
+    states = _states(optimizers, models, path) if several is None else several.states
     if own is not None and names is not None and name_unnamed(states, own, names):
         names = None
     attach(checkpoint, states, names)
+    if several is not None:
+        name_optimizers(checkpoint, several)
     checkpoint.step = _step(checkpoint, root, [*(part.path for part in models), *(part.path for part in optimizers)])
     lost: list[str] = []
     if own is not None:
@@ -133,6 +145,15 @@ def fill(
         checkpoint.optimizer_metadata.update({key: carry(node, lost) for key, node in state.others.items()})
     _carry(checkpoint, root, {part.path for part in models}, {part.path for part in optimizers}, lost)
     return lost
+
+
+def _states(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart], path: str) -> list[OptimizerState]:
+    """Return the optimizers in one form, under the names that their models have."""
+    states = [read_optimizer(part, [n for one in models for n in one.tensors], path) for part in optimizers]
+    for state, part, prefix in zip(states, optimizers, prefixes(optimizers, models), strict=True):
+        state.prefix = prefix
+        state.rename(names_of_model(models, part.names))
+    return states
 
 
 def _shown(keys: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ numbers, or there is no optimizer, the dict that is called as models are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
@@ -296,7 +296,7 @@ def _dicts_of_tensors(node: Node, path: Keys, taken: set[Keys]) -> Iterator[Mode
         yield from _dicts_of_tensors(child, (*path, step), taken)
 
 
-def _best(candidates: list[ModelPart], names: frozenset[str]) -> ModelPart | None:
+def _best(candidates: Sequence[ModelPart], names: frozenset[str]) -> ModelPart | None:
     """Return the dict that has most of an optimizer's names, whatever wrappers they have; None if none has any."""
     counts = [len(aligned(one.tensors, names)) for one in candidates]
     most = max(counts, default=0)
@@ -329,13 +329,13 @@ def _bare(part: ModelPart, *, front: bool) -> ModelPart:
     return replace(part, tensors={names[name]: one for name, one in part.tensors.items()}, filed=filed)
 
 
-def names_of_model(models: list[ModelPart], names: frozenset[str]) -> dict[str, str]:
+def names_of_model(models: Sequence[ModelPart], names: frozenset[str]) -> dict[str, str]:
     """Return what the model calls an optimizer's parameters, by the optimizer's names that it has."""
     best = _best(models, names) if names else None
     return {} if best is None else aligned(best.tensors, names)
 
 
-def prefixes(optimizers: list[OptimizerPart], models: list[ModelPart]) -> list[str]:
+def prefixes(optimizers: Sequence[OptimizerPart], models: Sequence[ModelPart]) -> list[str]:
     """Return what is to be put before each optimizer's names: what was put before those of its model.
 
     Before numbers that have to differ from another optimizer's, where that one is.

@@ -12,7 +12,7 @@ Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,12 +86,8 @@ def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
         "model": model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
     }
     if checkpoint.param_groups:
-        root["optimizer"] = _by_name(checkpoint, dtype)
-    found = {}
-    for item in _opened((), root, None):
-        if item.key in found:
-            raise UnsupportedError(f"two tensors or values have the key {item.key}", path=checkpoint.source)
-        found[item.key] = item
+        root["optimizer"] = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+    found = {item.key: item for item in items_of(root, checkpoint.source)}
     others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
     for key, value in others.items():
         if key not in root and _is_readable(value):
@@ -103,9 +99,31 @@ def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
     return list(found.values())
 
 
-def _by_name(checkpoint: Checkpoint, dtype: str) -> dict[str, object]:
-    """Return the optimizer's state dict with names where torch's own has numbers."""
-    tree: dict[object, Any] = optimizer_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+def items_of(root: dict[str, object], source: str) -> list[Item]:
+    """Return all leaves of a state dict, in its order.
+
+    Raises
+    ------
+    UnsupportedError
+        Names make one key of two leaves.
+    """
+    found: dict[str, Item] = {}
+    for item in _opened((), root, None):
+        if item.key in found:
+            raise UnsupportedError(f"two tensors or values have the key {item.key}", path=source)
+        found[item.key] = item
+    return list(found.values())
+
+
+def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object]:
+    """Return the optimizer's state dict of some slots, with names where torch's own has numbers.
+
+    Raises
+    ------
+    UnsupportedError
+        State that no single parameter can hold, or more values than a file should have.
+    """
+    tree: dict[object, Any] = optimizer_tree(checkpoint, slots)
     names = [name for group in checkpoint.param_groups for name in group.parameters]
     groups = [
         {**{key: value for key, value in numbered.items() if key != "param_names"}, "params": list(group.parameters)}

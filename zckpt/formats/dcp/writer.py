@@ -60,17 +60,22 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
     UnsupportedError
         State that no single parameter can hold, or that cannot be written.
     """
+    found = items(checkpoint, dtype)
+    *files, index = lay_out_items(found, world_size)
+    held = {item.whole_of for item in found if item.whole_of is not None}
+    return [*files, torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, held)), index]
+
+
+def lay_out_items(found: Sequence[Item], world_size: int) -> list[TargetFile]:
+    """Return the files of some items, that which says where they are last; errors are those of `lay_out`."""
     check_world_size(world_size)
     archives = Archives()
-    found = items(checkpoint, dtype)
     files = [TargetFile(f"__{rank}_0.distcp", 0) for rank in range(world_size)]
     entries = []
     for item, pieces in zip(found, _spread(found, world_size, archives), strict=True):
         entries.append(_entry(item, [_put(archives, files[rank], value) for rank, value in pieces]))
     content = metadata(entries)
-    held = {item.whole_of for item in found if item.whole_of is not None}
-    rest = torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, held))
-    return [*(file for file in files if file.nbytes), rest, TargetFile(NAME, len(content), [Literal(0, content)])]
+    return [*(file for file in files if file.nbytes), TargetFile(NAME, len(content), [Literal(0, content)])]
 
 
 def _put(archives: Archives, file: TargetFile, value: object) -> Chunk:

@@ -24,17 +24,26 @@ STAGES = (1, 2, 3)
 class Options:
     """What `convert --to deepspeed` can be given; None: as the source is."""
 
-    world_size: int | None = option(int, None, "Data-parallel ranks. Default: as SOURCE.", metavar="N")
-    stage: int | None = option(int, None, "ZeRO stage. Default: as SOURCE.", choices=STAGES)
-    elastic: bool | None = option(
-        bool, None, "Form of the optimizer state (ZeRO-1, 2). Default: as SOURCE.", opposite="rigid"
+    world_size: int | None = option(
+        int,
+        None,
+        "Data-parallel ranks. Default: as SOURCE, if it is DeepSpeed's under the same names; else needed.",
+        metavar="N",
     )
+    stage: int | None = option(
+        int, None, "ZeRO stage. Default: as SOURCE, if it says one; else needed.", choices=STAGES
+    )
+    elastic: bool | None = option(
+        bool, None, "Form of the optimizer state (ZeRO-1, 2). Default: as SOURCE; rigid, if that is not DeepSpeed's.",
+        opposite="rigid",
+    )  # fmt: skip
     round_robin: bool | None = option(
-        bool, None, "As round_robin_gradients of the training. Default: as SOURCE.", opposite="no-round-robin"
+        bool, None, "As round_robin_gradients of the training. Default: as SOURCE, or no.", opposite="no-round-robin"
     )
     parameter_alignment: bool | None = option(
-        bool, None, "As parameter_alignment of the training. Default: as SOURCE.", opposite="no-parameter-alignment"
-    )
+        bool, None, "As parameter_alignment of the training. Default: as SOURCE, or no.",
+        opposite="no-parameter-alignment",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

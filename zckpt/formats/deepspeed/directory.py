@@ -19,6 +19,7 @@ from pathlib import Path
 from zckpt.codes import LATEST, MISSING_FILE, TWICE
 from zckpt.errors import ShardError, SourceError, UnknownFormatError
 from zckpt.formats.latest import latest_name
+from zckpt.storage.files import is_file
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -166,7 +167,7 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
         return None
     if tag is not None:
         if _is_directory(source / tag):
-            return source / tag
+            return None if is_file(source / tag / DCP_NAME) else source / tag
         if source.name == tag and _is_tag_directory(source):
             return source
         raise UnknownFormatError("no such tag", path=source, expected=f"a directory {tag}", found=_listed(source))
@@ -190,6 +191,10 @@ def _tag_directory(source: Path, tag: str | None) -> Path | None:
             "several checkpoints and no file `latest`", path=source, found=_listed(source), advice="give --tag"
         )
     return source / tags[0] if tags else None
+
+
+DCP_NAME = ".metadata"
+"""Of a file that directories of torch.distributed.checkpoint have, of which a run may have several, too."""
 
 
 def is_tag(name: str) -> bool:

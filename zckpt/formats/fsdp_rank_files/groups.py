@@ -9,9 +9,13 @@ from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.fsdp_rank_files.extra import SCHEDULERS
 from zckpt.formats.transformers_trainer.states import PER_GROUP
 from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state.order import GIVEN
 from zckpt.torchfile import FromFile, brief
 
 ONE, KEEP = "one", "keep"
+
+DCP = "dcp"
+"""The format whose files have a model in the order of its state dict."""
 
 
 def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
@@ -26,21 +30,21 @@ def one_group(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """
     groups = checkpoint.param_groups
     order = [one.name for one in checkpoint.parameters.values() if one.tied_to is None]
-    strange = next((group for group in groups if not _follows(group.parameters, order)), None)
-    if strange is not None:
+    strange = next((group for group in groups if not follows(group.parameters, order)), None)
+    if strange is not None and not _has_order_of_state_dict(checkpoint):
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have another than the optimizer",
             path=checkpoint.source,
             found=f"{listed(strange.parameters, most=3)} in the optimizer",
-            advice="give --groups keep, or convert from a format of training",
+            advice="give --groups keep, or of safetensors --names FILE with the names in the model's order",
         )
-    if len(groups) > 1 and _is_sorted(checkpoint, order):
+    if len(groups) > 1 and GIVEN not in checkpoint.details and _is_sorted(checkpoint, order):
         raise UnsupportedError(
             "the order of the model's parameters is not known: the files have them sorted by name, in several groups",
             path=checkpoint.source,
             found=listed(order, most=3),
-            advice="give --groups keep, put the config.json of a known model_type with the source, or convert from a "
-            "format of training",
+            advice="give --names FILE with the names of all parameters in the model's order, --groups keep, or put the "
+            "config.json of a known model_type with the source",
         )
     parameters = dict(checkpoint.parameters)
     for name in order:
@@ -84,7 +88,12 @@ def _is_sorted(checkpoint: Checkpoint, order: Sequence[str]) -> bool:
     return len(order) > 1 and all(names == sorted(names) for names in by_type.values())
 
 
-def _follows(names: Sequence[str], order: Sequence[str]) -> bool:
+def _has_order_of_state_dict(checkpoint: Checkpoint) -> bool:
+    """Tell whether a program's own DCP files say the model's order: FSDP1's optimizer has that of flat parameters."""
+    return checkpoint.format == DCP and "origin" not in checkpoint.details
+
+
+def follows(names: Sequence[str], order: Sequence[str]) -> bool:
     """Tell whether names are among others in the same order."""
     rest = iter(order)
     return all(name in rest for name in names)

@@ -9,14 +9,12 @@ types that weights had whose masters are the weights here: FSDP trains what it s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
 from zckpt.formats.fsdp_rank_files.units import members_of
-from zckpt.formats.remainder import remainder, remainder_rules
+from zckpt.formats.remainder import as_masters, remainder, remainder_rules, types_of_weights
 from zckpt.formats.torch_files.tensors import as_mapping, as_names
-from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.dtypes import DTYPES
+from zckpt.state import Checkpoint
 from zckpt.state.inventory import IMPLIED, Rule
 from zckpt.torchfile import TorchFile
 
@@ -28,10 +26,8 @@ RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "the order of the optimi
 def own_tree(checkpoint: Checkpoint, units: Sequence[str] | None) -> dict[str, object]:
     """Return the tree of `zckpt.pt`."""
     names = [list(group.parameters) for group in checkpoint.param_groups]
-    masters = {name: checkpoint.owner(name).slots.get(MASTER) for name in checkpoint.parameters}
-    types = {name: one.dtype for name, one in checkpoint.parameters.items()}
-    dtypes = {name: types[name] for name, one in masters.items() if one is not None and one.dtype != types[name]}
-    about = {"names": names, "units": None if units is None else list(units), "dtypes": dtypes}
+    units = None if units is None else list(units)
+    about = {"names": names, "units": units, "dtypes": types_of_weights(checkpoint)}
     return {**remainder(checkpoint), KEY: about}
 
 
@@ -44,14 +40,7 @@ def give_masters(checkpoint: Checkpoint, file: TorchFile) -> None:
         The file is malformed.
     """
     about = as_mapping(as_mapping(file.root, file.path).get(KEY), file.path)
-    for name, dtype in as_mapping(about.get("dtypes", {}), file.path).items():
-        one = checkpoint.parameters.get(str(name))
-        if one is None or dtype not in DTYPES:
-            raise DamagedFileError("unexpected content", path=file.path, expected=f"the type of {name}", found=dtype)
-        one.dtype = str(dtype)
-        weight = one.slots.pop(WEIGHT, None)
-        if weight is not None:
-            one.slots = {MASTER: replace(weight, name=MASTER), **one.slots}
+    as_masters(checkpoint, as_mapping(about.get("dtypes", {}), file.path), file.path)
 
 
 def recorded_names(file: TorchFile, parameters: Sequence[str]) -> list[str] | None:

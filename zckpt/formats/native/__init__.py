@@ -108,6 +108,7 @@ class Zckpt(Format):
     options = Options
     owns = OWNED
     fingerprinted = True
+    keeps_optimizers = True
     lists_files = True
 
     def find(self, search: Search) -> Found | NearMiss | None:

@@ -40,18 +40,22 @@ class Safetensors(Format):
         return is_safetensors(directory)
 
     def read(self, found: Found, search: Search) -> Checkpoint:
-        """Read the headers, and those of the optimizer that `consolidate` has put into a directory."""
+        """Read the headers, and those of the optimizer that `consolidate` has put into a directory.
+
+        Names are those of the model's parameters in its order, which the files do not have.
+        """
         from zckpt.formats.companions import warned
         from zckpt.formats.consolidated.optimizer import IN_DIRECTORY, attach_optimizer
         from zckpt.formats.safetensors import file, shards
+        from zckpt.state.order import put_in_order
 
         path = search.path
-        if found.place == "shards":
-            return shards.read(path)
-        checkpoint = file.read(path)
-        if path.is_dir() and (path / IN_DIRECTORY).is_file():
+        checkpoint = shards.read(path) if found.place == "shards" else file.read(path)
+        if found.place != "shards" and path.is_dir() and (path / IN_DIRECTORY).is_file():
             attach_optimizer(checkpoint, path / IN_DIRECTORY)
-        return warned(checkpoint, path)
+        if search.names is not None:
+            put_in_order(checkpoint, search.names)
+        return checkpoint if found.place == "shards" else warned(checkpoint, path)
 
     def slot_names(self, checkpoint: Checkpoint, source: Path) -> list[str]:
         """Return the slots of the model and of all optimizers' files in its directory."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import Format, Found, NearMiss, Search
+from zckpt.formats.steps import LastStep, last_file
 from zckpt.storage.files import read_head
 
 if TYPE_CHECKING:
@@ -42,10 +43,14 @@ class TorchSave(Format):
     )  # fmt: skip
 
     def find(self, search: Search) -> Found | NearMiss | None:
-        """Tell a file by its first bytes; of any other it is tried last, as its reader says best what is wrong."""
+        """Tell a file by its first bytes; of any other it is tried last, as its reader says best what is wrong.
+
+        Of a directory, the last of Composer's files.
+        """
         path = search.path
         if path.is_dir():
-            return None
+            last = last_file(path)
+            return Found(last.path) if isinstance(last, LastStep) else last
         head = read_head(str(path), HEAD_NBYTES)
         return Found(path, sure=head.startswith(PICKLE) or (head.startswith(ZIP) and FIRST_RECORD in head))
 
@@ -61,6 +66,7 @@ class TorchSave(Format):
         from zckpt.formats.stripping import Stripping
         from zckpt.formats.torch_files.strip import notes, shaped_slots, strip_file
 
+        source = Path(checkpoint.source)  # of a run the last one's
         file = strip_file(source, source.name, request, shaped_slots(checkpoint))
         return Stripping([file], notes(request))
 

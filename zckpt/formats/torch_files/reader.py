@@ -63,6 +63,8 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             found=f"keys {', '.join(map(str, list(root)[:8]))}",
         )
     checkpoint.warnings += content.warnings
+    if len(content.models) > 1:
+        checkpoint.details["models"] = [prefix.removesuffix(".") for prefix in content.models]
     add_tensors(checkpoint, content.tensors, str(path))
     if content.state is not None:
         attach(checkpoint, content.state, str(path), names=names)

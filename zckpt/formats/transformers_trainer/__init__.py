@@ -3,6 +3,7 @@
 DIR/model.safetensors, or model-0000I-of-0000N.safetensors with model.safetensors.index.json
 DIR/pytorch_model.bin, or its shards with pytorch_model.bin.index.json; diffusion_pytorch_model.*
 DIR/adapter_model.safetensors or .bin, adapter_config.json         PEFT: what it adds to a model
+DIR/model_index.json, unet/, vae/, text_encoder/ ...               diffusers: a pipeline of models, each in its folder
 DIR/pytorch_model_fsdp.bin                                         FSDP, FULL_STATE_DICT
 DIR/model_1.safetensors, optimizer_1.bin ...                       Accelerate: further models and optimizers
 DIR/optimizer.pt, optimizer.bin                                    {state, param_groups} of torch.optim
@@ -35,7 +36,10 @@ class Options:
     """What `convert --to transformers-trainer` can be given."""
 
     train_batch_size: int | None = option(
-        int, None, "Samples of a device in each step, for trainer_state.json. Default: as SOURCE.", metavar="N"
+        int,
+        None,
+        "Samples of a device in each step, for trainer_state.json. Default: as SOURCE, if it says; else needed.",
+        metavar="N",
     )
 
 
@@ -61,7 +65,7 @@ class TransformersTrainer(Format):
             "Hugging Face's Trainer, Accelerate",
             "models of safetensors or torch files with their optimizers, several of both; FSDP's full state dicts",
         ),
-        ("PEFT, diffusers", "adapters, by themselves and in a Trainer's directory; each component of a pipeline"),
+        ("PEFT, diffusers", "adapters, by themselves and in a Trainer's directory; pipelines, and each model of one"),
     )
     writes = "what Hugging Face's Trainer resumes from, without DeepSpeed"
     options = Options

@@ -45,7 +45,7 @@ class ModelFiles:
     Parameters
     ----------
     stem : str
-        What they are called: `model`, `pytorch_model_1`, `adapter_model`.
+        What they are called: `model`, `pytorch_model_1`, `adapter_model`; of a pipeline's the name of their folder.
     path : Path
         The file, or the index of several.
     """
@@ -96,6 +96,9 @@ def find(path: Path) -> Directory | NearMiss | None:
     if _is_anothers(path, names, entries):
         return None
     first = _first(path, names)
+    components = _components(entries) if first is None and PIPELINE_NAME in names else ()
+    if components:
+        return Directory(path, components)
     optimizers = _optimizers(path, names)
     if first is None:
         return _near(path, names, entries, has_optimizer=bool(optimizers))
@@ -123,6 +126,13 @@ def _first(path: Path, names: set[str]) -> ModelFiles | None:
     return None
 
 
+def _components(entries: Iterable[os.DirEntry[str]]) -> tuple[ModelFiles, ...]:
+    """Return the models of a pipeline of diffusers, each called as its folder."""
+    folders = [Path(entry.path) for entry in entries if entry.is_dir()]
+    found = {folder.name: _first(folder, _files(folder)) for folder in folders}
+    return tuple(ModelFiles(name, one.path) for name, one in found.items() if one is not None)
+
+
 def _further(path: Path, names: set[str], stem: str) -> tuple[ModelFiles, ...]:
     """Return the further models of a directory, whose files are called as the first one's is, in their order."""
     found = {int(match[2]): match for name in names if (match := _FURTHER.fullmatch(name)) and match[1] == stem}
@@ -141,12 +151,6 @@ def _optimizers(path: Path, names: set[str]) -> tuple[Path, ...]:
 def _near(path: Path, names: set[str], entries: Iterable[os.DirEntry[str]], *, has_optimizer: bool) -> NearMiss | None:
     """Say what a directory without a model is, if it is anything of these programs."""
     folders = [Path(entry.path) for entry in entries if entry.is_dir()]
-    if PIPELINE_NAME in names:
-        models = [one.name for one in folders if _first(one, _files(one)) is not None]
-        if models:
-            return NearMiss(
-                f"is a pipeline of diffusers, of several models: {listed(models)}", f"give one: {path / models[0]}"
-            )
     adapters = [one.name for one in folders if ADAPTER_CONFIG in _files(one)]
     if adapters:
         return NearMiss(f"holds several adapters of PEFT: {listed(adapters)}", f"give one: {path / adapters[0]}")

@@ -15,7 +15,8 @@ from zckpt.formats.transformers_trainer.directory import ADAPTER_CONFIG, STATE_N
 from zckpt.formats.transformers_trainer.model import read_json, read_model
 from zckpt.formats.transformers_trainer.readings import Weights, model_order, read_names
 from zckpt.state import Checkpoint, Scalar
-from zckpt.torchfile import read_torchfile
+from zckpt.state.order import put_in_order, tells_order
+from zckpt.torchfile import TorchFile, read_torchfile
 
 FORMAT = "transformers-trainer"
 
@@ -44,7 +45,8 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
     """
     checkpoint = Checkpoint(str(directory.path), FORMAT)
     several = len(directory.models) > 1
-    prefixes = [f"{one.stem}." if several else "" for one in directory.models]
+    own = read_torchfile(directory.own) if directory.own is not None else None
+    prefixes = [f"{name}." for name in _names_of_models(directory, own)] if several else [""]
     weights = [
         read_model(checkpoint, one, prefix, directory) for one, prefix in zip(directory.models, prefixes, strict=True)
     ]
@@ -53,11 +55,21 @@ def read(directory: Directory, *, names: Sequence[str] | None = None) -> Checkpo
         weights = [_prefixed(one, prefix) for one, prefix in zip(weights, prefixes, strict=True)]
     if directory.is_adapter:
         checkpoint.details["adapter"] = _adapter(directory)
-    _read_optimizers(checkpoint, directory, weights, names)
+    _read_optimizers(checkpoint, directory, weights, names, prefixes)
     if len(weights) == 1 and directory.optimizers:
         _arrange(checkpoint, model_order(weights[0]))
-    _read_state(checkpoint, directory)
+        if names is not None and tells_order(checkpoint, names):
+            put_in_order(checkpoint, names)
+    _read_state(checkpoint, directory, own)
     return checkpoint
+
+
+def _names_of_models(directory: Directory, own: TorchFile | None) -> list[str]:
+    """Return what several models are called: as their files are, unless zckpt has written what they were before."""
+    known = own.root.get("models") if own is not None and isinstance(own.root, dict) else None
+    if isinstance(known, list) and len(known) == len(directory.models) and all(isinstance(one, str) for one in known):
+        return known
+    return [one.stem for one in directory.models]
 
 
 def _arrange(checkpoint: Checkpoint, order: Sequence[str]) -> None:
@@ -79,7 +91,11 @@ def _adapter(directory: Directory) -> dict[str, object]:
 
 
 def _read_optimizers(
-    checkpoint: Checkpoint, directory: Directory, weights: Sequence[Weights], names: Sequence[str] | None
+    checkpoint: Checkpoint,
+    directory: Directory,
+    weights: Sequence[Weights],
+    names: Sequence[str] | None,
+    prefixes: Sequence[str],
 ) -> None:
     """Read all optimizers, and give the models' parameters their state."""
     states = [_read_optimizer(checkpoint, path) for path in directory.optimizers]
@@ -90,6 +106,7 @@ def _read_optimizers(
         is_cut = len(states) > 1 and names is not None and len(names) == sum(counts)
         given = names[own : own + counts[number]] if is_cut and names is not None else names
         model = _joined(weights) if is_cut else _model_of(number, len(states), weights)
+        given = given or _recorded(state, model, prefixes[number] if len(prefixes) == len(states) else "")
         found.append(read_names(state, model, given, path=str(path)) if model is not None else {})
         if len(found[-1]) < counts[number] and len(states) > 1:
             raise UnsupportedError(
@@ -155,7 +172,14 @@ def _read_optimizer(checkpoint: Checkpoint, path: Path) -> OptimizerState:
     return parse(file.root, str(path))
 
 
-def _read_state(checkpoint: Checkpoint, directory: Directory) -> None:
+def _recorded(state: OptimizerState, model: Weights | None, prefix: str) -> list[str] | None:
+    """Return the names in the file of one of several optimizers, which are those that the bare model has."""
+    found = [f"{prefix}{name}" for name in state.recorded_names] if prefix else []
+    whole = len(found) == len(state.every_number) and model is not None and model.shapes.keys() >= set(found)
+    return found if found and whole else None
+
+
+def _read_state(checkpoint: Checkpoint, directory: Directory, own: TorchFile | None) -> None:
     """Read the step, and what zckpt has written besides."""
     steps = [group.state.get("step") for group in checkpoint.param_groups]
     numbers = [step.value if isinstance(step, Scalar) else step for step in steps]
@@ -163,7 +187,6 @@ def _read_state(checkpoint: Checkpoint, directory: Directory) -> None:
     said = (read_json(directory.path / STATE_NAME) or {}).get("global_step")
     if type(said) is int:
         checkpoint.step = said
-    if directory.own is not None:
-        own = read_torchfile(directory.own)
+    if own is not None:
         checkpoint.files.append(describe(own, "metadata", rules=remainder_rules()))
         restore(checkpoint, own.root, own)

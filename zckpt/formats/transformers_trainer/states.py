@@ -14,7 +14,7 @@ FILES = {"scaler": "scaler.pt", "training_args": "training_args.bin"}
 
 SCHEDULER_KEYS = ("scheduler", "lr_scheduler")
 
-_RANDOM = re.compile(r"rng_state(?:_[0-9]+)?")
+_RANDOM = re.compile(r"rng_state(?:_([0-9]+))?")
 _ACCELERATES = re.compile(r"random_states_([0-9]+)")
 
 RANDOM_KEYS = {"python": "random_state", "numpy": "numpy_random_seed", "cpu": "torch_manual_seed"}
@@ -24,15 +24,17 @@ PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
 """What a scheduler keeps for each param group."""
 
 
-def scheduler(checkpoint: Checkpoint, notes: list[str]) -> object:
-    """Return the state of the Trainer's scheduler: the source's, or one at its step.
+def scheduler(checkpoint: Checkpoint, notes: list[str], *, name: str = "scheduler.pt") -> object:
+    """Return the state of a scheduler: the source's, or one at its step.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        With the Trainer's param groups.
+        With the param groups of the target.
     notes : list of str
         Gets what was written by rule.
+    name : str
+        Of the file.
     """
     count = len(checkpoint.param_groups)
     found: Mapping[object, object] = {}
@@ -48,8 +50,8 @@ def scheduler(checkpoint: Checkpoint, notes: list[str]) -> object:
     rates = [_number(group.hyperparameters.get("lr")) for group in checkpoint.param_groups]
     bases = [_number(group.hyperparameters.get("initial_lr")) for group in checkpoint.param_groups]
     notes.append(
-        f"scheduler.pt was written by rule: a LambdaLR after {last} steps"
-        + ("" if None not in bases else ", whose base rates are those of the Trainer's arguments")
+        f"{name} was written by rule: a LambdaLR after {last} steps"
+        + ("" if None not in bases else ", whose base rates are those that it is made with")
     )
     return {
         "last_epoch": last,
@@ -75,12 +77,25 @@ def random_states(checkpoint: Checkpoint) -> dict[str, object]:
     own = {f"{key}.pth": value for key, value in checkpoint.metadata.items() if _RANDOM.fullmatch(key)}
     if own:
         return own
-    found: dict[str, object] = {}
-    for key, value in checkpoint.metadata.items():
-        match = _ACCELERATES.fullmatch(key)
-        node = value.node if isinstance(value, FromFile) else value
-        if match is None or not isinstance(node, Mapping) or not set(RANDOM_KEYS.values()) <= node.keys():
-            continue
-        state = {ours: node[its] for ours, its in RANDOM_KEYS.items()}
-        found[f"rng_state_{int(match[1])}.pth"] = replace(value, node=state) if isinstance(value, FromFile) else state
+    by_rank = _restated(checkpoint, _ACCELERATES, {its: ours for ours, its in RANDOM_KEYS.items()})
+    found: dict[str, object] = {f"rng_state_{rank}.pth": state for rank, state in by_rank.items()}
     return {"rng_state.pth": found["rng_state_0.pth"]} if list(found) == ["rng_state_0.pth"] else found
+
+
+def random_states_of_accelerate(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the random states of all processes, by the names of Accelerate's files."""
+    own = {f"{key}.pkl": value for key, value in checkpoint.metadata.items() if _ACCELERATES.fullmatch(key)}
+    by_rank = _restated(checkpoint, _RANDOM, RANDOM_KEYS)
+    return own or {f"random_states_{rank}.pkl": state for rank, state in by_rank.items()}
+
+
+def _restated(checkpoint: Checkpoint, names: re.Pattern[str], keys: Mapping[str, str]) -> dict[int, object]:
+    """Return one program's random states of each process under the other's keys; of those that have all of them."""
+    found: dict[int, object] = {}
+    for key, value in checkpoint.metadata.items():
+        match = names.fullmatch(key)
+        node = value.node if isinstance(value, FromFile) else value
+        if match is not None and isinstance(node, Mapping) and keys.keys() <= node.keys():
+            state = {its: node[ours] for ours, its in keys.items()}
+            found[int(match[1] or 0)] = replace(value, node=state) if isinstance(value, FromFile) else state
+    return found

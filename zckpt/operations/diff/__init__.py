@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
+from zckpt.executors.using import check_executor, using
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
@@ -118,9 +121,11 @@ def diff(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
     ignore_metadata: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -146,11 +151,16 @@ def diff(
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`, of `a`: it is compared under its other names. What wrappers put before names is left out
         anyway.
+    dequantize : bool
+        Compare quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
     ignore_metadata : bool
         Compare tensors only, not hyperparameters, steps, and what was carried along.
     memory : int, bytes
         Upper bound of what buffers take together.
     reporter : Reporter, optional
+    executor
+        As for `consolidate`: who reads.
     roots, tag, names, tp_rules
         As for `open`, of `a`.
     roots_b, tag_b, names_b, tp_rules_b
@@ -166,17 +176,22 @@ def diff(
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not value >= 0:
             raise UsageError(f"{name} is no tolerance", expected="0 or more", found=value)
+    check_executor(executor)
     ours = opened(a, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     notes: tuple[str, ...] = ()
+    if dequantize:
+        ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))
     found = matches.slots or matches.only_in_a or matches.only_in_b or matches.singles
     if not found and (slots or parameters):
         raise UsageError("nothing to compare: no slot of either checkpoint is chosen", found=[*slots, *parameters])
-    changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), memory, reporter)
+    with using(executor):
+        changed, equal = _compare_slots(matches.slots, Tolerance(rtol, atol), memory, reporter)
+        settings = [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory)
     return Compared(
         ours,
         theirs,
@@ -184,7 +199,7 @@ def diff(
         equal,
         matches.only_in_a,
         matches.only_in_b,
-        [] if ignore_metadata else compare_settings(ours, theirs, matches, memory=memory),
+        settings,
         [*notes, *matches.warnings],
         num_parameters=len(matches.names),
         num_elements=sum(one.a.numel for one in matches.slots),

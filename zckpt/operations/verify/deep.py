@@ -20,6 +20,7 @@ from zckpt.engine.boxes import SpanIndex
 from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Sum
 from zckpt.engine.read import read_extent
+from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.inventory import (
@@ -31,6 +32,9 @@ from zckpt.operations.verify.inventory import (
     Piece,
     Scattered,
     Subject,
+    Subjects,
+    Work,
+    paths_of,
 )
 from zckpt.state import Extent
 from zckpt.state.dtypes import is_floating, itemsize
@@ -237,9 +241,6 @@ def _both(one: Unequal, other: Unequal) -> Unequal:
     return Unequal(one.count + other.count, first.first, first.detail)
 
 
-Work = Block | Scattered
-
-
 class Checks:
     """Puts CRC-32s of blocks together, whichever order they come in, and says which are wrong."""
 
@@ -274,7 +275,7 @@ def block_nbytes(memory: int) -> int:
 
 
 def run(
-    inventory: Inventory, sums: Sequence[Sum], work: Iterable[Work], *, most: int, reporter: Reporter
+    inventory: Inventory, sums: Sequence[Sum], work: Iterable[Work], *, most: int, total: int, reporter: Reporter
 ) -> tuple[Outcome, dict[int, int]]:
     """Do all work and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
@@ -285,14 +286,20 @@ def run(
     work : iterable of Block and Scattered
     most : int, bytes
         Of a block.
+    total : int, bytes
+        Of all work.
     reporter : Reporter
     """
     outcome, checks = Outcome(), Checks(sums)
+    batches = ((some, inventory.subjects_of(some)) for some in batched(work, nbytes_of))
+    portions: Portions[tuple[tuple[Work, ...], Subjects]] = Portions(
+        total, lambda batch: sum(map(nbytes_of, batch[0])), lambda batch: (p for one in batch[0] for p in paths_of(one))
+    )
     with (
         Workers(WRITERS) as workers,
-        closing(workers.run(partial(_run_batch, inventory, most), batched(work, nbytes_of))) as results,
+        closing(workers.run(partial(_run_batch, most), batches, portions)) as results,
     ):
-        for batch, found in results:
+        for (batch, _), found in results:
             outcome.add(found)
             checks.add(found.crcs)
             reporter.advance(sum(map(nbytes_of, batch)))
@@ -308,16 +315,16 @@ def nbytes_of(work: Work) -> int:
     return work.extent.numel * (itemsize(work.slot.dtype) + other)
 
 
-def _run_batch(inventory: Inventory, most: int, batch: Sequence[Work]) -> Outcome:
-    found = Outcome()
+def _run_batch(most: int, given: tuple[Sequence[Work], Subjects]) -> Outcome:
+    found, (batch, subjects) = Outcome(), given
     buffers: tuple[Array, Array] = np.empty(most + ALIGNMENT, np.uint8), np.empty(2 * most + ALIGNMENT, np.uint8)
     with Sources() as sources:
         for work in batch:
             try:
                 if isinstance(work, Block):
-                    _look_at_block(found, inventory, work, buffers, sources)
+                    _look_at_block(found, subjects, work, buffers, sources)
                 else:
-                    _look_at_scattered(found, inventory, work, most, sources)
+                    _look_at_scattered(found, subjects, work, most, sources)
             except LayoutError:
                 continue  # elements are missing, which is a finding of the structure
             except SourceError as error:
@@ -327,7 +334,7 @@ def _run_batch(inventory: Inventory, most: int, batch: Sequence[Work]) -> Outcom
 
 
 def _look_at_block(
-    found: Outcome, inventory: Inventory, block: Block, buffers: tuple[Array, Array], sources: Sources
+    found: Outcome, subjects: Subjects, block: Block, buffers: tuple[Array, Array], sources: Sources
 ) -> None:
     base = (block.pieces[0].offset - block.offset) % ALIGNMENT if block.pieces else 0
     base = (ALIGNMENT - base) % ALIGNMENT  # so that the first piece begins where elements may
@@ -339,16 +346,14 @@ def _look_at_block(
         low = piece.offset - block.offset
         values = typed(data[low : low + piece.end - piece.offset], piece.dtype, piece.byteorder)
         found.elements += piece.numel
-        found.add_tally(
-            piece.subject, block.checksum, tally(values, piece.dtype, inventory.subjects[piece.subject], piece.first)
-        )
+        found.add_tally(piece.subject, block.checksum, tally(values, piece.dtype, subjects[piece.subject], piece.first))
         if piece.partner is not None:
-            _look_at_partner(found, inventory, piece, piece.partner, values, block, buffers[1], sources)
+            _look_at_partner(found, subjects, piece, piece.partner, values, block, buffers[1], sources)
 
 
 def _look_at_partner(
     found: Outcome,
-    inventory: Inventory,
+    subjects: Subjects,
     piece: Piece,
     partner: Partner,
     masters: Array,
@@ -364,14 +369,14 @@ def _look_at_partner(
         found.crcs.append((partner.checksum, partner.offset, nbytes, crc32(data.data)))
     weights = typed(data, partner.dtype, partner.byteorder)
     found.elements += piece.numel
-    subject = inventory.subjects[partner.subject]
+    subject = subjects[partner.subject]
     found.add_tally(partner.subject, partner.checksum, tally(weights, partner.dtype, subject, piece.first))
     key = (piece.subject, block.path, partner.path, block.checksum, partner.checksum)
     found.add_comparison(key, piece.numel, not_rounded(masters, weights, partner.dtype, piece.first))
 
 
-def _look_at_scattered(found: Outcome, inventory: Inventory, work: Scattered, most: int, sources: Sources) -> None:
-    whole, subject = work.extent, inventory.subjects[work.subject]
+def _look_at_scattered(found: Outcome, subjects: Subjects, work: Scattered, most: int, sources: Sources) -> None:
+    whole, subject = work.extent, subjects[work.subject]
     indexes = [SpanIndex(slot) for slot in (work.slot, work.other) if slot is not None]
     step = max(most // max(itemsize(index.slot.dtype) for index in indexes), 1)
     for start in range(0, whole.numel, step):

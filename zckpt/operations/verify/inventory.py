@@ -112,6 +112,10 @@ class Scattered:
     duplicate: int | None = None
 
 
+Subjects = dict[int, Subject]
+"""Those that some work is about, by index."""
+
+
 @dataclass(slots=True)
 class Inventory:
     """All that is to be looked at.
@@ -132,6 +136,17 @@ class Inventory:
     claimed: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     apart: list[Scattered] = field(default_factory=list)
     duplicates: list[Duplicate] = field(default_factory=list)
+
+    def subjects_of(self, some: Iterable[Work]) -> Subjects:
+        """Return the subjects that some work is about: another process is sent no others."""
+        numbers: list[int] = []
+        for work in some:
+            if isinstance(work, Scattered):
+                numbers.append(work.subject)
+                continue
+            numbers += (piece.subject for piece in work.pieces)
+            numbers += (piece.partner.subject for piece in work.pieces if piece.partner is not None)
+        return {number: self.subjects[number] for number in numbers}
 
 
 class SumIndex:
@@ -298,6 +313,20 @@ class Block:
     def read_nbytes(self) -> int:
         """Bytes read, those of partners too."""
         return self.nbytes + sum(r.numel * itemsize(r.partner.dtype) for r in self.pieces if r.partner is not None)
+
+
+Work = Block | Scattered
+
+
+def paths_of(work: Work) -> Iterator[str]:
+    """Yield the files that some work reads."""
+    if isinstance(work, Block):
+        yield work.path
+        yield from (piece.partner.path for piece in work.pieces if piece.partner is not None)
+        return
+    for slot in (work.slot, work.other):
+        if slot is not None:
+            yield from (span.path for spans in (slot.spans, *slot.replicas) for span in spans)
 
 
 def blocks(inventory: Inventory, sums: SumIndex, paths: Sequence[str], most: int) -> Iterator[Block]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zckpt.codes import ADDED, CHANGED, GONE
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.errors import SourceError, UnknownFormatError, UnsupportedError, UsageError
+from zckpt.executors.using import check_executor, using
 from zckpt.formats.format import Format, Search
 from zckpt.formats.registry import find_format
 from zckpt.formats.survey import Survey, survey
@@ -32,6 +34,7 @@ def verify(
     against: str | os.PathLike[str] | None = None,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
+    executor: Executor | str | None = None,
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
     names: Sequence[str] | None = None,
@@ -52,6 +55,8 @@ def verify(
         Upper bound of the buffers.
     reporter : Reporter, optional
         Counts bytes.
+    executor
+        As for `consolidate`: who reads under `deep` and `against`.
     roots, tag, names, tp_rules
         As for `open`; of a path only.
 
@@ -69,6 +74,7 @@ def verify(
     """
     if memory < 1:
         raise UsageError("sizes must be positive", found=memory)
+    check_executor(executor)
     expected = None
     if against is not None:
         from zckpt.compare.digests import read_digests
@@ -80,18 +86,21 @@ def verify(
     except SourceError as error:
         if isinstance(source, Checkpoint):
             raise
-        return _unopened(Path(source), error, deep, memory, progress, tag, [Path(root) for root in roots])
+        with using(executor if deep else None):
+            return _unopened(Path(source), error, deep, memory, progress, tag, [Path(root) for root in roots])
     ranks = ranks_by_file(checkpoint)
     findings = [*structure_findings(checkpoint, ranks)]
     counts = _counts(checkpoint)
-    if deep:
-        findings += _deep(counts, checkpoint.files, find_format(checkpoint.format), checkpoint, ranks, memory, progress)
-    else:
-        findings += _sampled(counts, checkpoint, ranks)
     text = None
-    if expected is not None:
-        text, changed = _against(checkpoint, expected, memory, progress)
-        findings += changed
+    with using(executor if deep or expected is not None else None):
+        if deep:
+            owner = find_format(checkpoint.format)
+            findings += _deep(counts, checkpoint.files, owner, checkpoint, ranks, memory, progress)
+        else:
+            findings += _sampled(counts, checkpoint, ranks)
+        if expected is not None:
+            text, changed = _against(checkpoint, expected, memory, progress)
+            findings += changed
     name = checkpoint.opened if isinstance(source, Checkpoint) else os.fspath(source)
     return Verification(name, checkpoint.format, deep, in_order(_once(findings)), Checked(**counts), text, checkpoint)
 
@@ -202,8 +211,8 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Sum
     from zckpt.formats.survey import checksums
-    from zckpt.operations.verify.deep import Work, block_nbytes, nbytes_of, run
-    from zckpt.operations.verify.inventory import Inventory, SumIndex, blocks, take_inventory
+    from zckpt.operations.verify.deep import block_nbytes, nbytes_of, run
+    from zckpt.operations.verify.inventory import Inventory, SumIndex, Work, blocks, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings
 
     sums: list[Sum] = []
@@ -220,7 +229,7 @@ def _deep(
     work: list[Work] = [*blocks(inventory, index, paths, most), *inventory.apart]
     reporter.begin(total := sum(map(nbytes_of, work)))
     try:
-        outcome, wrong = run(inventory, sums, work, most=most, reporter=reporter)
+        outcome, wrong = run(inventory, sums, work, most=most, total=total, reporter=reporter)
     finally:
         reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums}

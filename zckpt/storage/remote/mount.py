@@ -246,9 +246,18 @@ def _stand_in(path: Path, one: Listed) -> None:
         os.utime(path, (one.modified, one.modified))
 
 
-def mount_of(path: Path) -> Mount | None:
-    """Return what a path is at, below or beside of; None: it is a file of this machine."""
-    return next((_LIVE[str(one)] for one in path.parents if str(one) in _LIVE), None)
+def mount_of(path: Path) -> Mount:
+    """Return what a path is at, below or beside of.
+
+    Raises
+    ------
+    SourceError
+        It is closed.
+    """
+    for one in path.parents:
+        if str(one) in _LIVE:
+            return _LIVE[str(one)]
+    raise SourceError("is closed", path=path)
 
 
 def check_sources() -> None:

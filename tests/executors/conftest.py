@@ -1,0 +1,63 @@
+"""A checkpoint of some megabytes, and a Dask cluster of processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.console import environment
+from tests.executors.dying import MARK
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A torch file of 4 MB in 64 tensors."""
+    path = tmp_path_factory.mktemp("source") / "model.pt"
+    generator = torch.Generator().manual_seed(0)
+    torch.save({f"layer{i}.weight": torch.randn(128, 128, generator=generator) for i in range(64)}, path)
+    return path
+
+
+@contextmanager
+def dask_cluster(folder: Path, workers: int) -> Iterator[str]:
+    """Start a scheduler and workers, as a user does; yield what `--executor` calls them."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    given = {**environment(), MARK: str(folder / "mark")}
+    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # a scheduler needs no zckpt
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
+    program = "from distributed.cli.dask_{0} import main; main()".format
+    of_scheduler = ["--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    of_worker = [f"127.0.0.1:{port}", "--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", folder]
+    processes = [subprocess.Popen([sys.executable, "-c", program("scheduler"), *of_scheduler], env=alone, **quiet)]
+    worker = [sys.executable, "-c", program("worker"), *of_worker]
+    processes += [subprocess.Popen(worker, env=given, **quiet) for _ in range(workers)]
+    try:
+        yield f"dask://127.0.0.1:{port}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def wait_until(true: object, seconds: float = 60) -> None:
+    """Wait until a callable returns true."""
+    end = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def names(folder: Path) -> list[str]:
+    """Return what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())

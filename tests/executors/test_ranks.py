@@ -1,0 +1,80 @@
+"""The command line on ranks that mpiexec and torchrun start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.console import environment
+from tests.executors.conftest import names
+from tests.executors.dying import MARK, RANK
+
+BIN = Path(sys.executable).parent
+MPIEXEC = shutil.which("mpiexec", path=f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}")
+
+LAUNCHERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"],
+    "mpi": [MPIEXEC or "mpiexec", "-n"],
+}
+
+
+def launched(kind: str, ranks: int, module: str, *arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
+    if kind == "mpi" and MPIEXEC is None:
+        pytest.skip("no mpiexec")
+    words = [*LAUNCHERS[kind], str(ranks), *([sys.executable] if kind == "mpi" else []), "-m", module]
+    words += map(str, (*arguments, *(["--executor", "mpi"] if kind == "mpi" else [])))
+    given = {**environment(), "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(words, env=given, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_ranks_write_what_threads_write(kind, source, tmp_path):
+    from tests.cli.console import run
+
+    run("consolidate", source, tmp_path / "threads.safetensors")
+    done = launched(kind, 2, "zckpt", "consolidate", source, tmp_path / "ranks.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("wrote ") == 1
+    assert (tmp_path / "ranks.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_error_of_the_first_rank_ends_all(kind, tmp_path):
+    done = launched(kind, 3, "zckpt", "fingerprint", tmp_path / "absent")
+    assert done.returncode == (1 if kind == "torchrun" else 3)
+    assert done.stderr.count("cannot be opened") == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_rank_that_is_killed_ends_all_and_nothing_has_the_name(kind, source, tmp_path):
+    (tmp_path / "out").mkdir()
+    target = tmp_path / "out/t.safetensors"
+    given = {MARK: str(tmp_path / "mark"), RANK: "1"}
+    done = launched(kind, 4, "tests.executors.dying", "consolidate", source, target, **given)
+    assert done.returncode != 0
+    assert time.time() - (tmp_path / "mark").stat().st_mtime < 30
+    assert not target.exists()
+    if kind == "torchrun":  # MPI kills the first rank, too
+        assert "zckpt: " in done.stderr
+        assert names(tmp_path / "out") == []
+    assert launched(kind, 2, "zckpt", "consolidate", source, target).returncode == 0
+    assert names(tmp_path / "out") == ["t.safetensors"]
+
+
+@pytest.mark.nightly
+def test_ray_writes_what_threads_write(source, tmp_path):
+    pytest.importorskip("ray")
+    from tests.cli.console import command, run
+
+    run("consolidate", source, tmp_path / "threads.safetensors")
+    words = command("consolidate", source, tmp_path / "ray.safetensors", "--executor", "ray")
+    subprocess.run(words, env=environment(), check=True, capture_output=True, timeout=120)
+    assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "threads.safetensors").read_bytes()

@@ -1,0 +1,124 @@
+"""What is sent to other processes, what they refuse, and what becomes of those that are lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+
+import zckpt
+from tests.cli.console import command, environment, run
+from tests.executors import dying
+from tests.executors.conftest import names
+from zckpt.engine import tasks
+from zckpt.engine import write as written
+from zckpt.engine.tasks import Known, Portions, results_of, tasks_of
+from zckpt.errors import MissingPackageError, UsageError, WorkerError
+from zckpt.executors.launch import launched
+
+
+def test_tasks_are_consecutive_batches_of_as_many_bytes():
+    portions = Portions(1000 << 20, lambda batch: batch << 20)
+    made = list(tasks_of(int, [5] * 200, portions, 5))
+    assert [batch for task in made for batch in task.batches] == [5] * 200
+    assert {len(task.batches) for task in made} == {10}  # 4 x 5 tasks of 50 MB
+    assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == tasks.TASK_BATCHES
+
+
+@pytest.mark.parametrize("workers", [1, 1000])
+def test_tasks_are_neither_tiny_nor_endless(workers):
+    portions = Portions(1 << 40, lambda batch: batch << 20)
+    made = list(tasks_of(int, [8] * 64, replace(portions, total=(64 << 23) // workers), workers))
+    nbytes = {sum(task.batches) << 20 for task in made}
+    assert max(nbytes) <= tasks.TASK_NBYTES
+    assert min(nbytes) >= tasks.LEAST_TASK_NBYTES
+
+
+def test_worker_that_sees_another_file_stops(tmp_path):
+    path = tmp_path / "s"
+    path.write_bytes(bytes(10))
+    portions = Portions(10, lambda _: 10, lambda _: [str(path), str(tmp_path / "absent")])
+    (task,) = tasks_of(len, ["abc"], portions, 1)
+    assert results_of(task) == [3]
+    os.utime(path, (1, 1))
+    with pytest.raises(WorkerError, match=r"s: is another file on .*expected last changed at"):
+        results_of(task)
+    path.write_bytes(bytes(9))
+    with pytest.raises(WorkerError, match="expected 10 bytes, found 9; all workers need one file system"):
+        results_of(task)
+    path.unlink()
+    with pytest.raises(WorkerError, match="s: is not there on "):
+        results_of(task)
+
+
+def test_worker_with_another_version_stops():
+    (task,) = tasks_of(len, ["abc"], Portions(), 1)
+    with pytest.raises(WorkerError, match=r"has another zckpt: expected 0\.0"):
+        results_of(replace(task, version="0.0"))
+
+
+def test_target_that_is_not_there_is_not_made(tmp_path):
+    known = Known(str(tmp_path / "t"), 5, None)
+    with pytest.raises(WorkerError, match="t: is not there"):
+        known.check()
+    (tmp_path / "t").write_bytes(bytes(5))
+    known.check()
+
+
+def test_lost_process_leaves_nothing_behind(source, tmp_path, monkeypatch):
+    dying.small_tasks(monkeypatch.setattr)
+    monkeypatch.setattr(written, "write_batch", dying.write_batch)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv(dying.MARK, str(tmp_path / "mark"))
+    with (
+        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
+        pytest.raises(WorkerError, match="workers were lost"),
+    ):
+        zckpt.consolidate(source, tmp_path / "out/t.safetensors", executor=pool)
+    assert names(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["dask://", "threads:2", "", "DASK://h:1"])
+def test_unknown_executor_is_refused_before_anything(name, source, tmp_path):
+    done = run("consolidate", source, tmp_path / "t.pt", "--executor", name)
+    assert done.returncode == 2
+    assert "expected threads, dask://HOST:PORT, mpi, ray or torchrun" in done.stderr
+    with pytest.raises(UsageError):
+        zckpt.fingerprint(source, executor=name)
+
+
+def test_missing_package_is_named(source, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingPackageError, match=r"--executor ray needs the package ray.*zckpt\[ray\]"):
+        zckpt.fingerprint(source, executor="ray")
+
+
+def test_scheduler_that_is_not_there(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("zckpt.executors.on_dask.CONNECTED_SECONDS", 1)
+    done = run("consolidate", source, tmp_path / "t.pt", "--executor", "dask://127.0.0.1:1")
+    assert done.returncode == 6
+    assert "127.0.0.1:1: no Dask scheduler can be reached" in done.stderr
+    assert names(tmp_path) == []
+
+
+def test_ranks_that_nobody_started(source, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    done = run("fingerprint", source, "--executor", "torchrun")
+    assert done.returncode == 2
+    assert "torchrun --nproc-per-node N -m zckpt" in done.stderr
+
+
+def test_command_that_a_rank_of_a_training_starts_is_no_rank(source):
+    ranks = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        command("fingerprint", source), env=environment() | ranks, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("zckpt1:"), done.stderr
+    with launched(["verify", "x"]) as has_worked:
+        assert not has_worked

@@ -1,0 +1,109 @@
+"""Means and merges of checkpoints whose names differ: what they are under the same names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import zckpt
+from tests.cli.console import refused, succeeded
+from tests.operations.test_merge_adapter import ADAPTERS
+from tests.truth import assert_same
+from zckpt.errors import UsageError
+
+MAP = {
+    "sides": ["apart", "joined"],
+    "sizes": {"three": "3", "heads": "n_head"},
+    "rules": [
+        {
+            "apart": {f"{one}.weight": f"(heads three[{i}] d) in" for i, one in enumerate("qkv")},
+            "joined": {"qkv": "in (heads three d)"},
+        },
+        {"apart": "norm", "joined": "ln"},
+    ],
+}
+CONFIG = {"n_head": 4}
+
+
+def saved(path: Path, seed: int, prefix: str = "") -> Path:
+    drawn = torch.Generator().manual_seed(seed)
+    tensors = {f"{prefix}{one}.weight": torch.randn(12, 5, generator=drawn) for one in "qkv"}
+    save_file({**tensors, f"{prefix}norm": torch.randn(5, generator=drawn)}, path)
+    return path
+
+
+def assert_alike(found: Path, expected: Path) -> None:
+    first, second = load_file(found), load_file(expected)
+    assert first.keys() == second.keys()
+    for name, value in second.items():
+        assert_same(first[name], value, name)
+
+
+def test_a_mean_of_two_arrangements_is_that_of_one(tmp_path: Path) -> None:
+    a, b = (saved(tmp_path / f"{seed}.safetensors", seed) for seed in range(2))
+    joined = tmp_path / "joined.safetensors"
+    zckpt.consolidate(b, joined, map=MAP, map_config=CONFIG)
+    zckpt.average([a, b], tmp_path / "mean.safetensors", weights=[1, 3])
+    zckpt.consolidate(tmp_path / "mean.safetensors", tmp_path / "expected.safetensors", map=MAP, map_config=CONFIG)
+
+    # all of them get the names that the first has not; what has them already stays
+    done = zckpt.average(
+        [a, joined], tmp_path / "m.safetensors", weights=[1, 3], map=MAP, map_config=CONFIG, verify=True
+    )
+    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+    assert done.notes[0] == "the map: from the names of apart to those of joined"
+    zckpt.average([joined, a], tmp_path / "back.safetensors", weights=[3, 1], map=MAP, map_config=CONFIG)
+    assert_alike(tmp_path / "back.safetensors", tmp_path / "mean.safetensors")
+
+
+def test_a_prefix_that_some_sources_have_is_taken_off_those(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a.safetensors", 0)
+    b = saved(tmp_path / "b.safetensors", 1, "model.")
+    plain = saved(tmp_path / "c.safetensors", 1)
+    zckpt.average([a, plain], tmp_path / "expected.safetensors")
+    for number, sources in enumerate(((a, b), (b, a))):
+        target = tmp_path / f"{number}.safetensors"
+        succeeded("average", *sources, "--target", target, "--strip-prefix", "model.", "--rename", "^norm=ln",
+                  "--rename", "^ln=norm")  # fmt: skip
+        assert_alike(target, tmp_path / "expected.safetensors")
+    refused(2, "average", a, plain, "--target", tmp_path / "no.safetensors", "--strip-prefix", "model.",
+            words=("--strip-prefix model. finds no name", "in any of the sources"))  # fmt: skip
+    refused(2, "average", a, b, "--target", tmp_path / "no.safetensors", "--rename", "^norm=q.weight", words=("one",))
+    assert not (tmp_path / "no.safetensors").exists()
+
+
+def test_an_adapter_is_merged_into_a_base_of_other_names(tmp_path: Path) -> None:
+    source = ADAPTERS / "plain"
+    base = source / "base.safetensors"
+    zckpt.merge_adapter(base, source, tmp_path / "expected.safetensors")
+    zckpt.consolidate(base, tmp_path / "wrapped.safetensors", add_prefix="policy.")
+    with pytest.raises(UsageError, match="give the model that the adapter was trained on"):
+        zckpt.merge_adapter(tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors")
+    succeeded("merge-adapter", tmp_path / "wrapped.safetensors", source, tmp_path / "m.safetensors",
+              "--strip-prefix", "policy.", "--verify")  # fmt: skip
+    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+
+
+def test_an_adapter_is_merged_into_a_base_that_is_arranged_otherwise(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base.safetensors", 0)
+    zckpt.consolidate(base, tmp_path / "joined.safetensors", map=MAP, map_config=CONFIG)
+    (tmp_path / "adapter").mkdir()
+    drawn = torch.Generator().manual_seed(2)
+    factors = {}
+    for one in "qv":
+        factors[f"base_model.model.{one}.lora_A.weight"] = torch.randn(2, 5, generator=drawn)
+        factors[f"base_model.model.{one}.lora_B.weight"] = torch.randn(12, 2, generator=drawn)
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q", "v"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(about))
+    zckpt.merge_adapter(base, tmp_path / "adapter", tmp_path / "expected.safetensors")
+    done = zckpt.merge_adapter(
+        tmp_path / "joined.safetensors", tmp_path / "adapter", tmp_path / "m.safetensors", map=MAP, map_config=CONFIG,
+        verify=True,
+    )  # fmt: skip
+    assert_alike(tmp_path / "m.safetensors", tmp_path / "expected.safetensors")
+    assert (done.num_merged, done.notes[0]) == (2, "the map: from the names of joined to those of apart")

@@ -1,0 +1,201 @@
+"""What a run will take is known before it: files, reads, memory; what cannot fit is refused, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, environment, refused, succeeded
+from zckpt.engine.plan import Copy, FilePlan, Fill, Strided
+from zckpt.engine.targets import Hole, TargetFile
+from zckpt.operations.foresight import Reads, directories, reads_of
+from zckpt.state import ZEROS, Extent, Slot
+from zckpt.storage import room as rooms
+from zckpt.storage.ownership import FINGERPRINT_NAME
+from zckpt.storage.room import Room
+
+SOURCE = FIXTURES / "s2_bf16_dp2"
+ADAPTER = Path(__file__).parent / "adapters" / "of_s2_bf16_dp2"
+VERBS: dict[str, tuple[object, ...]] = {
+    "consolidate": (SOURCE, "out.safetensors"),
+    "consolidate torch, with slots": (SOURCE, "out.pt", "--slots", "all"),
+    "consolidate to a directory": (SOURCE, "out", "--max-shard-size", "2kB"),
+    "reshard": (SOURCE, "out", "--world-size", 3),
+    "convert universal": (SOURCE, "out", "--to", "universal"),
+    "convert zckpt": (SOURCE, "out", "--to", "zckpt"),
+    "convert dcp": (SOURCE, "out", "--to", "dcp"),
+    "strip": (SOURCE, "out", "--padding"),
+    "average": (SOURCE, SOURCE, "--target", "out.safetensors"),
+    "merge-adapter": (SOURCE, ADAPTER, "out.safetensors"),
+}
+
+
+def foreseen(*arguments: object) -> dict[str, Any]:
+    found = json.loads(succeeded(*arguments, "--dry-run", "--json").stdout)["foresight"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_dry_run_says_what_the_run_makes(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = (verb.split(maxsplit=1)[0], *VERBS[verb])
+    said = foreseen(*command)
+    assert list(tmp_path.iterdir()) == []
+    done = json.loads(succeeded(*command, "--json", "-q").stdout)
+    assert done["foresight"] is None
+    made = [one for one in tmp_path.rglob("*") if one.name != FINGERPRINT_NAME]
+    assert said["num_files"] == sum(one.is_file() for one in made)
+    assert said["num_directories"] == sum(one.is_dir() for one in made)
+    assert said["requested_nbytes"] > 0
+    assert said["read_requests"] >= len(said["reads"]) > 0
+    assert all(Path(path).is_file() for path in said["reads"])
+    assert min(said["seconds"], said["read_nbytes_per_second"], said["write_nbytes_per_second"]) > 0
+    assert 0 < said["buffers_nbytes"] <= done["memory_nbytes"]
+
+
+def test_a_dry_run_tells_a_person(tmp_path: Path) -> None:
+    said = succeeded("reshard", SOURCE, tmp_path / "out", "--world-size", 3, "--dry-run").stdout
+    for words in ("makes 5 files and 2 directories; ", " are free", "byte ranges of 3 files", "buffers may take 64 MB"):
+        assert words in said
+    assert "takes about " in said
+
+
+def test_where_there_is_no_directory_no_time_is_told(tmp_path: Path) -> None:
+    said = foreseen("consolidate", SOURCE, tmp_path / "nowhere" / "m.safetensors")
+    assert (said["seconds"], said["free_nbytes"], said["write_nbytes_per_second"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_what_cannot_fit_is_refused(options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("convert", SOURCE, tmp_path / "out", "--to", "universal", *options)
+    monkeypatch.setattr(rooms, "room", lambda _: Room(1 << 40, 20))
+    refused(4, *command, words=("no space for so many files: expected ", "inodes free, found 20"))
+    monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
+    refused(4, *command, words=("not enough space: expected ", "bytes free, found 20; free some or write elsewhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_is_replaced_needs_room_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "m.safetensors"
+    zckpt.consolidate(SOURCE, target)
+    before = target.read_bytes()
+    monkeypatch.setattr(rooms, "room", lambda _: Room(20, None))
+    with pytest.raises(zckpt.TargetError, match="so that both need room"):
+        zckpt.consolidate(SOURCE, target, overwrite=True)
+    assert target.read_bytes() == before
+
+
+def test_directories_are_those_between_a_target_and_its_files() -> None:
+    target = Path("/x/out")
+    names = [target / "a", target / "b" / "c" / "d", target / "b" / "e", target / "f" / "g"]
+    assert directories(names, target) == 4  # out, b, b/c, f
+
+
+def planned(*copies: Copy) -> list[FilePlan]:
+    extent = Extent.whole((4,))
+    hole = Hole(0, "x", Slot("x", "float32", (4,), ()), extent, "float32")
+    return [FilePlan(TargetFile("t", 0), (Fill(hole, copies),))]
+
+
+def copy(path: str, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Copy:
+    return Copy(shape, (Strided(path, offset, strides),), "float32", "float32", "little", 0, (4,) * len(shape))
+
+
+def test_ranges_that_lie_end_to_end_are_one_request() -> None:
+    plan = planned(copy("a", 0, (10,), (4,)), copy("b", 0, (1,), (4,)), copy("a", 40, (5,), (4,)))
+    found = reads_of(plan)
+    assert {path: (one.requests, one.nbytes) for path, one in found.items()} == {"a": (1, 60), "b": (1, 4)}
+
+
+def test_ranges_that_lie_far_apart_are_several() -> None:
+    found = reads_of(planned(copy("a", 1 << 30, (1,), (4,)), copy("a", 0, (1,), (4,))))["a"]
+    assert (found.requests, found.nbytes, found.low, found.high) == (2, 8, 0, (1 << 30) + 4)
+
+
+def test_rows_that_are_read_with_their_gaps_are_one_request_and_others_one_each() -> None:
+    near, far = copy("a", 0, (8, 4), (24, 4)), copy("b", 0, (8, 4), (1 << 20, 4))
+    found = reads_of(planned(near, far))
+    assert (found["a"].requests, found["a"].nbytes) == (1, 7 * 24 + 16)
+    assert (found["b"].requests, found["b"].nbytes) == (8, 8 * 16)
+
+
+def test_zeros_are_read_from_nowhere() -> None:
+    assert reads_of(planned(copy(ZEROS, 0, (8,), (0,)))) == {}
+
+
+def test_what_overlaps_is_counted_once() -> None:
+    one = Reads()
+    one.add(0, 100)
+    one.add(50, 20)
+    one.add(90, 20)
+    assert (one.requests, one.nbytes) == (1, 110)
+
+
+LIMITED = """
+import os, resource, sys
+import ml_dtypes, numpy, xxhash, isal.isal_zlib
+import zckpt.operations.convert, zckpt.operations.average, zckpt.operations.diff, zckpt.operations.verify
+from zckpt.cli import main
+
+os.cpu_count = lambda: 64
+room, source, folder = int(sys.argv[1]) << 20, *sys.argv[2:]
+for command in (
+    ["consolidate", source, f"{folder}/half.safetensors", "--dtype", "bfloat16"],
+    ["convert", source, f"{folder}/dcp", "--to", "dcp", "--verify"],
+    ["average", source, source, "--target", f"{folder}/mean.safetensors"],
+    ["diff", source, f"{folder}/dcp"],
+    ["fingerprint", source],
+    ["verify", source, "--deep"],
+):
+    child = os.fork()
+    if child == 0:
+        mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE") + room
+        resource.setrlimit(resource.RLIMIT_AS, (mapped, mapped))
+        sys.argv = ["zckpt", *command]
+        main()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        sys.exit(status)
+"""
+"""Runs verbs, on as many threads as there may be, with some megabytes of address space more than their libraries."""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 MB in tensors of 8 MB."""
+    path = tmp_path_factory.mktemp("limited") / "model.safetensors"
+    some = np.random.default_rng(0)
+    save_file({f"layers.{n}.weight": some.random((2048, 1024), np.float32) for n in range(6)}, path)
+    return path
+
+
+def limited(mebibytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LIMITED, str(mebibytes), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_verbs_live_with_less_address_space_than_the_budget_of_buffers(source: Path, tmp_path: Path) -> None:
+    done = limited(48, source, tmp_path)
+    assert done.returncode == 0, done.stderr
+    zckpt.consolidate(source, tmp_path / "free.safetensors", dtype="bfloat16")
+    assert (tmp_path / "half.safetensors").read_bytes() == (tmp_path / "free.safetensors").read_bytes()
+    assert zckpt.diff(source, tmp_path / "mean.safetensors").equal
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_too_little_memory_is_one_line_and_nothing_is_written(source: Path, tmp_path: Path) -> None:
+    done = limited(16, source, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "not enough memory by RLIMIT_AS (ulimit -v): expected 26214400 bytes that are free" in done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,274 @@
+"""Tasks for processes that are not this one, perhaps on other machines: many batches at once, and what they rely on.
+
+    batch batch batch ... | batch batch batch ... |     consecutive ones, as many bytes in each task
+    task = work, batches, the files they read and write as the driver knows them
+
+A task may be run twice, or begun on a worker that dies: it writes the same bytes to the same places. What it wrote is
+on disk when its results arrive, for another machine's cache cannot be synced from here. A worker that finds another
+file than the driver's under a path stops: it would write something else without a word.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from zckpt.errors import WorkerError, ZckptError
+from zckpt.storage.distant import MARK
+from zckpt.version import __version__
+
+TASK_NBYTES = 128 << 20
+"""Moved by a task at most: large enough that sending it costs nothing, small enough to be done again."""
+
+LEAST_TASK_NBYTES = 8 << 20
+"""Moved by a task at least, where there are so many: as much as by a batch."""
+
+TASK_BATCHES = 64
+"""Most batches in a task: of tiny tensors they have many items and few bytes."""
+
+TASKS_PER_WORKER = 4
+"""At least, where tasks need not be smaller than `LEAST_TASK_NBYTES` for it: workers end at the same time."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_WANTED: ContextVar[Callable[[], bool]] = ContextVar("wanted", default=lambda: True)
+
+
+@contextmanager
+def while_wanted(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Let tasks that are run within this context end before the next batch when nobody waits for them any more."""
+    token = _WANTED.set(wanted)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Portions(Generic[Item]):
+    """What batches mean to the task that they are in.
+
+    Parameters
+    ----------
+    total : int, bytes
+        Of all batches, about.
+    nbytes : callable
+        Returns those of a batch.
+    reads, writes : callable
+        Return the paths of files that a batch reads, and writes.
+    """
+
+    total: int = 0
+    nbytes: Callable[[Item], int] = lambda _: LEAST_TASK_NBYTES
+    reads: Callable[[Item], Iterable[str]] = lambda _: ()
+    writes: Callable[[Item], Iterable[str]] = lambda _: ()
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A file as the driver sees it: its size in bytes, and of one that is read when it was changed last, in seconds."""
+
+    path: str
+    nbytes: int
+    changed: int | None
+
+    def check(self) -> None:
+        """Raise WorkerError unless it is the same file here."""
+        found = _looked_at(self.path, is_written=self.changed is None)
+        if found is None:
+            raise self._error("is not there", None, None)
+        if found.st_size != self.nbytes:
+            raise self._error("is another file", f"{self.nbytes} bytes", found.st_size)
+        if self.changed is not None and int(found.st_mtime) != self.changed:
+            raise self._error("is another file", f"last changed at {self.changed}", int(found.st_mtime))
+
+    def _error(self, what: str, expected: str | None, found: int | None) -> WorkerError:
+        return WorkerError(
+            f"{what} on {socket.gethostname()}, where a worker runs",
+            path=self.path,
+            expected=expected,
+            found=found,
+            advice="all workers need one file system, under the same paths; see docs/scale.md",
+        )
+
+
+def _looked_at(path: str, *, is_written: bool) -> os.stat_result | None:
+    """Return what the file system says of a file; of one that another machine has just made, not what it remembers."""
+    try:
+        if not is_written:
+            return os.stat(path)  # noqa: PTH116
+        try:
+            return _opened(path)
+        except FileNotFoundError:
+            os.close(os.open(os.path.dirname(path) or ".", os.O_RDONLY))  # noqa: PTH120  # NFS: names are asked for anew
+            return _opened(path)
+    except OSError:
+        return None
+
+
+def _opened(path: str) -> os.stat_result:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Task(Generic[Item, Result]):
+    """Batches that one worker runs in order.
+
+    Parameters
+    ----------
+    work : callable
+        Of a batch.
+    batches : tuple
+    files : tuple of Known
+        What they read and write.
+    writes : tuple of str
+        Which of these are written.
+    version : str
+        Of zckpt.
+    """
+
+    work: Callable[[Item], Result]
+    batches: tuple[Item, ...]
+    files: tuple[Known, ...]
+    writes: tuple[str, ...]
+    version: str = __version__
+
+
+def results_of(task: Task[Item, Result]) -> list[Result]:
+    """Run a task, on a worker; return the result of each batch once all that was written is on disk.
+
+    Raises
+    ------
+    WorkerError
+        The worker has another zckpt, or sees other files than the driver.
+    """
+    if task.version != __version__:
+        raise WorkerError(
+            f"{socket.gethostname()}, where a worker runs, has another zckpt",
+            expected=task.version,
+            found=__version__,
+            advice="install the same one everywhere",
+        )
+    for file in task.files:
+        file.check()
+    wanted, results = _WANTED.get(), []
+    for batch in task.batches:
+        if not wanted():
+            raise CancelledError
+        results.append(task.work(batch))
+    for path in task.writes:
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            getattr(os, "fdatasync", os.fsync)(descriptor)
+        finally:
+            os.close(descriptor)
+    return results
+
+
+def tasks_of(
+    work: Callable[[Item], Result], batches: Iterable[Item], portions: Portions[Item], workers: int
+) -> Iterator[Task[Item, Result]]:
+    """Yield batches as tasks of about as many bytes each.
+
+    Parameters
+    ----------
+    work : callable
+        Of a batch.
+    batches : iterable
+    portions : Portions
+    workers : int
+        How many run at once.
+    """
+    share = portions.total // (TASKS_PER_WORKER * workers)
+    most = min(max(share, LEAST_TASK_NBYTES), TASK_NBYTES)
+    known: dict[tuple[str, bool], Known | None] = {}
+    some: list[Item] = []
+    nbytes = 0
+    for batch in batches:
+        some.append(batch)
+        nbytes += portions.nbytes(batch)
+        if nbytes >= most or len(some) >= TASK_BATCHES:
+            yield _task(work, some, portions, known)
+            some, nbytes = [], 0
+    if some:
+        yield _task(work, some, portions, known)
+
+
+def _task(
+    work: Callable[[Item], Result],
+    batches: list[Item],
+    portions: Portions[Item],
+    known: dict[tuple[str, bool], Known | None],
+) -> Task[Item, Result]:
+    reads = dict.fromkeys((path, False) for batch in batches for path in portions.reads(batch))
+    writes = dict.fromkeys((path, True) for batch in batches for path in portions.writes(batch))
+    for one in (*reads, *writes):
+        if one not in known:
+            known[one] = _known(*one)
+    files = tuple(file for one in (*reads, *writes) if (file := known[one]) is not None)
+    return Task(work, tuple(batches), files, tuple(path for path, _ in writes))
+
+
+def _known(path: str, is_written: bool) -> Known | None:
+    """Return a file as it is here; None of one in a store, which knows it by itself, and of what cannot be read."""
+    if MARK in path:
+        return None
+    try:
+        found = os.stat(path)  # noqa: PTH116
+    except (OSError, ValueError):
+        return None
+    return Known(path, found.st_size, None if is_written else int(found.st_mtime))
+
+
+def workers_of(executor: Executor) -> int:
+    """Return how many tasks an executor runs at once; the cores of this machine where it does not say."""
+    for name in ("workers", "num_workers", "_max_workers"):
+        count = getattr(executor, name, None)
+        if isinstance(count, int) and count > 0:
+            return count
+    return os.cpu_count() or 1
+
+
+def settled(executor: Executor) -> None:
+    """Wait until no worker runs what was cancelled, where an executor does not wait by itself."""
+    settle = getattr(executor, "settle", None)
+    if settle is not None:
+        settle()
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return the error that all others came from."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+@contextmanager
+def worker_errors(executor: Executor) -> Iterator[None]:
+    """Turn what an executor raises of its own into a WorkerError; errors of a task pass."""
+    try:
+        yield
+    except (BrokenExecutor, CancelledError, *getattr(executor, "lost", ())) as error:
+        raise WorkerError(
+            "workers were lost",
+            found=str(error) or type(error).__name__,
+            advice="nothing was written under the target's name; run it again",
+        ) from error
+    except (ZckptError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"a worker cannot do its task: {type(first := _first(error)).__name__}: {first}",
+            advice="every worker needs the same zckpt and Python; --debug shows where it failed",
+        ) from error

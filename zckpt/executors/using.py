@@ -1,0 +1,106 @@
+"""An executor by its name: connected to, used for what is done in a context, and left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from importlib import import_module
+
+from zckpt.engine.workers import running_on
+from zckpt.errors import MissingPackageError, UsageError
+from zckpt.executors.launch import DRIVEN, MPI, TORCHRUN
+
+THREADS, DASK, RAY = "threads", "dask://", "ray"
+
+EXPECTED = "threads, dask://HOST:PORT, mpi, ray or torchrun"
+
+
+def check_executor(executor: Executor | str | None) -> None:
+    """Raise UsageError unless it is an executor, the name of one, or None; nothing is connected to."""
+    if executor is None or isinstance(executor, Executor):
+        return
+    named = isinstance(executor, str) and (
+        executor in (THREADS, MPI, RAY, TORCHRUN) or (executor.startswith(DASK) and executor != DASK)
+    )
+    if not named:
+        raise UsageError("no such executor", expected=EXPECTED, found=repr(executor))
+
+
+@contextmanager
+def using(executor: Executor | str | None) -> Iterator[None]:
+    """Let an executor run what is written, read or looked at in this context.
+
+    Parameters
+    ----------
+    executor : Executor, str or None
+        Of the caller's, who ends it; or a name, see the package: then it is connected to, and left, here. None: the one
+        that is used around this context already.
+
+    Raises
+    ------
+    UsageError
+        It is no executor, its package is missing, or it needs a launcher that did not start this process.
+    WorkerError
+        It cannot be reached.
+    """
+    check_executor(executor)
+    driven = DRIVEN.get()
+    if executor is None:
+        yield
+    elif isinstance(executor, Executor):
+        with running_on(executor):
+            yield
+    elif executor == THREADS:
+        with running_on(None):
+            yield
+    elif driven is not None and driven[0] == executor:
+        with running_on(driven[1]):
+            yield
+    else:
+        with _connected(executor) as own, running_on(own):
+            yield
+
+
+@contextmanager
+def _connected(name: str) -> Iterator[Executor]:
+    if name == RAY:
+        from zckpt.executors.on_ray import RayExecutor
+
+        with RayExecutor() as ray:
+            yield ray
+    elif name.startswith(DASK):
+        from zckpt.executors.on_dask import DaskExecutor
+
+        with DaskExecutor(name.removeprefix(DASK)) as dask:
+            yield dask
+    elif name == MPI:
+        from zckpt.executors.on_mpi import pool
+
+        with pool() as executor:
+            yield executor
+    else:
+        raise UsageError(
+            "only the ranks of torchrun can be these workers",
+            expected="torchrun --nproc-per-node N -m zckpt ...",
+            advice="from Python, enter zckpt.executors.on_ranks.ranks() on every rank",
+        )
+
+
+def needed(package: str, executor: str) -> None:
+    """Raise MissingPackageError unless a package can be imported.
+
+    Parameters
+    ----------
+    package : str
+    executor : str
+        The extra that has it, and the executor that needs it.
+    """
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"--executor {executor} needs the package {package}, which cannot be imported",
+            found=str(error),
+            advice=f"pip install 'zckpt[{executor}]'",
+        ) from error

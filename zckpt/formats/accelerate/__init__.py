@@ -1,0 +1,99 @@
+"""Directories that Accelerate's `load_state` takes: written here, read by the formats whose files they are made of.
+
+DIR/model.safetensors, model_1.safetensors ...                  alone, DDP: every prepared model, one file each
+DIR/optimizer.bin, optimizer_1.bin ...                          {state, param_groups} of torch.optim, numbered
+
+DIR/pytorch_model_fsdp_0/, optimizer_0/, pytorch_model_fsdp_1/ ...      FSDP, SHARDED_STATE_DICT: DCP, by names
+DIR/pytorch_model_fsdp.bin, optimizer.bin, pytorch_model_fsdp_1.bin ... FSDP, FULL_STATE_DICT: torch files, by names
+
+DIR/scheduler.bin, random_states_R.pkl, sampler.bin, scaler.pt, custom_checkpoint_0.pkl ...     in each of them
+DIR/zckpt.pt                                                    what none of these has room for
+
+split       a checkpoint's models, each with its optimizer
+states      schedulers, random states, all that is carried
+writer      the files
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
+from zckpt.formats.options import option
+from zckpt.storage.ownership import Owned
+
+if TYPE_CHECKING:
+    from zckpt.state import Checkpoint
+
+SHARDED, FULL = "sharded", "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to accelerate` can be given."""
+
+    fsdp: str | None = option(
+        str,
+        None,
+        "For FSDP with Accelerate's SHARDED_STATE_DICT or FULL_STATE_DICT. Default: for training without FSDP.",
+        choices=(SHARDED, FULL),
+    )
+    world_size: int | None = option(
+        int, None, "Files to spread a sharded model over; any number of ranks loads it. Default: 1.", metavar="N"
+    )
+    groups: str = option(
+        str,
+        "keep",
+        "Param groups: as SOURCE, or one of all parameters in the model's order.",
+        choices=("keep", "one"),
+    )
+
+
+def _is_own(name: str) -> bool:
+    from zckpt.formats.accelerate.writer import is_own
+
+    return is_own(name)
+
+
+def _is_marked(directory: Path) -> bool:
+    return (directory / "zckpt.pt").is_file()
+
+
+class Accelerate(Format):
+    """What Accelerate's `load_state` takes, without DeepSpeed."""
+
+    name = "accelerate"
+    title = "Hugging Face's Accelerate"
+    reads = (
+        (
+            "Accelerate's `save_state`",
+            "by the rows around this one: without FSDP, with FSDP in all its forms, DeepSpeed",
+        ),
+    )
+    writes = "what Accelerate's load_state takes: without FSDP, or for FSDP1 and FSDP2"
+    options = Options
+    keeps_optimizers = True
+    owns = Owned(_is_own, _is_marked)
+
+    def find(self, search: Search) -> None:  # noqa: ARG002
+        """Leave all directories to the formats that their files are of."""
+        return
+
+    def read(self, found: Found, search: Search) -> Checkpoint:
+        """Never be called: nothing is found."""
+        raise NotImplementedError
+
+    def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
+        """Leave all directories to other formats."""
+        return False
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of a directory that `load_state` takes."""
+        from zckpt.formats.accelerate.writer import lay_out
+
+        return lay_out(job)
+
+
+FORMATS = (Accelerate(),)

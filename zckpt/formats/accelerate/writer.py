@@ -1,0 +1,209 @@
+"""The files of a directory that Accelerate's `load_state` takes.
+
+Masters are written as the models' weights, so that they go on in their precision; there is no other place for them.
+Without FSDP, parameters are numbered, by the order of each param group, and `load_state` wants each model in one file.
+Under FSDP they have names. DCP wants every value that the optimizer in memory has: what other programs' param groups
+lack, and what their steps are not, has torch's default and torch's form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zckpt.engine.targets import TargetFile
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.accelerate import FULL, SHARDED
+from zckpt.formats.accelerate.split import Parts, parts_of
+from zckpt.formats.accelerate.states import OWN as STATES
+from zckpt.formats.accelerate.states import state_files
+from zckpt.formats.assets import copies_of, find_assets, is_adapter
+from zckpt.formats.consolidated.model import model_tensors, model_tree
+from zckpt.formats.consolidated.optimizer import optimizer_tree
+from zckpt.formats.dcp import writer as dcp_writer
+from zckpt.formats.dcp.directory import OWN_NAME
+from zckpt.formats.dcp.directory import is_own as is_dcps
+from zckpt.formats.dcp.own import own_tree
+from zckpt.formats.dcp.write_items import items_of, named_tree
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.fsdp_rank_files.groups import DCP, ONE, follows, one_group
+from zckpt.formats.remainder import remainder, types_of_weights
+from zckpt.formats.safetensors import file as safetensors_file
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.tensors import refuse_trees
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Scalar
+
+MODEL, OPTIMIZER, FSDP_MODEL = "model", "optimizer", "pytorch_model_fsdp"
+
+DEFAULTS: dict[str, object] = {
+    "foreach": None,
+    "maximize": False,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "amsgrad": False,
+    "decoupled_weight_decay": False,  # AdamW of torch sets its own when it has loaded
+}
+"""Hyperparameters of torch's optimizers that others do not have, and what they are unless someone sets them."""
+
+STEP = "step"
+
+_OWN = re.compile(
+    r"model(?:_[0-9]+)?\.safetensors|pytorch_model_fsdp(?:_[0-9]+)?\.bin|optimizer(?:_[0-9]+)?\.bin|zckpt\.pt"
+)
+_FOLDER = re.compile(r"(?:pytorch_model_fsdp|optimizer)_[0-9]+")
+
+
+def is_own(name: str) -> bool:
+    """Tell whether a file name is one that a directory of this format has of its own, as zckpt writes it."""
+    folder, slash, file = name.partition("/")
+    if slash:
+        return _FOLDER.fullmatch(folder) is not None and is_dcps(file)
+    return _OWN.fullmatch(name) is not None or STATES.fullmatch(name) is not None
+
+
+def lay_out(job: Job) -> TargetFiles:
+    """Return the files of a directory.
+
+    Raises
+    ------
+    UsageError
+        Files to spread over are asked of a form that has one for each model.
+    UnsupportedError
+        Accelerate could not go on from it: parameters without names, several optimizers that it could not pair with
+        models, an adapter without its model.
+    """
+    checkpoint, form = job.checkpoint, job.options.fsdp
+    if job.options.world_size is not None and form != SHARDED:
+        raise UsageError("world-size does not apply", expected=f"--fsdp {SHARDED}")
+    refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
+    assets = find_assets(checkpoint)
+    if is_adapter([one.name for one in checkpoint.tensors()], assets):
+        raise UnsupportedError(
+            "is an adapter, and Accelerate loads the whole model that it was added to",
+            path=checkpoint.source,
+            advice="`zckpt merge-adapter` makes one model of both",
+        )
+    notes: list[str] = []
+    if job.options.groups == ONE and checkpoint.param_groups:
+        if checkpoint.models() or checkpoint.optimizers():
+            raise UsageError("groups one is for one model", expected="--groups keep", path=checkpoint.source)
+        checkpoint, said = one_group(checkpoint)
+        notes += said
+    if form is None:
+        _check_order(checkpoint)
+    parts = parts_of(checkpoint, paired=form is not None)
+    if form == SHARDED:
+        files = list(_sharded(parts, job.options.world_size or 1, notes))
+    else:
+        files = list(_full(parts, notes) if form == FULL else _plain(parts))
+    if not checkpoint.param_groups:
+        notes.append("the source has no optimizer: load_state takes models alone where no optimizer was prepared")
+    states = state_files(checkpoint, parts.optimizers, notes)
+    files += [torch_writer.lay_out(name, value) for name, value in states.items()]
+    files.append(torch_writer.lay_out(OWN_NAME, _own(parts.whole, states, sharded=form == SHARDED)))
+    return TargetFiles([*files, *copies_of(assets)], notes=notes, copied=frozenset(assets))
+
+
+def _check_order(checkpoint: Checkpoint) -> None:
+    """Raise where names are listed in an order that need not be the optimizer's own, which numbers them.
+
+    Those are FSDP1's: it lists what is in each flat parameter, the root's first.
+    """
+    origin = checkpoint.details.get("origin")
+    if (origin.get("format") if isinstance(origin, Mapping) else checkpoint.format) != DCP:
+        return
+    order = list(checkpoint.parameters)
+    for group in checkpoint.param_groups:
+        if not follows(group.parameters, order):
+            raise UnsupportedError(
+                "the optimizer lists its parameters in another order than the model, as FSDP1 does with flat ones, and "
+                "without FSDP they are told by their order",
+                path=checkpoint.source,
+                found=f"{listed(group.parameters, most=3)} in a param group",
+                advice=f"give --groups one, or --fsdp {SHARDED}",
+            )
+
+
+def _own(checkpoint: Checkpoint, states: Mapping[str, object], *, sharded: bool) -> dict[str, object]:
+    """Return what is in no other file: those of `states` are read by their own names."""
+    held = {Path(name).stem for name in states}
+    if sharded:
+        return {**own_tree(checkpoint, (), without=held), "dtypes": types_of_weights(checkpoint)}
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in held}
+    return {**remainder(checkpoint), "metadata": metadata, "dtypes": types_of_weights(checkpoint)}
+
+
+def _numbered(stem: str, number: int) -> str:
+    """Return the name of the n-th of what is prepared; the first one's has no number."""
+    return f"{stem}_{number}" if number else stem
+
+
+def _plain(parts: Parts) -> Iterator[TargetFile]:
+    for number, model in enumerate(parts.models):
+        tied = {one.name: one.tied_to for one in model.parameters.values() if one.tied_to is not None}
+        entries = [
+            safetensors_file.Entry(one.name, one.slots[WEIGHT], one.slots[WEIGHT].dtype, one.name)
+            for one in model.tensors()
+            if one.tied_to is None and WEIGHT in one.slots
+        ]
+        safetensors_file.check_names([*(one.name for one in entries), *tied])
+        metadata = {**tied, **safetensors_file.FOR_TORCH}
+        yield safetensors_file.lay_out(f"{_numbered(MODEL, number)}.safetensors", entries, metadata)
+    for number, optimizer in enumerate(parts.optimizers):
+        tree = optimizer_tree(optimizer, _slots(optimizer))
+        yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", tree)
+
+
+def _full(parts: Parts, notes: list[str]) -> Iterator[TargetFile]:
+    for number, model in enumerate(parts.models):
+        yield torch_writer.lay_out(f"{_numbered(FSDP_MODEL, number)}.bin", _model(model))
+    for number, optimizer in enumerate(parts.optimizers):
+        yield torch_writer.lay_out(f"{_numbered(OPTIMIZER, number)}.bin", _by_name(optimizer, notes))
+
+
+def _sharded(parts: Parts, world_size: int, notes: list[str]) -> Iterator[TargetFile]:
+    trees: dict[str, dict[str, object]] = {
+        f"{FSDP_MODEL}_{number}": {"model": _model(model)} for number, model in enumerate(parts.models)
+    }
+    for number, optimizer in enumerate(parts.optimizers):
+        trees[f"{OPTIMIZER}_{number}"] = {"optimizer": _by_name(optimizer, notes)}
+    for folder, tree in trees.items():
+        for file in dcp_writer.lay_out_items(items_of(tree, parts.whole.source), world_size):
+            yield replace(file, name=f"{folder}/{file.name}")
+
+
+def _slots(optimizer: Checkpoint) -> list[str]:
+    return [name for name in optimizer.slot_names() if name not in (WEIGHT, MASTER)]
+
+
+def _model(model: Checkpoint) -> object:
+    return model_tree(model_tensors(model, "keep", tied="duplicate", exclude_frozen=False))
+
+
+def _by_name(optimizer: Checkpoint, notes: list[str]) -> dict[str, object]:
+    """Return an optimizer's state dict with names, in which all is that torch's own optimizers have."""
+    tree: dict[str, Any] = named_tree(optimizer, _slots(optimizer))
+    for values in tree["state"].values():
+        step = values.get(STEP)
+        if type(step) in (int, float):
+            values[STEP] = torch_writer.value_node(Scalar(float(step), "float32"))
+    for group in tree["param_groups"]:
+        for key, value in DEFAULTS.items():
+            group.setdefault(key, value)
+    _give_first_rates(tree["param_groups"], notes)
+    return tree
+
+
+def _give_first_rates(groups: Sequence[dict[str, object]], notes: list[str]) -> None:
+    """Give groups the rate that a scheduler began with, which torch's keep there, where the source has none."""
+    if any("initial_lr" in group for group in groups) or not all("lr" in group for group in groups):
+        return
+    for group in groups:
+        group["initial_lr"] = group["lr"]
+    said = "initial_lr, which the source does not have, is the rate of now: schedulers do not look at it again"
+    if said not in notes:
+        notes.append(said)

@@ -1,0 +1,135 @@
+"""Which checkpoint of a run was saved last, where a program keeps one beside the other and names them by their step.
+
+RUN/step-N/                           torchtitan: a DCP directory for each step; it goes on from the last that is whole
+RUN/epE-baB/                          Composer, sharded: the same, by epoch and batch
+RUN/epE-baB-rank0.pt                  Composer, whole: a file of torch.save
+RUN/latest-rank0.pt -> epE-baB...     Composer's link to the one that it saved last
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.codes import LATEST
+from zckpt.errors import SourceError, UnknownFormatError, listed
+from zckpt.formats.format import NearMiss
+
+LINK = "latest-rank0.pt"
+
+_TITAN = re.compile(r"step-([0-9]{1,18})")
+_COMPOSER = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})")
+_COMPOSER_FILE = re.compile(r"ep([0-9]{1,18})-ba([0-9]{1,18})-rank0\.pt")
+
+SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """The checkpoint that was saved last.
+
+    Parameters
+    ----------
+    path : Path
+    unfinished : tuple of str
+        Names of later ones that are not whole.
+    """
+
+    path: Path
+    unfinished: tuple[str, ...] = ()
+
+
+def is_tag(tag: str) -> bool:
+    """Tell whether a tag may name a folder below another."""
+    return "\0" not in tag and not {"", ".", ".."} & set(tag.split("/"))
+
+
+def last_folder(run: Path, is_whole: Callable[[Path], bool]) -> LastStep | NearMiss | None:
+    """Return the last of a run's folders; None where it has none that is whole.
+
+    Parameters
+    ----------
+    run : Path
+        A directory.
+    is_whole : callable
+        Tells whether a folder is a checkpoint.
+
+    Raises
+    ------
+    SourceError
+        The directory cannot be read.
+    UnknownFormatError
+        Composer's link names something that is not there.
+    """
+    names = _names(run)
+    by_program = [
+        {name: _order(match) for name in names if (match := pattern.fullmatch(name)) and (run / name).is_dir()}
+        for pattern in (_TITAN, _COMPOSER)
+    ]
+    whole = [{name: at for name, at in found.items() if is_whole(run / name)} for found in by_program]
+    if not any(whole):
+        return None
+    if all(whole):
+        return NearMiss(
+            f"holds the steps of two programs: {listed([max(one, key=one.__getitem__) for one in whole])}", "give one"
+        )
+    at = 0 if whole[0] else 1
+    if at and (run / LINK).is_symlink():
+        return _linked(run, whole[1])
+    answer = _last(run, whole[at])
+    if isinstance(answer, NearMiss):
+        return answer
+    later = [name for name, order in by_program[at].items() if order > whole[at][answer.path.name]]
+    return LastStep(answer.path, tuple(sorted(later)))
+
+
+def last_file(run: Path) -> LastStep | NearMiss | None:
+    """Return the last of Composer's files in a directory; None where it has none. Errors are those of `last_folder`."""
+    names = _names(run)
+    found = {name: _order(match) for name in names if (match := _COMPOSER_FILE.fullmatch(name))}
+    if not found:
+        return None
+    return _linked(run, found) if (run / LINK).is_symlink() else _last(run, found)
+
+
+def _order(match: re.Match[str]) -> tuple[int, ...]:
+    """Return what orders a name as it was saved: the batch or step, then the epoch."""
+    return tuple(int(number) for number in reversed(match.groups()))
+
+
+def _linked(run: Path, found: dict[str, tuple[int, ...]]) -> LastStep:
+    name = Path(os.path.realpath(run / LINK)).name
+    names = sorted(found, key=lambda one: found[one])
+    if name not in found or os.path.realpath(run / LINK) != os.path.realpath(run / name):
+        raise UnknownFormatError(
+            "names no checkpoint",
+            path=run / LINK,
+            expected=f"a link to one beside it: {listed(names, most=SHOWN)}",
+            found=name,
+            advice=f"give the one that is meant: {run / names[-1]}",
+            code=LATEST,
+        )
+    return LastStep(run / name)
+
+
+def _last(run: Path, found: dict[str, tuple[int, ...]]) -> LastStep | NearMiss:
+    """Return the last one by batch, unless epochs say that those of several runs are mixed."""
+    names = sorted(found, key=found.__getitem__)
+    epochs = [found[name][1:] for name in names]
+    if epochs != sorted(epochs):
+        return NearMiss(
+            f"holds checkpoints of which epochs and batches are in different orders: {listed(names, most=SHOWN)}",
+            f"give the one that is meant, such as {run / names[-1]}",
+        )
+    return LastStep(run / names[-1])
+
+
+def _names(run: Path) -> list[str]:
+    try:
+        with os.scandir(run) as entries:
+            return sorted(entry.name for entry in entries)
+    except OSError as error:
+        raise SourceError("cannot be read", path=run, found=error.strerror) from error

@@ -1,0 +1,245 @@
+"""What a plan will take, before anything is written: room, memory, reads, and time by a short sample.
+
+Room and memory are looked at before every run, and what cannot fit is refused. Reads are counted, and time is
+estimated, under `dry_run`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.engine.packs import GAP_NBYTES
+from zckpt.engine.plan import Copy, FilePlan, Plan
+from zckpt.errors import TargetError, shown
+from zckpt.state import ZEROS
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import is_remote
+from zckpt.storage.journal import left_by
+from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
+from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
+
+SAMPLE_NBYTES = 32 << 20
+"""Read, and written, to see how fast that is: enough to leave the caches of a disk, and below a second for most."""
+
+SAMPLED_FILES = 16
+"""Of the source, spread over all that are read."""
+
+READ_AT_ONCE = 2
+"""Strided elements are read with all that is between them where that is not more than this many times as much."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """What is read of a source file.
+
+    Parameters
+    ----------
+    requests : int
+        Byte ranges; those that lie end to end, or almost, and are needed one after the other are one.
+    nbytes : int, bytes
+        Of these ranges.
+    low, high : int, bytes
+        Where the first begins and the last ends.
+    """
+
+    requests: int = 0
+    nbytes: int = 0
+    low: int = 0
+    high: int = 0
+    _last: tuple[int, int] | None = None
+
+    def add(self, offset: int, nbytes: int, count: int = 1) -> None:
+        """Note ranges: one, or `count` that lie apart from each other from `offset` on and have `nbytes` together."""
+        end = offset + nbytes
+        self.low, self.high = (min(self.low, offset), max(self.high, end)) if self.requests else (offset, end)
+        if self._last is not None and count == 1:
+            low, high = self._last
+            if low <= offset <= high + GAP_NBYTES:
+                self.nbytes += max(end - high, 0)
+                self._last = low, max(end, high)
+                return
+        self.requests += count
+        self.nbytes += nbytes
+        self._last = offset, end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foresight:
+    """What a run will take, and what there is of it.
+
+    Parameters
+    ----------
+    num_files, num_directories : int
+        That are made; the record of a fingerprint is not among them.
+    room : Room or None
+        Of the target's file system; None: unknown.
+    reads : dict of str to Reads
+        By source file.
+    buffers : int, bytes
+        What copy buffers take together: the budget, or what a limit of memory leaves of it.
+    memory : tuple of str and int, or None
+        The limit that leaves least, and the bytes that it leaves; None: unknown.
+    read_rate, write_rate : float or None, bytes per second
+        Of a sample; what was written of it was synced, and is gone.
+    seconds : float or None
+        About so long takes what is written, proofs aside; None: there is no sample.
+    """
+
+    num_files: int
+    num_directories: int
+    room: Room | None
+    reads: dict[str, Reads]
+    buffers: int
+    memory: tuple[str, int] | None
+    read_rate: float | None
+    write_rate: float | None
+    seconds: float | None
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON-able data."""
+        limit, free = self.memory or (None, None)
+        return {
+            "num_files": self.num_files,
+            "num_directories": self.num_directories,
+            "free_nbytes": None if self.room is None else self.room.nbytes,
+            "free_inodes": None if self.room is None else self.room.files,
+            "read_requests": sum(one.requests for one in self.reads.values()),
+            "requested_nbytes": sum(one.nbytes for one in self.reads.values()),
+            "reads": {
+                shown(path): {"requests": one.requests, "nbytes": one.nbytes} for path, one in self.reads.items()
+            },
+            "buffers_nbytes": self.buffers,
+            "free_memory_nbytes": free,
+            "memory_limit": limit,
+            "read_nbytes_per_second": self.read_rate,
+            "write_nbytes_per_second": self.write_rate,
+            "seconds": self.seconds,
+        }
+
+
+def directories(names: Iterable[Path], target: Path) -> int:
+    """Return how many directories are made for files: the target, and those between it and a file."""
+    found = {target}
+    for parent in {name.parent for name in names}:
+        found.update(one for one in (parent, *parent.parents) if target in one.parents)
+    return len(found)
+
+
+def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool) -> None:
+    """Raise unless the target's file system has room for the files of a plan, and the process memory to write them.
+
+    Parameters
+    ----------
+    plan : Plan
+    names : sequence of Path
+        All files that are made.
+    target : Path
+    is_file : bool
+        Whether no directory is made.
+
+    Raises
+    ------
+    TargetError
+        It has not.
+    UsageError
+        A limit leaves too little memory.
+    OSError
+        The target's directory is not there.
+    """
+    if plan.write_nbytes > LEAST_NBYTES:  # a name in `latest` fits wherever a process does
+        check_memory()
+    if is_remote(target):
+        return
+    made = len(names) + (0 if is_file else directories(names, target))
+    left = left_by(names if is_file else [target])
+    nbytes, files = max(plan.write_nbytes - left.nbytes, 0), max(made - (left.files or 0), 0)
+    check_room(target.parent, nbytes, files, replaced=os.path.lexists(target))
+
+
+def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, memory: int) -> Foresight:
+    """Look at what a plan will take.
+
+    Parameters
+    ----------
+    plan, names, target, is_file
+        As for `check_fits`.
+    memory : int, bytes
+        Upper bound of what copy buffers take together.
+
+    Raises
+    ------
+    TargetError
+        There is no room.
+    UsageError
+        A limit leaves too little memory.
+    SourceError
+        A file cannot be read.
+    """
+    try:
+        check_fits(plan, names, target, is_file=is_file)
+        found: Room | None = None if is_remote(target) else room(target.parent)
+    except TargetError:
+        raise
+    except OSError:  # its directory is not there, or of no file system that says
+        found = None
+    reads = reads_of(plan.files)
+    read = read_rate(_sample(reads)) if reads else None
+    write = write_rate(target.parent, min(SAMPLE_NBYTES, plan.write_nbytes)) if found and plan.write_nbytes else None
+    seconds = None if write is None else plan.write_nbytes / write + (plan.read_nbytes / read if read else 0.0)
+    return Foresight(
+        num_files=len(names),
+        num_directories=0 if is_file else directories(names, target),
+        room=found,
+        reads=reads,
+        buffers=buffers_within(memory),
+        memory=free_memory(),
+        read_rate=read,
+        write_rate=write,
+        seconds=seconds,
+    )
+
+
+def reads_of(files: Iterable[FilePlan]) -> dict[str, Reads]:
+    """Return what a plan reads of each source file, in the order in which it comes to them."""
+    found: dict[str, Reads] = {}
+    for one in files:
+        for copy in (copy for each in one.fills for copy in each.copies):
+            for path, offset, nbytes, count in _ranges(copy):
+                found.setdefault(path, Reads()).add(offset, nbytes, count)
+        for piece in (piece for pack in one.file.packs for piece in pack.pieces()):
+            for path, offset, nbytes in piece.ranges():
+                found.setdefault(path, Reads()).add(offset, nbytes)
+    return found
+
+
+def _ranges(copy: Copy) -> Iterator[tuple[str, int, int, int]]:
+    """Yield what a copy reads: file, offset, bytes, in how many ranges."""
+    size = itemsize(copy.source_dtype)
+    nbytes = copy.numel * size
+    for source in copy.sources:
+        if source.path == ZEROS:
+            continue
+        reach = size + sum((n - 1) * step for n, step in zip(copy.shape, source.strides, strict=True))
+        if reach <= READ_AT_ONCE * nbytes:
+            yield source.path, source.offset, reach, 1
+            continue
+        dense = size
+        for n, step in zip(reversed(copy.shape), reversed(source.strides), strict=True):
+            if step != dense:
+                break
+            dense *= n
+        yield source.path, source.offset, nbytes, nbytes // dense
+
+
+def _sample(reads: dict[str, Reads]) -> Iterator[tuple[str, int, int]]:
+    """Yield ranges of some files, in the middle of what is read of them, that have `SAMPLE_NBYTES` together."""
+    paths = sorted(reads)
+    step = max(len(paths) / SAMPLED_FILES, 1)
+    chosen = [paths[int(at * step)] for at in range(min(SAMPLED_FILES, len(paths)))]
+    for path in chosen:
+        one = reads[path]
+        nbytes = min(SAMPLE_NBYTES // len(chosen), one.high - one.low)
+        yield path, one.low + (one.high - one.low - nbytes) // 2, nbytes

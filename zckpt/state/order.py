@@ -1,0 +1,61 @@
+"""The order of a model's parameters, where someone says it and files do not have it. Pure.
+
+Files of safetensors have their tensors sorted. Formats that number parameters do so in the model's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zckpt.errors import UsageError, listed
+from zckpt.state.checkpoint import Checkpoint
+from zckpt.state.names import aligned
+
+GIVEN = "parameter order"
+"""Which of a checkpoint's details says that its parameters are in the order that was given."""
+
+
+def put_in_order(checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    """Put a checkpoint's parameters in the order of names, those of all of them.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    names : sequence of str
+        As the model has them, whatever wrappers it is in; aliases and buffers may be among them.
+
+    Raises
+    ------
+    UsageError
+        They are not the names of all of the parameters, each once.
+    """
+    every = {**checkpoint.parameters, **checkpoint.buffers}
+    known = aligned(every, names)
+    order = [known.get(name, name) for name in names]
+    missing = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in order]
+    strange = [name for name in order if name not in every]
+    if missing or strange or len(set(order)) != len(order):
+        wrong = f"without {listed(missing)}" if missing else f"with {listed(strange)}" if strange else "some twice"
+        raise UsageError(
+            "the names are not those of the model's parameters",
+            path=checkpoint.source,
+            expected=f"all {len(checkpoint.parameters)} of them in the model's order, each once",
+            found=f"{len(names)} names, {wrong}",
+        )
+    arranged = [name for name in order if name in checkpoint.parameters]
+    checkpoint.parameters = {name: checkpoint.parameters[name] for name in (*arranged, *checkpoint.parameters)}
+    checkpoint.details[GIVEN] = "as --names says"
+
+
+def tells_order(checkpoint: Checkpoint, names: Sequence[str]) -> bool:
+    """Tell whether names of all parameters that an optimizer was read by are in the model's order for sure.
+
+    Those of several groups, one group after the other, are in the optimizer's order, which may be another.
+    """
+    members = [name for group in checkpoint.param_groups for name in group.parameters]
+    known = aligned([*checkpoint.parameters, *checkpoint.buffers], names)
+    order = [known.get(name, name) for name in names]
+    owners = {one.name for one in checkpoint.parameters.values() if one.tied_to is None}
+    if not owners <= set(order) or not set(order) <= {*checkpoint.parameters, *checkpoint.buffers}:
+        return False
+    return len(checkpoint.param_groups) < 2 or [name for name in order if name in members] != members

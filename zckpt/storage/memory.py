@@ -1,0 +1,184 @@
+"""What memory this process may still take: of its address space, of its control group, of the machine.
+
+    RLIMIT_AS        limit - what it has mapped            with all that is mapped: libraries, stacks, arenas
+    cgroup, v1, v2   limit - what cannot be given back     the page cache can
+    MemAvailable     of the machine
+
+Sources: proc(5), getrlimit(2), mallopt(3); cgroup-v1/memory.rst, cgroup-v2.rst of Linux. Where a system says none of
+it, nothing is known, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from zckpt.errors import UsageError
+
+RESERVED_NBYTES = 24 << 20
+"""For what is no buffer: modules that are still to be loaded, plans, the proof of what was written."""
+
+LEAST_NBYTES = 1 << 20
+"""Of buffers together; with less, a run would take for ever, or fail in its middle."""
+
+STACK_NBYTES = 1 << 20
+"""Of a thread where address space is scarce; the system's default is 8 MiB."""
+
+_ARENA_MAX = -8
+"""M_ARENA_MAX: how many arenas malloc has, of 64 MiB of address space for each thread; from malloc.h of glibc."""
+
+_MMAP_THRESHOLD, MAPPED_NBYTES = -3, 128 << 10
+"""M_MMAP_THRESHOLD: from this size on, the default's first, memory goes back to the system as soon as it is free."""
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+_UNLIMITED = 1 << 60
+"""From here on a limit is none: version 1 says the largest multiple of a page, version 2 `max`."""
+
+
+def check_memory() -> None:
+    """Raise unless the process may take what the smallest run needs.
+
+    Raises
+    ------
+    UsageError
+        A limit leaves less.
+    """
+    needed, found = RESERVED_NBYTES + LEAST_NBYTES, free_memory()
+    if found is not None and found[1] < needed:
+        raise UsageError(
+            f"not enough memory by {found[0]}",
+            expected=f"{needed} bytes that are free",
+            found=max(found[1], 0),
+            advice="raise the limit, or end what else runs there",
+        )
+
+
+def buffers_within(memory: int) -> int:
+    """Return how much of a budget for buffers the process can take: all of it, or less where a limit leaves less.
+
+    Parameters
+    ----------
+    memory : int, bytes
+
+    Returns
+    -------
+    int, bytes
+        Of a budget that is not smaller itself, at least `LEAST_NBYTES`: a run that has begun goes on with that.
+    """
+    found = free_memory()
+    return memory if found is None else min(memory, max(found[1] - RESERVED_NBYTES, LEAST_NBYTES))
+
+
+def free_memory() -> tuple[str, int] | None:
+    """Return the limit that leaves least, and the bytes it leaves; None: nothing is known."""
+    return min(limits(), key=lambda one: one[1], default=None)
+
+
+def limits(proc: Path = _PROC, groups: Path = _CGROUPS) -> Iterator[tuple[str, int]]:
+    """Yield every limit that there is by its name, with the bytes that it leaves.
+
+    Parameters
+    ----------
+    proc, groups : Path
+        Where the system tells of processes and control groups.
+    """
+    most = address_space()
+    mapped = _words(proc / "self" / "statm")
+    if most is not None and mapped:
+        yield "RLIMIT_AS (ulimit -v)", most - int(mapped[0]) * os.sysconf("SC_PAGE_SIZE")
+    yield from _of_groups(proc, groups)
+    about = _fields(proc / "meminfo")
+    if "MemAvailable" in about:
+        yield "what the machine has available", (about["MemAvailable"] + about.get("SwapFree", 0)) << 10
+
+
+def address_space() -> int | None:
+    """Return how many bytes the process may map; None: any number."""
+    try:
+        import resource
+    except ImportError:  # no such system
+        return None
+    soft = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if soft == resource.RLIM_INFINITY or soft >= _UNLIMITED else soft
+
+
+def confine_threads() -> None:
+    """Let threads that begin from now on take little address space, if the process may not map what it likes.
+
+    A thread of a usual Linux maps 72 MiB, of which it uses some kilobytes. Buffers are given back when they are free.
+    """
+    if address_space() is None:
+        return
+    import threading
+
+    before = threading.stack_size(STACK_NBYTES)
+    if before not in (0, STACK_NBYTES):  # somebody has chosen
+        threading.stack_size(before)
+    if sys.platform == "linux":
+        import ctypes
+
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_ARENA_MAX, 1)
+            mallopt(_MMAP_THRESHOLD, MAPPED_NBYTES)
+
+
+def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
+    for line in _lines(proc / "self" / "cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:
+            yield from _of_version_2(groups, path)
+        elif "memory" in controllers.split(","):
+            yield from _of_version_1(groups / "memory", path)
+
+
+def _of_version_2(root: Path, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the limits of a group and of those it is in; in a container, the outermost that it sees is its own."""
+    for group in _upwards(root, path):
+        most, current = _words(group / "memory.max"), _words(group / "memory.current")
+        if most and current and most[0].isdigit():
+            about = _fields(group / "memory.stat")
+            kept = int(current[0]) - about.get("active_file", 0) - about.get("inactive_file", 0)
+            yield f"memory.max of cgroup /{_named(root, group)}", int(most[0]) - max(kept, 0)
+
+
+def _of_version_1(root: Path, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the limit of a group, which counts those it is in."""
+    for group in _upwards(root, path):
+        about = _fields(group / "memory.stat")
+        most = about.get("hierarchical_memory_limit")
+        if most is not None:
+            if most < _UNLIMITED:
+                kept = about.get("total_rss", 0) + about.get("total_shmem", 0)
+                yield f"memory.limit_in_bytes of cgroup /{_named(root, group)}", most - kept
+            return
+
+
+def _named(root: Path, group: Path) -> str:
+    return "" if group == root else group.relative_to(root).as_posix()
+
+
+def _upwards(root: Path, path: str) -> list[Path]:
+    """Return the directories of a group and of those it is in, innermost first."""
+    steps = [step for step in path.split("/") if step not in ("", "..")]
+    return [root.joinpath(*steps[:count]) for count in range(len(steps), -1, -1)]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _words(path: Path) -> list[str]:
+    return " ".join(_lines(path)).split()
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Return the numbers of a file of names and numbers, a pair a line."""
+    pairs = (line.replace(":", " ").split() for line in _lines(path))
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) >= 2 and pair[1].isdigit()}
