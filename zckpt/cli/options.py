@@ -82,6 +82,11 @@ tied_option = click.option(
 max_shard_size_option = click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+dequantize_option = click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
+)
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 executor_option = click.option(
     "--executor",

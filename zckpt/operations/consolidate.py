@@ -19,6 +19,7 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
@@ -112,6 +113,7 @@ def consolidate(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -172,6 +174,9 @@ def consolidate(
         see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
     map_config : path-like or mapping, optional
         The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
+    dequantize : bool
+        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
 
     Returns
     -------
@@ -197,6 +202,12 @@ def consolidate(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
+    if dequantize:
+        if not slots:
+            raise UsageError(
+                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
+            )
+        [found] = with_floats(found)
     checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)
