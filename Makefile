@@ -25,6 +25,8 @@ check: $(VENV)/.development
 	$(BIN)/mypy
 
 bench: $(VENV)/.development
+	$(BIN)/python bench/table.py
+	$(BIN)/python bench/copier.py
 	$(BIN)/python bench/consolidate.py
 	$(BIN)/python bench/reshard.py
 	$(BIN)/python bench/diff.py
@@ -33,6 +35,7 @@ bench: $(VENV)/.development
 	$(BIN)/python bench/training.py
 	$(BIN)/python bench/rank_files.py
 	$(BIN)/python bench/plan_scale.py
+	$(BIN)/python bench/scale.py
 	$(BIN)/python bench/map.py
 	$(BIN)/python bench/average.py
 	$(BIN)/python bench/cold_start.py

@@ -131,10 +131,15 @@ def watch(command: Sequence[str], taken: Callable[[], int]) -> Peak:
     return peak
 
 
+def environment() -> dict[str, str]:
+    """Return what a command finds in its environment."""
+    found = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": BYTECODE}
+    found.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has its bytecode, and so is measured with it
+    return found
+
+
 def _spawn(command: Sequence[str], errors: IO[bytes], **options: bool) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": BYTECODE}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed has its bytecode, and so is measured with it
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment, cwd=HERE, **options)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment(), cwd=HERE, **options)
 
 
 def _check(child: subprocess.Popen[bytes], command: Sequence[str], errors: IO[bytes]) -> None:

@@ -139,6 +139,7 @@ FOUND = {
     "megatron": OTHER / "mcore013_bf16_model_dp2" / "ckpt",
     "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw" / "ckpt",
+    "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",
 }
 """What a program wrote, by the name that it has on the page."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import zckpt
-from tests.cli.console import FIXTURES, run
+from tests.cli.console import FIXTURES, environment, run
 from tests.executors import dying
 from tests.executors.conftest import dask_cluster, names, wait_until
+from tests.executors.dying import MARK
 from zckpt.engine import write as written
 from zckpt.executors.on_dask import DaskExecutor
 
@@ -65,3 +69,30 @@ def test_damage_found_by_a_worker_is_said_as_ever(three, source, tmp_path):
     assert there.returncode == here.returncode == 3
     assert there.stderr == here.stderr
     assert names(tmp_path) == ["bad.pt"]
+
+
+def running() -> int:
+    """Return how many tasks of anyone a worker runs."""
+    from zckpt.executors import on_dask
+
+    return sum(on_dask._running.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_writes_on_when_the_driver_is_gone(number, three, source, tmp_path):
+    from distributed import Client
+
+    name, mark = three
+    (mark.parent / "slow").touch()
+    words = [sys.executable, "-m", "tests.executors.dying", "consolidate", source, tmp_path / "t.safetensors"]
+    given = {**environment(), MARK: str(mark)}
+    with Client(name.replace("dask", "tcp"), set_as_default=False) as client:
+        process = subprocess.Popen([*words, "--executor", name], env=given, stderr=subprocess.DEVNULL)
+        wait_until(lambda: sum(client.run(running).values()) > 1)
+        process.send_signal(number)
+        wait_until(lambda: not any(client.run(running).values()), seconds=5)  # a task takes as many seconds as it has
+        process.wait(timeout=30)
+    (mark.parent / "slow").unlink()
+    assert not (tmp_path / "t.safetensors").exists()
+    assert number == signal.SIGKILL or names(tmp_path) == []

@@ -109,14 +109,19 @@ def cast(array: Array, target: str) -> Array:
         return array.astype(np.float32).astype(result)
 
 
-def mean(arrays: list[Array], dtype: str) -> Array:
+def mean(arrays: Iterable[Array], dtype: str) -> Array:
     """Return the element-wise mean of several arrays, summed in float32 in their order and rounded to `dtype`.
+
+    They are taken one after the other, so that two of them are in memory at once.
 
     Notes
     -----
     Source: averaged tensor-parallel parameters, `sum(slices) / len(slices)` (DeepSpeed 0.19, universal checkpoint).
     """
-    total = cast(arrays[0], "float32").copy()
-    for array in arrays[1:]:
+    count, remaining = 1, iter(arrays)
+    total = cast(next(remaining), "float32").copy()
+    for array in remaining:
         total += cast(array, "float32")
-    return cast(total / np.float32(len(arrays)), dtype)
+        count += 1
+    total /= np.float32(count)
+    return cast(total, dtype)

@@ -9,7 +9,7 @@ as the function says, and what it needs of its inputs is read when it asks for i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
-from zckpt.engine.computed import Block, Computed, Function, Input, blocks
+from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
@@ -111,9 +111,10 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
     """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
     hole, indexes = one.hole, SpanIndexes()
     size = itemsize(hole.dtype)
-    for block in blocks(slot, hole.extent, most):
+    extent = flattened(slot, hole.extent)
+    for block in blocks(slot, extent, most):
         inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
-        offset = hole.offset + (block.start + block.skipped - hole.extent.start) * size
+        offset = hole.offset + (block.start + block.skipped - extent.start) * size
         reaching = replace(block, inputs=inputs)
         yield ComputedPiece(offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype)
 
@@ -254,25 +255,22 @@ def elements(piece: Piece, sources: Sources) -> memoryview:
 
 def _values(copy: Copy, sources: Sources) -> Array:
     """Return the elements of a copy in its shape, of the target's type."""
-    return _converted([_gather(copy, source, sources) for source in copy.sources], copy)
+    return _converted((_gather(copy, source, sources) for source in copy.sources), copy)
 
 
 def converted(data: memoryview, copy: Copy) -> memoryview:
     """Return the bytes of elements of a copy that were read end to end, as the target has them."""
-    return (
-        np.ascontiguousarray(_converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy))
-        .view(np.uint8)
-        .data
-    )
+    array = _converted([np.frombuffer(data, numpy_dtype(copy.source_dtype))], copy)
+    return np.ascontiguousarray(array).view(np.uint8).data
 
 
-def _converted(arrays: list[Array], copy: Copy) -> Array:
+def _converted(arrays: Iterable[Array], copy: Copy) -> Array:
     """Return what the elements of each source of a copy become: in order, resolved, averaged, cast."""
     if copy.byteorder == "big":
-        arrays = [swapped(array, copy.source_dtype) for array in arrays]
+        arrays = (swapped(array, copy.source_dtype) for array in arrays)
     if copy.unresolved:
-        arrays = [resolved(array, copy.source_dtype, copy.unresolved) for array in arrays]
-    array = arrays[0] if len(arrays) == 1 else mean(arrays, copy.source_dtype)
+        arrays = (resolved(array, copy.source_dtype, copy.unresolved) for array in arrays)
+    array = next(iter(arrays)) if len(copy.sources) == 1 else mean(arrays, copy.source_dtype)
     return array if copy.source_dtype == copy.target_dtype else cast(array, copy.target_dtype)
 
 

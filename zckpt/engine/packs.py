@@ -25,6 +25,12 @@ from zckpt.storage.files import Sources
 PIECE_NUMEL = 1 << 17
 """Elements of a target that are filled at once: the columns take some times as much memory as they."""
 
+ELEMENT_NBYTES = 64
+"""Memory for an element: what is read, the element itself, and the columns that say where it is and goes."""
+
+LEAST_NUMEL = 1 << 8
+"""Of a piece, where memory is bounded by next to nothing."""
+
 GAP_NBYTES = 1 << 14
 """Bytes between two spans of a file below which one read is cheaper than two."""
 
@@ -107,10 +113,11 @@ class Pack:
         first, last = (line // width).min(), ((line + self.count[some] - 1) // width).max()
         return set(self.files.paths[int(first) : int(last) + 1])
 
-    def pieces(self) -> Iterator[PackPiece]:
-        """Yield the hole in pieces of bounded size."""
-        for low in range(0, self.numel, PIECE_NUMEL):
-            yield PackPiece(self, low, min(low + PIECE_NUMEL, self.numel))
+    def pieces(self, most: int = PIECE_NUMEL * ELEMENT_NBYTES) -> Iterator[PackPiece]:
+        """Yield the hole in pieces, each of which takes about `most` bytes of memory, or less."""
+        step = min(max(most // ELEMENT_NBYTES, LEAST_NUMEL), PIECE_NUMEL)
+        for low in range(0, self.numel, step):
+            yield PackPiece(self, low, min(low + step, self.numel))
 
     def _copies(self, low: int, high: int) -> _Copies:
         """Return the copies that fill elements [low, high) of the hole."""
