@@ -26,6 +26,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from signal import SIGINT
 
 CONTROLS = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 """Characters that make a terminal do something, or turn the order of others; names in a file may hold any."""
@@ -239,6 +240,28 @@ class WorkerError(ZckptError, ConnectionError):
     """Processes that were to do the work were lost, cannot be reached, or see other files than this one."""
 
     exit_status = 6
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal ended it in order.
+
+    Parameters
+    ----------
+    said : str
+        What is left of it, and what to do.
+    signal : int
+        Which one.
+    """
+
+    def __init__(self, said: str = "nothing was left behind", *, signal: int = SIGINT) -> None:
+        super().__init__(said)
+        self.said = said
+        self.signal = int(signal)
+
+    @classmethod
+    def of(cls, error: KeyboardInterrupt, said: str) -> Interrupted:
+        """Return the same interrupt, with what is left."""
+        return cls(said, signal=error.signal if isinstance(error, Interrupted) else SIGINT)
 
 
 def listed(names: Sequence[object], *, most: int = SHOWN_NAMES) -> str:

@@ -755,17 +755,25 @@ def started(*arguments: object, target: Path) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m"])
-def test_interrupted_run_leaves_nothing_behind(name: str, large: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["m.safetensors", "m"])
+def test_interrupted_run_leaves_in_order_and_says_what_is_left(
+    name: str, kind: signal.Signals, large: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     process = started("consolidate", large, target=out / name)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(kind)
     output, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + kind
     assert output == ""
     assert len(error.strip().splitlines()) == 1  # after the line that the terminal has the ^C in
-    assert nothing_in(out)
+    left = {path.name for path in out.iterdir()}
+    if "nothing was left behind" in error:
+        assert not left
+    else:
+        assert left == {f".{name}.zckpt-partial", f".{name}.zckpt-journal"}
+        assert f"kept in .{name}.zckpt-partial: --resume goes on with them, --restart begins anew" in error
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m"])
@@ -780,7 +788,7 @@ def test_killed_run_leaves_no_target_and_the_next_run_takes_over(
     process.communicate(timeout=60)
     assert process.returncode != 0
     assert not (out / name).exists()
-    succeeded("consolidate", SOURCE, out / name)
+    succeeded("consolidate", SOURCE, out / name, "--restart")
     assert [p.name for p in out.iterdir()] == [name]
     truth = Truth(SOURCE)
     assert_model(read_model(out / name), model_of(truth, None), truth)

@@ -2,7 +2,7 @@
 
 Exit status: 0 done, 1 different (`diff`) or unsound (`verify`), 2 unusable arguments, 3 the source cannot be read or is
 damaged or unsafe, 4 the target cannot be written, 5 the source is intact but not supported, 6 processes that were to do
-the work are lost, 130 interrupted.
+the work are lost, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import click
 
@@ -26,10 +29,13 @@ from zckpt.cli.reading import (
 )
 from zckpt.cli.streams import CannotPrintError, standard_streams
 from zckpt.cli.writing import consolidate_command, convert_command, reshard_command, strip_command
-from zckpt.errors import SourceError, TargetError, UsageError, ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, ZckptError
 from zckpt.executors.launch import launched
 
-INTERRUPTED = 130
+SIGNALLED = 128
+"""Exit status of what a signal ended, less the signal, as shells have it."""
+
+SIGNALS = {int(signal.SIGINT): "interrupted", int(signal.SIGTERM): "terminated"}
 
 COLLECTED_AFTER = (50_000, 20, 100)
 """New objects, and turns, after which Python looks for garbage: a command makes millions of objects and few cycles."""
@@ -66,7 +72,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     try:
-        with launched(arguments) as has_worked:
+        with _ending_in_order(), launched(arguments) as has_worked:
             words = ["--debug"] * debug + [a for a in arguments if a != "--debug"]
             status = 0 if has_worked else cli.main(words, standalone_mode=False)
             sys.stdout.flush()
@@ -77,9 +83,11 @@ def main() -> None:
         status = error.exit_code
     except (click.ClickException, ZckptError) as error:
         status = _failed(error, debug=debug)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("zckpt: interrupted; nothing was left behind", err=True)
-        status = INTERRUPTED
+    except (click.Abort, KeyboardInterrupt) as error:
+        found = error if isinstance(error, KeyboardInterrupt) else error.__cause__
+        interrupt = found if isinstance(found, Interrupted) else Interrupted()
+        click.echo(f"zckpt: {SIGNALS[interrupt.signal]}; {interrupt.said}", err=True)
+        status = SIGNALLED + interrupt.signal
     except CannotPrintError as error:
         click.echo(f"zckpt: cannot print: {error}", err=True)
         status = TargetError.exit_status
@@ -91,6 +99,25 @@ def main() -> None:
         advice = "raise the limit of memory (`ulimit -v`) or of threads (`ulimit -u`), or give a smaller --memory"
         status = _failed(UsageError("not enough memory", found=str(error) or None, advice=advice), debug=debug)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """Let SIGTERM be as Ctrl-C: a scheduler that ends a job waits some seconds. Another one ends it at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before == signal.SIG_DFL:
+        with suppress(ValueError):  # in a thread, which gets no signals
+            signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is _terminated:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _terminated(number: int, _frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raise Interrupted(signal=number)
 
 
 def _failed(error: click.ClickException | ZckptError, *, debug: bool) -> int:

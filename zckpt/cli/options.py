@@ -82,6 +82,11 @@ tied_option = click.option(
 max_shard_size_option = click.option(
     "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of a directory."
 )
+dequantize_option = click.option(
+    "--dequantize",
+    is_flag=True,
+    help="Take quantised optimizer state (8-bit, 4-bit or fp8, of bitsandbytes or torchao) as floats.",
+)
 exclude_frozen_option = click.option("--exclude-frozen", is_flag=True, help="Leave frozen parameters out.")
 executor_option = click.option(
     "--executor",
@@ -193,7 +198,8 @@ def write_options(command: Command) -> Command:
 
     @wraps(command)
     def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
-        writing = {key: given.pop(key) for key in ("memory", "executor", "overwrite", "drop", "dry_run")}
+        keys = ("memory", "executor", "overwrite", "drop", "dry_run", "resume", "restart")
+        writing = {key: given.pop(key) for key in keys}
         writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
         return command(*arguments, writing=writing, **given)
 
@@ -209,6 +215,8 @@ def write_options(command: Command) -> Command:
             memory_option("Bound of all copy buffers."),
             executor_option,
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
+            click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),
+            click.option("--restart", is_flag=True, help="Remove what a run to TARGET that was killed has left."),
             click.option(
                 "--drop",
                 multiple=True,

@@ -12,6 +12,7 @@ import click
 from zckpt.cli.options import (
     Place,
     comma_separated,
+    dequantize_option,
     executor_option,
     json_option,
     memory_option,
@@ -110,6 +111,7 @@ def inspect_command(
 @memory_option("Bound of all buffers.")
 @executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar, no table.")
+@dequantize_option
 @naming_options
 @source_options
 @partial(source_options, suffix="b")
@@ -127,6 +129,7 @@ def diff_command(
     memory: int,
     executor: str | None,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
     where_b: dict[str, Any],
@@ -150,6 +153,7 @@ def diff_command(
             rtol
             or atol
             or ignore
+            or dequantize
             or any(naming.values())
             or any(where[key] for key in ("tag", "roots"))
             or any(where_b.values())
@@ -169,6 +173,7 @@ def diff_command(
             rtol=rtol,
             atol=atol,
             **naming,
+            dequantize=dequantize,
             ignore_metadata=ignore == "metadata",
             **common,
             **where,
@@ -200,6 +205,7 @@ def diff_command(
 @memory_option("Bound of all buffers.")
 @executor_option
 @click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@dequantize_option
 @naming_options
 @source_options
 def fingerprint_command(
@@ -211,6 +217,7 @@ def fingerprint_command(
     memory: int,
     executor: str | None,
     quiet: bool,
+    dequantize: bool,
     naming: dict[str, Any],
     where: dict[str, Any],
 ) -> None:
@@ -225,13 +232,21 @@ def fingerprint_command(
     from zckpt.storage.ownership import check_target
 
     checkpoint = opened(source, **where)
-    if write and any(naming.values()):
-        raise UsageError("digests under other names are not the source's own", expected="--output FILE, not --write")
+    if write and (dequantize or any(naming.values())):
+        raise UsageError(
+            "digests under other names, or of other values, are not the source's own",
+            expected="--output FILE, not --write",
+        )
     target = output or (digests_path(checkpoint) if write else None)
     if target is not None:
         check_target(target, overwrite=overwrite)
     found = fingerprint(
-        checkpoint, memory=memory, executor=executor, reporter=reporter("fingerprint", quiet=quiet), **naming
+        checkpoint,
+        memory=memory,
+        executor=executor,
+        reporter=reporter("fingerprint", quiet=quiet),
+        dequantize=dequantize,
+        **naming,
     )
     if target is not None:
         write_digests(found, target, overwrite=overwrite)

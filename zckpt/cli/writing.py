@@ -12,6 +12,7 @@ from zckpt.cli.options import (
     Place,
     ReshardCommand,
     comma_separated,
+    dequantize_option,
     exclude_frozen_option,
     max_shard_size_option,
     naming_options,
@@ -51,6 +52,7 @@ target_argument = click.argument("target", type=Place())
     metavar="DIR",
     help="Where config.json, tokenizer and so on are that go into a directory. Default: SOURCE, or huggingface/ in it.",
 )
+@dequantize_option
 @naming_options
 @write_options
 @source_options
@@ -63,6 +65,7 @@ def consolidate_command(
     exclude_frozen: bool,
     max_shard_size: int,
     config: Path | None,
+    dequantize: bool,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -86,6 +89,7 @@ def consolidate_command(
         exclude_frozen=exclude_frozen,
         max_shard_size=max_shard_size,
         config=config,
+        dequantize=dequantize,
         reporter=reporter("consolidate", quiet=quiet),
         **naming,
         **writing,
@@ -143,6 +147,7 @@ def reshard_command(
 @source_argument
 @target_argument
 @proof_options
+@dequantize_option
 @naming_options
 @write_options
 @source_options
@@ -152,6 +157,7 @@ def convert_command(
     to: str,
     verify: bool,
     fingerprint: bool | None,
+    dequantize: bool,
     as_json: bool,
     quiet: bool,
     writing: dict[str, Any],
@@ -168,6 +174,7 @@ def convert_command(
         to=to,
         verify=verify,
         fingerprint=fingerprint,
+        dequantize=dequantize,
         reporter=reporter("convert", quiet=quiet),
         **naming,
         **writing,

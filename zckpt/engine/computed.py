@@ -88,6 +88,29 @@ class Block:
     inputs: tuple[Input, ...]
 
 
+def flattened(slot: Computed, extent: Extent) -> Extent:
+    """Return an extent of a computed slot as a range of its flattened tensor; a box of whole rows, say, is one.
+
+    Raises
+    ------
+    LayoutError
+        It is none.
+    """
+    if extent.sizes == slot.shape:
+        return extent
+    first = next((at for at, size in enumerate(extent.sizes) if size != 1), len(extent.sizes))
+    if extent.sizes[first + 1 :] != slot.shape[first + 1 :]:
+        raise LayoutError(
+            f"{slot.name} is computed, and can only be written whole, cut along its first dimension, or as ZeRO cuts",
+            expected=slot.shape,
+            found=f"a box of {extent.sizes}",
+        )
+    low = 0
+    for offset, size in zip(extent.offsets, slot.shape, strict=True):
+        low = low * size + offset
+    return Extent.flat(slot.shape, low + extent.start, extent.numel)
+
+
 def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:
     """Return the first element and the number of those that are computed for an extent of a computed slot.
 
@@ -96,19 +119,14 @@ def range_of(slot: Computed, extent: Extent) -> tuple[int, int]:
     LayoutError
         The extent is no range of the flattened tensor.
     """
-    if extent.sizes != slot.shape:
-        raise LayoutError(
-            f"{slot.name} is computed, and can only be written whole, or cut as ZeRO cuts",
-            expected=slot.shape,
-            found=f"a box of {extent.sizes}",
-        )
+    extent = flattened(slot, extent)
     step = slot.function.step or 1
     low, high = extent.start - extent.start % step, -(-(extent.start + extent.numel) // step) * step
     return low, min(high, slot.numel) - low
 
 
 def blocks(slot: Computed, extent: Extent, most: int) -> Iterator[Block]:
-    """Cut an extent of a computed slot into blocks that need buffers of at most `most` bytes, if `step` allows."""
+    """Cut a range of a computed slot, flattened, into blocks that need buffers of `most` bytes, if `step` allows."""
     start, numel = range_of(slot, extent)
     end = extent.start + extent.numel
     count = slot.function.step or max(min(most, BLOCK_NBYTES) // slot.function.width, 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from zckpt.engine.boxes import SpanIndexes
 from zckpt.engine.cast import Array, cast, mean, numpy_dtype, resolved, swapped
-from zckpt.engine.computed import Block, Computed, Function, Input, blocks
+from zckpt.engine.computed import Block, Computed, Function, Input, blocks, flattened
 from zckpt.engine.gather import gather_mapped, in_order, place, reach_of
 from zckpt.engine.plan import Copy, Fill, Strided, fill
 from zckpt.engine.targets import Hole
@@ -111,9 +111,10 @@ def _computed(one: Fill, slot: Computed, most: int) -> Iterator[Piece]:
     """Yield the pieces of a hole for a computed slot, with only those spans of its inputs that each needs."""
     hole, indexes = one.hole, SpanIndexes()
     size = itemsize(hole.dtype)
-    for block in blocks(slot, hole.extent, most):
+    extent = flattened(slot, hole.extent)
+    for block in blocks(slot, extent, most):
         inputs = tuple(replace(each, slot=indexes.reaching(each.slot, each.extent)) for each in block.inputs)
-        offset = hole.offset + (block.start + block.skipped - hole.extent.start) * size
+        offset = hole.offset + (block.start + block.skipped - extent.start) * size
         reaching = replace(block, inputs=inputs)
         yield ComputedPiece(offset, block.kept * size, one.copies, slot.function, reaching, hole.dtype)
 

@@ -38,8 +38,9 @@ def write_pieces(
     *,
     path: str,
     checksummed: bool,
+    recorded: bool = False,
 ) -> list[Seen]:
-    """Write pieces of one file; return what was written, with its CRC-32 where `checksummed`.
+    """Write pieces of one file; return what was written, with its CRC-32 where that is asked for.
 
     Parameters
     ----------
@@ -52,15 +53,20 @@ def write_pieces(
     path : str
         The target's.
     checksummed : bool
+        Sum all of it.
+    recorded : bool
+        Sum all of it but for what is cloned, which is not read for that.
     """
     seen: list[Seen] = []
+    cloned = checksummed
+    checksummed = checksummed or recorded
     for small, some in groupby(pieces, _is_small):
         if small:
             for group in _groups((piece for piece in some if isinstance(piece, Piece)), len(buffer)):
                 seen += _write_small(group, target, sources, buffer, path=path, checksummed=checksummed)
             continue
         for piece in some:
-            crc = _write_piece(piece, target, sources, buffer, checksummed)
+            crc = _write_piece(piece, target, sources, buffer, checksummed, cloned)
             nbytes = len(piece.data) if isinstance(piece, Literal) else piece.nbytes
             seen.append(Seen(path, piece.offset, nbytes, crc))
     return seen
@@ -98,7 +104,11 @@ def _write_small(
     """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
     if len(group) == 1:
         (piece,) = group
-        return [Seen(path, piece.offset, piece.nbytes, _write_piece(piece, target, sources, buffer, checksummed))]
+        return [
+            Seen(
+                path, piece.offset, piece.nbytes, _write_piece(piece, target, sources, buffer, checksummed, checksummed)
+            )
+        ]
     placed = _read_small(group, sources, buffer)
     placed.sort(key=lambda one: one[0].offset)
     seen: list[Seen] = []
@@ -171,29 +181,34 @@ def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]
 
 
 def _write_piece(
-    piece: Piece | PackPiece | Literal, target: int, sources: WatchedSources, buffer: memoryview, checksummed: bool
+    piece: Piece | PackPiece | Literal,
+    target: int,
+    sources: WatchedSources,
+    buffer: memoryview,
+    checksummed: bool,
+    cloned: bool,
 ) -> int | None:
-    """Write a piece; return its CRC-32 where it is asked for."""
+    """Write a piece; return its CRC-32 where it is asked for, of a piece that is cloned or of any other."""
     if isinstance(piece, Literal):
         return _write_memory(piece, target, len(buffer), checksummed=checksummed)
     if isinstance(piece, Piece) and piece.is_bytewise:
-        return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed)
+        return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
     data = piece.read(sources) if isinstance(piece, PackPiece) else elements(piece, sources)
     _write_all(target, data, piece.offset)
     return crc32(data) if checksummed else None
 
 
 def _copy_bytes(
-    piece: Piece, target: int, sources: WatchedSources, buffer: memoryview, *, checksummed: bool
+    piece: Piece, target: int, sources: WatchedSources, buffer: memoryview, *, checksummed: bool, cloned: bool
 ) -> int | None:
     """Clone or copy contiguous bytes; return their CRC-32 where it is asked for, or the source is watched."""
     copy = piece.copies[0]
     source = copy.sources[0]
     watched = source.path in sources.watched
-    summed = checksummed or watched
     low, high = 0, 0
     if found(source.path) is None:
         low, high = clone(sources.descriptor(source.path), source.offset, target, copy.offset, copy.nbytes)
+    summed = watched or (checksummed if low == high else cloned)
     crc = _copy_range(copy, 0, low, 0, target, sources, buffer, summed=summed)
     if summed:
         crc = _copy_range(copy, low, high, crc, None, sources, buffer, summed=True)

@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
-from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, patch_checksums
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import Piece, pieces, ranges_read
+from zckpt.engine.identity import key_of, names_of, whole
 from zckpt.engine.move import write_pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
 from zckpt.engine.tasks import Portions
 from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
-from zckpt.errors import TargetError
+from zckpt.errors import SourceError, TargetError
 from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.disk import start_writeback
 from zckpt.storage.distant import Range, ahead
+from zckpt.storage.files import Sources
+from zckpt.storage.journal import Journal, Work
 
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
@@ -42,7 +46,8 @@ BUFFERS_PER_WORKER = 4
 class Batch:
     """Pieces of one file that one worker writes in order, and the size of its buffer.
 
-    What it reads of the source files in `watched` is summed.
+    What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
+    `recorded`, all that is not cloned.
     """
 
     path: str
@@ -50,6 +55,25 @@ class Batch:
     checksummed: bool
     buffer_nbytes: int
     watched: frozenset[str] = frozenset()
+    recorded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A batch, its key in the journal, and what an earlier run wrote and read of it."""
+
+    batch: Batch
+    key: str | None
+    done: tuple[list[Seen], list[Seen]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What was written and read; and whether it was now."""
+
+    written: list[Seen]
+    read: list[Seen]
+    is_new: bool = True
 
 
 def write(
@@ -59,6 +83,7 @@ def write(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     checks: Checks | None = None,
+    journal: Journal | None = None,
 ) -> Checked:
     """Write the files of a plan.
 
@@ -72,6 +97,8 @@ def write(
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources.
+    journal : Journal, optional
+        Record what is written, and go on with what it has.
 
     Raises
     ------
@@ -83,22 +110,99 @@ def write(
         A file cannot be written.
     """
     progress, checks = reporter or SilentReporter(), checks or Checks()
+    if journal is not None and not journal.is_worth_it:
+        journal = None
     progress.begin(plan.copy_nbytes)
     try:
         with Workers(WRITERS) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
             most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
-            files = _Files(zip(paths, plan.files, strict=True), large)
-            batches = (batch for path, one in files for batch in _batches(path, one, most, large, checks))
-            portions = Portions(plan.copy_nbytes, _batch_nbytes, _reads, _writes)
-            for batch, (seen, read) in workers.run(write_batch, batches, portions):
-                checks.add(read)
-                files.note(batch, seen)
-                progress.advance(_batch_nbytes(batch))
+            files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
+            batches = (
+                (one.file.name, replace(batch, recorded=True) if journal is not None else batch)
+                for path, one in files
+                for batch in _batches(path, one, most, large, checks)
+            )
+            recording = _Recording(journal, plan.sources)
+            portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
+            run = recording.worker(here=workers.are_here)
+            for task, done in workers.run(run, map(recording.task, batches), portions):
+                recording.note(task, done)
+                checks.add(done.read)
+                files.note(task.batch, done.written)
+                progress.advance(_task_nbytes(task))
             files.finish()
             return checks.finish(workers.map)
     finally:
         progress.end()
+
+
+class _Recording:
+    """Makes tasks of batches, and records those that are done: in the thread that did, or when another process has."""
+
+    def __init__(self, journal: Journal | None, sources: frozenset[str]) -> None:
+        self._journal = journal
+        self._names = {} if journal is None else names_of(sources)
+        self._here = False
+
+    def task(self, batch_of: tuple[str, Batch]) -> _Task:
+        """Return a batch of a file with what is known of it."""
+        name, batch = batch_of
+        if self._journal is None:
+            return _Task(batch, None)
+        key = key_of(batch, name)
+        work = None if key is None else self._journal.found.get(key)
+        if work is None or not work.read.keys() <= self._names.keys():
+            return _Task(batch, key)
+        written = [Seen(batch.path, *one) for one in work.written]
+        return _Task(
+            batch, key, (written, [Seen(self._names[path], *r) for path, some in work.read.items() for r in some])
+        )
+
+    def worker(self, *, here: bool) -> Callable[[_Task], _Done]:
+        """Return what runs a task."""
+        self._here = here
+        return self._run if here else partial(run_task, write_batch)
+
+    def _run(self, task: _Task) -> _Done:
+        done = run_task(write_batch, task)
+        self._record(task, done)
+        return done
+
+    def note(self, task: _Task, done: _Done) -> None:
+        """Note what has come from another process."""
+        if not self._here:
+            self._record(task, done)
+
+    def _record(self, task: _Task, done: _Done) -> None:
+        if self._journal is None or task.key is None or not done.is_new:
+            return
+        read: dict[str, list[Seen]] = {}
+        for one in done.read:
+            read.setdefault(whole(one.path), []).append(one)
+        work = Work(_summed(done.written), {path: _summed(some) for path, some in read.items()})
+        self._journal.record(task.key, work)
+
+
+def _summed(seen: Iterable[Seen]) -> tuple[tuple[int, int, int | None], ...]:
+    return tuple((one.offset, one.nbytes, one.crc32) for one in seen)
+
+
+def run_task(work: Callable[[Batch], tuple[list[Seen], list[Seen]]], task: _Task) -> _Done:
+    """Write a batch with `work`, unless what an earlier run wrote of it is there. May run in another process."""
+    if task.done is not None:
+        written, read = task.done
+        if _is_there(task.batch.path, written):
+            return _Done(written, read, is_new=False)
+    return _Done(*work(task.batch))
+
+
+def _is_there(path: str, written: Sequence[Seen]) -> bool:
+    try:
+        with Sources() as sources:
+            return all(one.crc32 == crc_of(path, one.offset, one.offset + one.nbytes, (), sources) for one in written)
+    except SourceError:
+        return False
 
 
 class _Files:
@@ -107,25 +211,27 @@ class _Files:
     Batches come back in the order in which they were given out: when one of a file does, those before it are written.
     """
 
-    def __init__(self, files: Iterable[tuple[Path, FilePlan]], large: int) -> None:
+    def __init__(self, files: Iterable[tuple[Path, FilePlan]], large: int, *, resumes: bool) -> None:
         self._files = files
         self._large = large
+        self._resumes = resumes
         self._known: set[tuple[int, int]] = set()
         self._open: dict[str, tuple[Path, FilePlan, list[Seen]]] = {}
 
     def __iter__(self) -> Iterator[tuple[Path, FilePlan]]:
         for path, one in self._files:
-            seen = _write_literals(path, one, self._large, self._known)
+            seen = _write_literals(path, one, self._large, self._known, resumes=self._resumes)
             if one.file.checksums:
                 self._open[str(path)] = path, one, seen
             yield path, one
 
     def note(self, batch: Batch, seen: Iterable[Seen]) -> None:
         """Note what was written."""
-        while batch.checksummed and (first := next(iter(self._open))) != batch.path:
+        if batch.path not in self._open:
+            return
+        while (first := next(iter(self._open))) != batch.path:
             self._patch(first)
-        if batch.checksummed:
-            self._open[batch.path][2].extend(seen)
+        self._open[batch.path][2].extend(seen)
 
     def finish(self) -> None:
         """State the checksums of what is left."""
@@ -142,26 +248,26 @@ def _moved(piece: Piece | PackPiece | Literal) -> int:
     return 0 if isinstance(piece, Literal) else piece.moved_nbytes if isinstance(piece, PackPiece) else piece.nbytes
 
 
-def _batch_nbytes(batch: Batch) -> int:
-    return sum(_moved(piece) for piece in batch.pieces)
+def _task_nbytes(task: _Task) -> int:
+    return sum(_moved(piece) for piece in task.batch.pieces)
 
 
-def _reads(batch: Batch) -> Iterator[str]:
-    """Yield the files that a batch reads; of a pack, those that the format lists from the first to the last."""
-    for piece in batch.pieces:
+def _reads(task: _Task) -> Iterator[str]:
+    """Yield the files that a task reads; of a pack, those that the format lists from the first to the last."""
+    for piece in task.batch.pieces:
         if isinstance(piece, PackPiece):
             yield from piece.pack.paths(piece.low, piece.high)
         elif isinstance(piece, Piece):
             yield from (source.path for copy in piece.copies for source in copy.sources if source.path != ZEROS)
 
 
-def _writes(batch: Batch) -> tuple[str]:
-    return (batch.path,)
+def _writes(task: _Task) -> tuple[str]:
+    return (task.batch.path,)
 
 
-def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]]) -> list[Seen]:
+def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int, int]], *, resumes: bool) -> list[Seen]:
     """Make a file of its size, with the literals that are not large; `known` has each file's device and inode."""
-    with path.open("wb") as file:
+    with path.open("r+b" if resumes and path.exists() else "wb") as file:
         found = os.fstat(file.fileno())
         if (found.st_dev, found.st_ino) in known:
             raise TargetError(
@@ -202,8 +308,9 @@ def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     target = os.open(batch.path, os.O_WRONLY)
     buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
+        sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
         with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
-            seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, checksummed=batch.checksummed)
+            seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, **sums)
         first = min(one.offset for one in seen)
         start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zckpt.compare.logical import single
+from zckpt.engine.computed import Computed
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, listed
+from zckpt.formats.torch_files.tensors import holds_tensors
 from zckpt.naming.arrange import Arrangement, arranged
 from zckpt.naming.match import Instance
 from zckpt.naming.sizes import Sizes, Tensor
@@ -124,14 +126,18 @@ class Joined:
     def parameter(self, name: str, target: Arrangement) -> Parameter:
         """Return the parameter of the other side."""
         slots = {key: self._slot(key, target) for key in self._keys("slots")}
+        whole = [key for key, value in self._state.items() if holds_tensors(value)]
+        if whole and not self._is_alike(target):
+            raise self._not_arranged(whole[0], "dequantize it, and map what was written")
         return replace(self._parts[0], name=name, shape=target.shape, slots=slots, state=dict(self._state))
 
     def _slot(self, key: str, target: Arrangement) -> Slot:
         slots = [one.slots[key] for one in self._parts]
         first = slots[0]
-        alike = len(self._parts) == 1 and self._is_same(target)
-        if alike:
+        if self._is_alike(target):
             return first
+        if any(isinstance(slot, Computed) for slot in slots):
+            raise self._not_arranged(key, "write it without the map, and map what was written")
         if all(not slot.shape for slot in slots) and self._parts[0].shape:
             self._value(key, slots)
             return first
@@ -153,6 +159,17 @@ class Joined:
                     found=f"{slot.dtype} and {first.dtype}",
                 )
         return arranged(first, target, list(zip(self._arrangements, slots, strict=True)))
+
+    def _not_arranged(self, key: str, advice: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{key} of {self._names()} is or was quantised, in blocks that the map {self._name} takes apart",
+            path=self._checkpoint.source,
+            advice=advice,
+        )
+
+    def _is_alike(self, target: Arrangement) -> bool:
+        """Tell whether the parameter of the other side is the only part as it is."""
+        return len(self._parts) == 1 and self._is_same(target)
 
     def _is_same(self, target: Arrangement) -> bool:
         """Tell whether the only part has the elements of the target in the same order, and no others."""

@@ -77,6 +77,8 @@ def average(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -122,7 +124,7 @@ def average(
         As for `consolidate`; by default the first source's.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`, of the sources that are paths. Of several, each root is the folder in which all of them lie on
@@ -148,7 +150,10 @@ def average(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="average", resume=resume, restart=restart,
+        options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
+            "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
+            "drop": drop, "names": names},
     )  # fmt: skip
     found = _opened(sources, roots, {"tag": tag, "names": names, "tp_rules": tp_rules})
     dropped = check_none_lost(found, drop)

@@ -19,6 +19,7 @@ from zckpt.formats.consolidated.model import (
     model_tree,
     optimizer_slots,
 )
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
@@ -96,6 +97,8 @@ def consolidate(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -110,6 +113,7 @@ def consolidate(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Consolidated:
     """Write the model of a checkpoint, whole, under the parameters' own names.
 
@@ -142,6 +146,11 @@ def consolidate(
         Hold what is copied against the checksums of the source's files; what is damaged is not written.
     overwrite : bool
         Replace the target: a file and the optimizer's next to it, or a directory that `consolidate` wrote.
+    resume : bool
+        Go on with what a run to this target that was killed has done, if it was the same run of the same files; it is
+        looked at again. Nothing is left of one: begin.
+    restart : bool
+        Remove what such a run has left. With neither, a target of which much is done is refused.
     dry_run : bool
         Plan everything, write nothing.
     memory : int, bytes
@@ -165,6 +174,9 @@ def consolidate(
         see docs/maps.md. It goes in the direction that fits the names, and every slot is arranged alike.
     map_config : path-like or mapping, optional
         The model's `config.json` or `params.json`, for what shapes do not tell; by default the one with the source.
+    dequantize : bool
+        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
 
     Returns
     -------
@@ -182,11 +194,20 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="consolidate", resume=resume, restart=restart,
+        options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
+            "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
+    if dequantize:
+        if not slots:
+            raise UsageError(
+                "--dequantize is of the optimizer's slots, which are not written", advice="add --slots all"
+            )
+        [found] = with_floats(found)
     checkpoint, notes = naming.of(found if slots else _without_numbers(found))
     path = Path(target)
     laid, num_tensors = lay_out(checkpoint, path, chosen)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.floats import with_floats
 from zckpt.formats.format import Format, Job, TargetFiles
 from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
@@ -36,6 +37,8 @@ def convert(
     verify: bool = False,
     fingerprint: bool | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -50,6 +53,7 @@ def convert(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
     **options: object,
 ) -> Written:
     """Write a checkpoint in another format: model, masters, every optimizer slot, param groups and all the rest.
@@ -68,10 +72,15 @@ def convert(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
         Record the fingerprint of what was written with it; by default for `zckpt` only.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`; masters, moments and param groups follow.
+    dequantize : bool
+        Write quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
     **options
         What the format leaves to choose; `zckpt formats` lists it. `deepspeed`: world_size, stage, elastic, round_robin
         and parameter_alignment, by default the source's. `zckpt` and `dcp`: world_size, the files to spread it over, by
@@ -91,7 +100,9 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="convert", resume=resume, restart=restart,
+        options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
+            "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip
     written = get(to)
     if not written.writes:
@@ -101,6 +112,8 @@ def convert(
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     dropped = check_nothing_lost(found, drop)
+    if dequantize:
+        [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
         _round_means(found)
     checkpoint, notes, followed = naming.traced(found)

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from zckpt.compare.digests import Fingerprint, digest_share, put_together
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.executors.using import check_executor, using
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
@@ -30,6 +31,7 @@ def fingerprint(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
 ) -> Fingerprint:
     """Return the fingerprint of a checkpoint; every element is read once, in parallel and in bounded memory.
 
@@ -45,6 +47,8 @@ def fingerprint(
         As for `open`; of a path only.
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`: the fingerprint of the checkpoint under other names.
+    dequantize : bool
+        As for `diff`: the fingerprint of the checkpoint with quantised state as floats.
 
     Raises
     ------
@@ -55,6 +59,9 @@ def fingerprint(
     """
     check_executor(executor)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
-    checkpoint, _ = naming.of(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
+    found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
+    if dequantize:
+        [found] = with_floats(found)
+    checkpoint, _ = naming.of(found)
     with using(executor):
         return put_together([digest_share(checkpoint, memory=memory, reporter=reporter)])

@@ -65,6 +65,8 @@ def merge_adapter(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -102,7 +104,7 @@ def merge_adapter(
         As for `consolidate`, of the base.
     verify : bool
         Compute everything once more after writing, and compare every byte.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
         As for `consolidate`.
     roots, tag, names, tp_rules
         As for `open`; of the base, if it is a path.
@@ -125,7 +127,9 @@ def merge_adapter(
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="merge-adapter", resume=resume, restart=restart,
+        options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
+            "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
     )  # fmt: skip
     model = opened(base, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
     added = read_adapter(Path(adapter), opened, None if adapter_config is None else Path(adapter_config))

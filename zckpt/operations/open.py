@@ -34,7 +34,8 @@ class OpenedCheckpoint(Checkpoint):
         name : str
             A parameter or buffer, as the bare model or as the files call it; a tied name gives its owner's values.
         slot : str, optional
-            By default the master if there is one, else the weight.
+            By default the master if there is one, else the weight. State that bitsandbytes or torchao has quantised is
+            read as float32, under Adam's names.
 
         Returns
         -------
@@ -70,9 +71,18 @@ class OpenedCheckpoint(Checkpoint):
         else:
             raise UsageError(f"no parameter {name}", path=self.source)
         key = slot or (MASTER if MASTER in owner.slots else WEIGHT)
-        if key not in owner.slots:
-            raise UsageError(f"{name} has no slot {key}", path=self.source, expected=", ".join(owner.slots) or "none")
-        return owner.slots[key]
+        if key in owner.slots:
+            return owner.slots[key]
+        from zckpt.formats.deepspeed.quantised import with_float_slots
+        from zckpt.formats.torch_files.quantised import float_slots
+
+        floats = float_slots(owner, self.source)
+        if owner.name in self.parameters and any(one.group == owner.group for one in self.per_rank):
+            floats |= with_float_slots(self).parameters[owner.name].slots
+        if key not in floats:
+            there = ", ".join({**owner.slots, **floats})
+            raise UsageError(f"{name} has no slot {key}", path=self.source, expected=there or "none")
+        return floats[key]
 
 
 @takes_urls

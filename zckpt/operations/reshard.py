@@ -20,6 +20,7 @@ from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
+from zckpt.storage.distant import place
 
 
 @takes_urls
@@ -33,6 +34,8 @@ def reshard(
     verify: bool = False,
     fingerprint: bool = False,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -64,7 +67,9 @@ def reshard(
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool
         Record the fingerprint of what was written with it.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
     rename, strip_prefix, add_prefix, map, map_config
         Refused: ranks' files have names in many places that only their program knows. `convert` writes new ones.
@@ -85,7 +90,8 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="reshard", resume=resume, restart=restart,
+        options={"world_size": world_size, "drop": drop, "names": names, **options},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     if naming.changes:
@@ -97,7 +103,7 @@ def reshard(
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
     for root in (str(origin), *checkpoint.roots):
-        if Path(root).resolve() in path.resolve().parents:
+        if place(root) in place(path).parents:
             raise UsageError("the target is inside the source", path=path, found=root)
     own = get(checkpoint.format)
     given = {"world_size": world_size, **options}

@@ -21,6 +21,7 @@ from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.storage.distant import place
 from zckpt.storage.ownership import Owned
 
 CHOICES = {
@@ -61,6 +62,8 @@ def strip(
     weight_check: bool = True,
     checksums: bool = True,
     overwrite: bool = False,
+    resume: bool = False,
+    restart: bool = False,
     dry_run: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -93,7 +96,9 @@ def strip(
     keep_slots : sequence of str, optional
         Drop all slots of the optimizer but these. Weights and masters stay in any case, so `["master"]` keeps no
         more than them.
-    weight_check, checksums, overwrite, dry_run, memory, reporter, executor, drop, roots, tag, names, tp_rules
+    weight_check, checksums, overwrite, resume, restart, dry_run, memory, reporter, executor, drop
+        As for `consolidate`.
+    roots, tag, names, tp_rules
         As for `consolidate`.
 
     Raises
@@ -107,7 +112,9 @@ def strip(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor,
+        reporter=reporter, executor=executor, verb="strip", resume=resume, restart=restart,
+        options={"padding": padding, "optimizer": optimizer, "unreferenced": unreferenced, "keep_slots": keep_slots,
+            "drop": drop, "names": names},
     )  # fmt: skip
     if optimizer and keep_slots is not None:
         raise UsageError("--optimizer drops every slot and --keep-slots some", advice="give one of them")
@@ -162,7 +169,7 @@ def _saved(stripping: Stripping) -> dict[str, int]:
 
 def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owned, *, overwrite: bool) -> None:
     """Raise unless the target can be created or replaced without losing the source or what is none of its files."""
-    whole, of = target.resolve(), source.resolve()
+    whole, of = place(target), place(source)
     if whole == of or of in whole.parents or whole in of.parents:
         raise UsageError("the target is, contains or is inside the source", path=target, found=source)
     if source.is_dir():

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from glob import escape
 from os.path import commonprefix
 from pathlib import Path
@@ -31,12 +30,14 @@ from zckpt.errors import LeftOutError, UsageError, shown
 from zckpt.executors.using import check_executor, using
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
-from zckpt.operations.foresight import Foresight, check_fits, foresee
+from zckpt.operations.foresight import Foresight, foresee
+from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
-from zckpt.storage.durable import written_directory, written_files
-from zckpt.storage.ownership import Owned, check_target
-from zckpt.storage.room import write_errors
+from zckpt.storage.distant import check_unchanged, is_remote
+from zckpt.storage.journal import Journal
+from zckpt.storage.ownership import Owned
+from zckpt.storage.purpose import Purpose
 
 Prove = Callable[[Path, Sequence[Path]], None]
 """Gets the temporary names of a target and of the files in `more`, which it writes. What it raises leaves no target."""
@@ -57,6 +58,7 @@ def write_target(
     checks: Checks | None = None,
     prove: Prove | None = None,
     prove_files: ProveFiles | None = None,
+    journal: Journal | None = None,
 ) -> Checked:
     """Write the files of a plan; the target appears whole or not at all.
 
@@ -80,6 +82,8 @@ def write_target(
         Hold what is copied against the checksums of the sources, before the target gets its name.
     prove, prove_files : callable, optional
         See `Prove` and `ProveFiles`.
+    journal : Journal, optional
+        Record what is done, so that another run can go on with it, and go on with what is there.
 
     Returns
     -------
@@ -95,52 +99,20 @@ def write_target(
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
     path = Path(target)
-    partial = (
-        _partial_files(plan, path, more, overwrite)
-        if owned is None
-        else _partial_directory(plan, path, owned, overwrite)
-    )
-    with write_errors(path), partial as (names, whole, companions):
-        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks)
+    if is_remote(path):
+        from zckpt.operations.remote_target import write_remote
+
+        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files)
+    with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
+        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal)
+        if journal is not None:
+            journal.check_sources()
+        check_unchanged()
         if prove is not None:
             prove(whole, companions)
         if prove_files is not None:
             prove_files(names)
     return checked
-
-
-Partial = tuple[list[Path], Path, list[Path]]
-"""The temporary names of a plan's files, of the target, and of what else belongs to it."""
-
-
-@contextmanager
-def _partial_files(plan: Plan, target: Path, more: Sequence[Path], overwrite: bool) -> Iterator[Partial]:
-    names = _names(plan.names, target, None)
-    every = [*more, *sorted(names, key=lambda name: name == target)]
-    for name in every:
-        check_target(name, overwrite=overwrite)
-    check_fits(plan, every, target, is_file=True)
-    with written_files(every, overwrite=overwrite) as partials:
-        partial = dict(zip(every, partials, strict=True))
-        yield [partial[name] for name in names], partial[target], [partial[name] for name in more]
-
-
-@contextmanager
-def _partial_directory(plan: Plan, target: Path, owned: Owned, overwrite: bool) -> Iterator[Partial]:
-    check_target(target, overwrite=overwrite, owned=owned)
-    check_fits(plan, _names(plan.names, target, owned), target, is_file=False)
-    with written_directory(target, overwrite=overwrite, owned=owned) as partial:
-        names = _names(plan.names, partial, owned)
-        for name in names:
-            name.parent.mkdir(parents=True, exist_ok=True)
-        yield names, partial, []
-
-
-def _names(files: Sequence[str], target: Path, owned: Owned | None) -> list[Path]:
-    """Return where files go: into a directory, or the only one to the target and several into its directory."""
-    if owned is not None:
-        return [target / name for name in files]
-    return [target] if len(files) == 1 else [target.parent / name for name in files]
 
 
 # --- from a checkpoint
@@ -165,6 +137,11 @@ class How:
     reporter : Reporter or None
     executor : Executor, str or None
         Who reads and writes; see `executors.using`.
+    verb : str
+    options : mapping of str to object
+        Of the verb, as far as they decide what is written; for the journal.
+    resume, restart : bool
+        Go on with what a killed run has left, or remove it.
     """
 
     weight_check: bool
@@ -174,11 +151,34 @@ class How:
     memory: int
     reporter: Reporter | None
     executor: Executor | str | None
+    verb: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    resume: bool = False
+    restart: bool = False
 
     def __post_init__(self) -> None:
         if self.memory < 1:
             raise UsageError("sizes must be positive", found=self.memory)
         check_executor(self.executor)
+        if self.resume and self.restart:
+            raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
+
+    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
+        """Return the journal of a run to a target, and to the files beside it; a store has none.
+
+        Raises
+        ------
+        SourceError, UsageError
+            A file of the source is gone; what is in a store is to be gone on with.
+        """
+        if is_remote(target) and self.resume:
+            raise UsageError("--resume: what is written to a store begins anew", path=target)
+        if is_remote(target):
+            return None
+        options = {**self.options, "checksums": "" if self.checksums else "none"}
+        sizes = planned.copy_nbytes, planned.write_nbytes
+        purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])
+        return Journal(target, purpose, resume=self.resume, restart=self.restart)
 
 
 def write_from(
@@ -221,7 +221,7 @@ def write_from(
     origins = sources or [checkpoint]
     compared = _compared(origins, laid) if how.weight_check else 0
     checked = Checked()
-    files = _names(planned.names, target, owned)
+    files = names_in(planned.names, target, owned)
     foresight = None
     if how.dry_run:
         every = [*more, *files, *(target.parent / one.name for one in laid.outside)]
@@ -242,6 +242,7 @@ def write_from(
                 checks=checks,
                 prove=prove,
                 prove_files=prove_files,
+                journal=how.journal(target, planned, [*more, *files] if owned is None else []),
             )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)

@@ -27,6 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError, ZckptError
+from zckpt.formats.floats import with_floats
 from zckpt.naming import AS_IT_IS, Naming
 from zckpt.operations.open import OpenedCheckpoint
 from zckpt.operations.open import open as open_checkpoint
@@ -137,6 +138,7 @@ def open_for(
     names: Sequence[str] | None = None,
     strict: bool = True,
     naming: Naming = AS_IT_IS,
+    dequantize: bool = False,
 ) -> OpenedCheckpoint:
     """Open a checkpoint under the names of a live model, as far as they are in it.
 
@@ -152,6 +154,8 @@ def open_for(
         Raise where numbers have no certain names, and do not leave them without names.
     naming : Naming
         What the tensors are called here; then the live order says nothing of the numbers in a file.
+    dequantize : bool
+        Have quantised state as floats.
 
     Raises
     ------
@@ -163,9 +167,13 @@ def open_for(
     own = [name for group in order for name in group]
     if names is not None or naming.changes:
         found = open_checkpoint(path, tag=tag, names=names)
+        if dequantize:
+            [found] = with_floats(found)
         found = cast("OpenedCheckpoint", naming.of(found)[0])  # which is of the same class
     else:
         found = _open(path, order, tag, strict=strict)
+        if dequantize:
+            [found] = with_floats(found)
     like_model(found, list(dict.fromkeys([*live, *own])))
     if found.per_rank and order:
         raise UnsupportedError(

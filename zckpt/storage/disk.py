@@ -56,8 +56,14 @@ def sync_all(paths: Sequence[Path]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(min(SYNCED_AT_ONCE, max(len(paths), 1)), thread_name_prefix="zckpt-sync") as pool:
-        for done in [pool.submit(sync, path) for path in paths]:
-            done.result()
+        every = [pool.submit(sync, path) for path in paths]
+        try:
+            for done in every:
+                done.result()
+        except BaseException:
+            for one in every:
+                one.cancel()
+            raise
 
 
 def sync(path: Path) -> None:

@@ -5,7 +5,8 @@
     prove       by whoever writes, before the end
     name        all is synced to disk and gets its name in one step, or in steps of which a kill leaves no mixture
 
-A run that is killed leaves temporary names behind, never a target in part; the next run to the same target takes over.
+A run that is killed leaves temporary names behind, never a target in part; the next run to the same target takes over:
+it removes them, or goes on with what was done, where there is a `journal` of that and the user says so.
 
 A directory and its successor exchange names. Where the file system has no such step, the old one waits as
 `.NAME.zckpt-old` while its successor is renamed; if a run is killed just then, the next one gives it its name back.
@@ -27,6 +28,7 @@ from pathlib import Path
 
 from zckpt.errors import TargetError, TargetExistsError
 from zckpt.storage.disk import exchange, rename_new, sync, sync_all
+from zckpt.storage.journal import Journal, forget
 from zckpt.storage.ownership import Owned, check_replaceable, check_target, claimed, held, is_named, partial_name
 
 LIST_NBYTES = 1 << 16
@@ -34,11 +36,12 @@ LIST_NBYTES = 1 << 16
 
 
 @contextmanager
-def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[Path]]:
+def written_files(targets: Sequence[Path], *, overwrite: bool, journal: Journal | None = None) -> Iterator[list[Path]]:
     """Yield temporary names for files of one directory; on success sync them and give them their names.
 
-    On any failure, interrupts included, the temporary files are removed and no target has changed. Only where the
-    disk fails while several files are being named, `interrupted` tells so, and the next run names the rest.
+    On any failure, interrupts included, the temporary files are removed, but for those of which the journal keeps what
+    was done, and no target has changed. Only where the disk fails while several files are being named, `interrupted`
+    tells so, and the next run names the rest.
 
     Parameters
     ----------
@@ -46,11 +49,14 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
         The last one is the target itself; where none of them is there, it appears last.
     overwrite : bool
         Replace regular files.
+    journal : Journal, optional
+        What is done is recorded, and may be gone on with.
 
     Raises
     ------
     TargetError
-        One cannot be written; another run is writing it, or has written it meanwhile.
+        One cannot be written; another run is writing it, or has written it meanwhile, or was killed and is to be gone
+        on with.
     """
     for target in targets:
         _settle_files(target)
@@ -59,25 +65,31 @@ def written_files(targets: Sequence[Path], *, overwrite: bool) -> Iterator[list[
     with ExitStack() as stack:
         try:
             for target, partial in zip(targets, partials, strict=True):
-                held.append((stack.enter_context(claimed(partial, directory=False)), partial))
+                claim = claimed(partial, directory=False, left=None if journal is None else journal.left)
+                held.append((stack.enter_context(claim), partial))
                 check_target(target, overwrite=overwrite)
+            _begin(targets[-1], journal)
             yield partials
             _check_kept(held)
-            sync_all(partials)
+            _sync_all(partials, journal)
             _name_files(partials, targets, overwrite=overwrite)
-        except BaseException:
-            if not interrupted(targets[-1]):
+        except BaseException as error:
+            if interrupted(targets[-1]):
+                forget(targets[-1])  # all is written
+            elif journal is None or not journal.keeps(error):
                 for descriptor, partial in held:
                     if is_named(descriptor, partial):
                         partial.unlink(missing_ok=True)
             raise
         for parent in {target.parent for target in targets}:
             sync(parent)
+        if journal is not None:
+            journal.end()
 
 
 @contextmanager
-def written_directory(target: Path, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
-    """Yield a temporary, empty directory; on success sync all in it and give it the target's name.
+def written_directory(target: Path, *, overwrite: bool, owned: Owned, journal: Journal | None = None) -> Iterator[Path]:
+    """Yield a temporary directory, which is empty but for what the journal has; on success sync and name it.
 
     Parameters
     ----------
@@ -86,25 +98,48 @@ def written_directory(target: Path, *, overwrite: bool, owned: Owned) -> Iterato
         Replace a directory that `owned` tells.
     owned : Owned
         Which directories may be replaced.
+    journal : Journal, optional
 
     Raises
     ------
     TargetError
-        It cannot be written; another run is writing it, or has written it meanwhile.
+        As for `written_files`.
     """
     partial = partial_name(target)
-    with claimed(partial, directory=True) as descriptor:
+    with claimed(partial, directory=True, left=None if journal is None else journal.left) as descriptor:
         try:
             _settle_directory(target)
             check_target(target, overwrite=overwrite, owned=owned)
+            _begin(target, journal)
             yield partial
             _check_kept([(descriptor, partial)])
-            sync_all([*partial.rglob("*"), partial])
+            _sync_all([*partial.rglob("*"), partial], journal)
             _name_directory(partial, target, overwrite=overwrite, owned=owned)
-        except BaseException:
-            if is_named(descriptor, partial):  # and not what it has taken the place of
+        except BaseException as error:
+            kept = journal is not None and journal.keeps(error)
+            if not kept and is_named(descriptor, partial):  # and not what it has taken the place of
                 _remove(partial)
             raise
+        if journal is not None:
+            journal.end()
+
+
+def _begin(target: Path, journal: Journal | None) -> None:
+    """Let a journal begin; without one, forget that of a run whose remains this one has removed."""
+    if journal is None:
+        forget(target)
+    else:
+        journal.begin()
+
+
+def _sync_all(paths: Sequence[Path], journal: Journal | None) -> None:
+    """Sync; what a disk has failed to take is not gone on with, for a system says so once, and not of which bytes."""
+    try:
+        sync_all(paths)
+    except OSError:
+        if journal is not None:
+            journal.distrust()
+        raise
 
 
 def _check_kept(held: Sequence[tuple[int, Path]]) -> None:
@@ -124,6 +159,7 @@ def recover(target: Path) -> None:
         return
     with suppress(TargetError), claimed(partial, directory=True):
         _settle_directory(target)
+        forget(target)
         _remove(partial)
 
 

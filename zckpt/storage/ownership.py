@@ -5,8 +5,9 @@ empty, or in which everything is what its format writes. Nothing else is ever re
 may mean what it points to; no device, FIFO or socket; no directory that holds something else, however little.
 
 Until it has its name, a target is `.NAME.zckpt-partial`, and the run that writes it holds a lock on that. What has such
-a name already was left by a run that was killed. It is removed, never written into: it may be a link to something else
-by now, and another name of its file may be anybody's.
+a name already was left by a run that was killed. It is removed, and not written into: it may be a link to something
+else by now, and another name of its file may be anybody's. Only a run that goes on with another's work writes into what
+that has left (`journal`), which then must be a file of one name.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _DIRECTORY = getattr(os, "O_DIRECTORY", 0)
 _WITHOUT_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What file systems say that are mounted without locks (Lustre's default): as where there are none at all."""
 
-Left = Callable[[int], None]
-"""Called with the descriptor of a file that a killed run left, before it is removed."""
+Left = Callable[[int], "bool | None"]
+"""Called with the descriptor of what a killed run left, locked; true: it is gone on with, else it is removed."""
 
 
 def _any(_: Path) -> bool:
@@ -174,7 +175,7 @@ def partial_name(target: Path) -> Path:
 def claimed(name: Path, *, directory: bool, left: Left | None = None) -> Iterator[int]:
     """Create an empty file or directory that no other run has, and hold a lock on it; yield its descriptor.
 
-    A file that a killed run left under the name is handed to `left` first.
+    What a killed run left under the name is handed to `left` first, which may want it as it is.
 
     Raises
     ------
@@ -235,8 +236,8 @@ def _claim(name: Path, *, directory: bool, left: Left | None) -> int:
             if is_named(descriptor, name):
                 if is_new:
                     return descriptor
-                if left is not None:
-                    left(descriptor)
+                if left is not None and left(descriptor):
+                    return descriptor
                 _remove_left(name, directory=directory)
         except BaseException:
             os.close(descriptor)

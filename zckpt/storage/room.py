@@ -13,9 +13,9 @@ from time import perf_counter
 from zckpt.errors import TargetError, WorkerError
 from zckpt.storage.files import open_file, read_into
 
-_FULL = (
-    "nothing was left behind; others have taken the room meanwhile, or a quota leaves less (`quota -s`, `lfs quota`)"
-)
+NOTHING_LEFT = "nothing was left behind"
+
+_FULL = f"{NOTHING_LEFT}; others have taken the room meanwhile, or a quota leaves less (`quota -s`, `lfs quota`)"
 _ADVICE = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL}
 """There was room when the run began."""
 
@@ -145,12 +145,12 @@ def write_errors(path: Path) -> Iterator[None]:
             "cannot be written",
             path=path,
             found=error.strerror or str(error),
-            advice=_ADVICE.get(error.errno or 0, "nothing was left behind"),
+            advice=_ADVICE.get(error.errno or 0, NOTHING_LEFT),
         ) from error
     except MemoryError as error:
         raise TargetError(
             "cannot be written",
             path=path,
             found="not enough memory",
-            advice="nothing was left behind; give a smaller --memory, or raise the limit",
+            advice=f"{NOTHING_LEFT}; give a smaller --memory, or raise the limit",
         ) from error

@@ -87,6 +87,7 @@ def load(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
     process_group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any format into what is being trained; all ranks call it together.
@@ -119,6 +120,9 @@ def load(
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`: what the tensors of the checkpoint are called in this model, and how they are arranged.
         The optimizer's state follows.
+    dequantize : bool
+        Take quantised state (8-bit of bitsandbytes, 8-bit, 4-bit and fp8 of torchao) as the floats that it stands for,
+        under the names that Adam has in torch.
     process_group : ProcessGroup, optional
         The ranks that load; by default the optimizer's, else the whole world.
 
@@ -138,16 +142,19 @@ def load(
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
 
-    if naming.changes and purpose:
+    if (naming.changes or dequantize) and purpose:
         raise UsageError(
-            "the workers of a DistributedOptimizer read their state by the names of the files",
+            "the workers of a DistributedOptimizer read their state as it is in the files, by the names there",
             path=path,
-            advice="`zckpt convert` writes the checkpoint under other names",
+            advice="`zckpt convert` writes the checkpoint under other names, and with floats",
         )
 
     def prepared() -> _Loading:
         with headers_shared(ranks.rank, ranks.world_size):
-            loading = _Loading(path, model, optimizer, strict=strict, tag=tag, names=names, naming=naming)
+            loading = _Loading(
+                path, model, optimizer, strict=strict, tag=tag, names=names, naming=naming,
+                dequantize=dequantize,
+            )  # fmt: skip
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
@@ -173,6 +180,7 @@ class _Loading:
         tag: str | None,
         names: Sequence[str] | None,
         naming: Naming,
+        dequantize: bool,
     ) -> None:
         self.path = os.fspath(path)
         self.model = model
@@ -180,7 +188,7 @@ class _Loading:
         optimizers = Optimizers(optimizer, self.tensors.names(), self.tensors.members)
         live = [*self.tensors.tensors, *self.tensors.tied]
         self.checkpoint: OpenedCheckpoint = open_for(
-            path, live, optimizers.order, tag=tag, names=names, strict=strict, naming=naming
+            path, live, optimizers.order, tag=tag, names=names, strict=strict, naming=naming, dequantize=dequantize
         )
         self.report = Restored(
             self.path, self.checkpoint.format, self.checkpoint.step, world_size=self.checkpoint.world_size

@@ -66,7 +66,9 @@ def optimizer_safetensors(checkpoint: Checkpoint, name: str, slots: Sequence[str
     UnsupportedError
         State that is more than plain tensors, numbers and texts.
     """
-    refuse_trees(checkpoint, "safetensors files", "give the target a name that ends in .pt")
+    refuse_trees(
+        checkpoint, "safetensors files", "--dequantize writes floats; or give the target a name that ends in .pt"
+    )
     entries = [
         safetensors_file.Entry(f"{slot}/{parameter}", one.slots[slot], one.slots[slot].dtype, f"{slot}/{parameter}")
         for slot in slots

@@ -85,7 +85,7 @@ def lay_out(job: Job) -> TargetFiles:
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
-    refuse_trees(checkpoint, "these files", "convert to zckpt, dcp or universal")
+    refuse_trees(checkpoint, "these files", "--dequantize writes floats; or convert to zckpt or dcp")
     listed_names = [name for group in checkpoint.param_groups for name in group.parameters]
     unknown = list(dict.fromkeys([*checkpoint.unnamed, *(n for n in listed_names if n not in checkpoint.parameters)]))
     if unknown:

@@ -76,7 +76,8 @@ class OptimizerState:
         """Return the shape of a parameter as its state shows it: the largest of its tensors."""
         if number in self.masters:
             return self.masters[number].shape
-        found = {key: list(_shapes(value)) for key, value in self.state.get(number, {}).items()}
+        state = self.state.get(number, {})
+        found = {key: list(_shapes(value)) for key, value in _elementwise(state).items()}
         shapes = [one for key, its in found.items() if key != "step" for one in its]
         shapes = shapes or [one for its in found.values() for one in its]
         return max(shapes, key=lambda s: (len(s), s), default=None)
@@ -87,7 +88,13 @@ def _shapes(value: object) -> Iterator[tuple[int, ...]]:
     if isinstance(value, (Tensor, MetaTensor)):
         yield value.shape
     elif isinstance(value, dict):
-        yield from (one.shape for one in value.values() if isinstance(one, Tensor))
+        yield from (one.shape for one in _elementwise(value).values() if isinstance(one, Tensor))
+
+
+def _elementwise(state: Mapping[Any, object]) -> Mapping[Any, object]:
+    """Return of bitsandbytes' state what has a value for each element: its maps of 256 may be larger."""
+    own = next((key for key in ("state2", "state1") if key in state), None)  # AdEMAMix has two for each in state1
+    return state if own is None else {own: state[own]}
 
 
 def agree(state: tuple[int, ...], parameter: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ from zckpt.compare.slots import DECADES, Difference, Tolerance, differences
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.errors import UsageError
 from zckpt.executors.using import check_executor, using
+from zckpt.formats.floats import with_floats
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.diff.match import Filter, Match, match
 from zckpt.operations.diff.trees import Setting, compare_settings
@@ -120,6 +121,7 @@ def diff(
     add_prefix: str | None = None,
     map: MapSource | None = None,  # noqa: A002
     map_config: Config | None = None,
+    dequantize: bool = False,
     ignore_metadata: bool = False,
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
@@ -149,6 +151,9 @@ def diff(
     rename, strip_prefix, add_prefix, map, map_config
         As for `consolidate`, of `a`: it is compared under its other names. What wrappers put before names is left out
         anyway.
+    dequantize : bool
+        Compare quantised state of the optimizer (bitsandbytes' in 8 bits; torchao's in 8 or 4 or fp8) as float32, under
+        the names that Adam has in torch.
     ignore_metadata : bool
         Compare tensors only, not hyperparameters, steps, and what was carried along.
     memory : int, bytes
@@ -176,6 +181,8 @@ def diff(
     theirs = opened(b, roots=roots_b, tag=tag_b, names=names_b, tp_rules=tp_rules_b)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     notes: tuple[str, ...] = ()
+    if dequantize:
+        ours, theirs = with_floats(ours, theirs)
     if naming.changes:
         ours, notes = naming.of(renamed(ours, canonical_names(one.name for one in ours.tensors())))
     matches = match(ours, theirs, Filter(tuple(slots), tuple(parameters)))

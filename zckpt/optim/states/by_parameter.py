@@ -155,7 +155,7 @@ class ByParameterRestoring(Restoring):
             raise UnsupportedError(
                 f"{key} of {owner.name} is no plain tensor but quantised, say, and cannot be loaded as one",
                 path=self.source.path,
-                advice="load the model alone, or everything in the program that saved it",
+                advice="dequantize=True takes the floats that it stands for; or load the model alone",
             )
         if not isinstance(value, Slot):
             return as_torch(value)

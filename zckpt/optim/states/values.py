@@ -29,7 +29,7 @@ def as_torch(value: object) -> object:
     if holds_tensors(value):
         raise UnsupportedError(
             "holds state that is no plain tensor, quantised say, which cannot be given to an optimizer as floats",
-            advice="load the model alone, or everything in the program that saved it",
+            advice="dequantize=True takes the floats that it stands for; or load the model alone",
         )
     if isinstance(value, Scalar):
         return torch.tensor(value.value, dtype=getattr(torch, value.dtype))

@@ -1,0 +1,289 @@
+"""Quantised optimizer state as floats: bit for bit what bitsandbytes and torchao make of it, wherever it goes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import zckpt
+from tests.cli.console import FIXTURES, run
+from tests.formats.test_quantised_states import State8bit
+from tests.gloo import run as on_ranks
+from zckpt.engine.blockwise import TOGETHER_NUMEL
+from zckpt.errors import DamagedFileError, UnsupportedError, UsageError
+from zckpt.optim import ZeroOptimizer
+
+NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
+ADAM = ["bnb_adamw8bit", "ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8"]
+KINDS = [*ADAM, "bnb_lion8bit"]
+
+
+def source(kind: str) -> Path:
+    return FIXTURES / "other" / f"quantised_{kind}" / "ckpt.pt"
+
+
+def truth(kind: str) -> dict[tuple[str, str], str]:
+    """The digest of each slot of each parameter, as the program has its values."""
+    told = json.loads((source(kind).parent / "truth.json").read_text())
+    parts = [(*key.split("/"), digest) for key, digest in told.items()]
+    own = NAMES if kind in ADAM else {}
+    return {(name, own.get(slot, slot)): digest for slot, name, digest in parts}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    assert tensor.dtype in (torch.float32, torch.bfloat16)  # small states have the parameter's type
+    return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slot_is_read_as_the_program_reads_it(kind: str) -> None:
+    opened = zckpt.open(source(kind))
+    for (name, slot), wanted in truth(kind).items():
+        assert digest(opened.read(name, slot)) == wanted, (name, slot)
+    with pytest.raises(UsageError, match=r"no slot x: expected weight, .*(exp_avg|state1)"):
+        opened.read("0.weight", "x")
+
+
+@pytest.mark.parametrize("kind", ADAM)
+def test_every_target_that_holds_floats_gets_them(kind: str, tmp_path: Path) -> None:
+    targets: list[tuple[str, dict[str, Any]]] = [
+        ("zckpt", {"world_size": 3}), ("dcp", {"world_size": 2}), ("universal", {}),
+        ("deepspeed", {"world_size": 3, "stage": 2}), ("fsdp-rank-files", {"world_size": 2}),
+        ("zero-redundancy", {"world_size": 2}), ("consolidated", {}),
+    ]  # fmt: skip
+    digests = set()
+    for to, options in targets:
+        target = tmp_path / to
+        zckpt.convert(source(kind), target, to=to, dequantize=True, verify=True, **options)
+        opened = zckpt.open(target)
+        for (name, slot), wanted in truth(kind).items():
+            assert digest(opened.read(name, slot)) == wanted, (to, name, slot)
+        assert zckpt.diff(source(kind), target, dequantize=True, ignore_metadata=True, atol=1e-45).equal
+        digests |= {zckpt.fingerprint(target).text} if to in ("zckpt", "dcp") else set()
+    assert {zckpt.fingerprint(source(kind), dequantize=True).text} == digests
+
+
+@pytest.mark.parametrize("kind", ADAM)
+def test_a_plain_adamw_resumes_from_the_file(kind: str, tmp_path: Path) -> None:
+    zckpt.consolidate(source(kind), tmp_path / "x.pt", slots="all", dequantize=True)
+    zckpt.consolidate(source(kind), tmp_path / "x.safetensors", slots="all", dequantize=True)
+    state = torch.load(tmp_path / "x.optimizer.pt")
+    net = model(kind)
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.load_state_dict(state)
+    assert_loaded(kind, net, optimizer)
+
+
+def model(kind: str) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 72 if kind.startswith("ao") else 67))
+
+
+def assert_loaded(kind: str, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for (name, slot), wanted in truth(kind).items():
+        assert digest(optimizer.state[net.get_parameter(name)][slot]) == wanted, (name, slot)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+
+
+def test_a_plain_adamw_resumes_from_deepspeeds() -> None:
+    opened = zckpt.open(FIXTURES / "own_blockwise_s3_fp32_dp2")
+    net = nn.Module()
+    for one in opened.parameters.values():
+        *path, last = one.name.split(".")
+        module = net
+        for step in path:
+            module = module._modules.setdefault(step, nn.Module())  # type: ignore[assignment]
+        if one.tied_to is None:
+            module.register_parameter(last, nn.Parameter(torch.zeros(one.shape), requires_grad=one.group is not None))
+    groups = [{"params": [net.get_parameter(name) for name in one.parameters]} for one in opened.param_groups]
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(UnsupportedError, match="each rank had its own"):
+        zckpt.load(opened.source, model=net, optimizer=optimizer, strict=False)
+    zckpt.load(opened.source, model=net, optimizer=optimizer, strict=False, dequantize=True)
+    for parameter, state in optimizer.state.items():
+        [name] = [name for name, one in net.named_parameters() if one is parameter]
+        assert torch.equal(state["exp_avg_sq"], opened.read(name, "exp_avg_sq"))
+    assert optimizer.state
+
+
+@pytest.mark.parametrize("kind", ADAM)
+def test_a_plain_adamw_resumes_from_load(kind: str) -> None:
+    net = model(kind)
+    optimizer = torch.optim.AdamW(net.parameters())
+    zckpt.load(source(kind), model=net, optimizer=optimizer, dequantize=True)
+    assert_loaded(kind, net, optimizer)
+    with pytest.raises(UsageError, match="no quantised state of an optimizer"):
+        zckpt.load(FIXTURES / "other" / "plain_adamw" / "ckpt.pt", model=net, dequantize=True)
+
+
+def shares(rank: int, world_size: int) -> None:
+    """ZeRO's partitions and the rows of `fully_shard` are read of their blocks."""
+    for kind in ("bnb_adamw8bit", "ao_adamw4bit"):
+        wanted = {key: zckpt.open(source(kind)).read(*key).float() for key in truth(kind)}
+        net = model(kind)
+        zero = ZeroOptimizer(net.named_parameters(), torch.optim.AdamW, stage=1)
+        zckpt.load(source(kind), model=net, optimizer=zero, dequantize=True)
+        for (name, slot), value in wanted.items():
+            assert torch.equal(torch.as_tensor(zero.full_state(name, slot)), value), (kind, name, slot)
+        sharded = fully_shard(model(kind))
+        optimizer = torch.optim.AdamW(sharded.parameters())
+        zckpt.load(source(kind), model=sharded, optimizer=optimizer, dequantize=True)
+        for (name, slot), value in wanted.items():
+            its = optimizer.state[sharded.get_parameter(name)][slot]
+            assert torch.equal(its.full_tensor(), value), (kind, name, slot)
+    dist.barrier()
+
+
+def test_ranks_read_their_shares() -> None:
+    on_ranks(shares, 3)
+
+
+NESTED = "__bnb_optimizer_quant_state__"
+
+
+def partitions_of(opened: zckpt.Checkpoint) -> list[dict[str, Any]]:
+    """What each rank's file has, in the order of ranks."""
+    paths = sorted(Path(opened.source).glob("*optim_states.pt"))
+    return [torch.load(path, weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"] for path in paths]
+
+
+def in_file_order(opened: zckpt.Checkpoint, group: int) -> list[str]:
+    """The parameters of a group in the order in which ZeRO-3 lays them out: that of `param_shapes`."""
+    [path] = Path(opened.source).glob("zero_pp_rank_0_*model_states.pt")
+    return list(torch.load(path, weights_only=False)["param_shapes"][group])
+
+
+def values(state: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    codes, number = state[key], key[-1]
+    if codes.dtype == torch.float32:
+        return codes
+    scales = state[f"absmax{number}"].repeat_interleave(256)[: codes.numel()]
+    return state[f"qmap{number}"][codes.long()] * scales
+
+
+def test_blocks_of_each_ranks_partition(tmp_path: Path) -> None:
+    """Of ZeRO-3: rank after rank has a padded piece of each parameter, in the order of the sub-group."""
+    run_directory = FIXTURES / "own_blockwise_s3_fp32_dp2"
+    opened = zckpt.open(run_directory)
+    with pytest.raises(UnsupportedError, match="each rank has its own"):
+        zckpt.convert(run_directory, tmp_path / "t", to="zckpt")
+    wanted: dict[tuple[str, str], torch.Tensor] = {}
+    for number, group in enumerate(opened.param_groups):
+        ranks = [one["state"][number][NESTED] for one in partitions_of(opened)]
+        at = 0
+        for name in in_file_order(opened, number):
+            shape = opened.parameters[name].shape
+            numel = torch.Size(shape).numel()
+            piece = -(-numel // len(ranks))
+            for state, slot in NAMES.items():
+                parts = [values(one, state)[at : at + piece] for one in ranks]
+                wanted[name, slot] = torch.cat(parts)[:numel].view(shape)
+            at += piece
+        assert sorted(in_file_order(opened, number)) == sorted(group.parameters)
+    for key, value in wanted.items():
+        assert torch.equal(opened.read(*key), value), key
+    for to, options in {
+        "zckpt": {"world_size": 3},
+        "universal": {},
+        "deepspeed": {"world_size": 3, "stage": 2},
+    }.items():
+        zckpt.convert(run_directory, tmp_path / to, to=to, dequantize=True, verify=True, **options)
+        written = zckpt.open(tmp_path / to)
+        assert not written.per_rank
+        assert all(torch.equal(written.read(*key), value) for key, value in wanted.items()), to
+
+
+def of_bitsandbytes(numel: int, block: int, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    count = -(-numel // block)
+    return {
+        "state1": torch.randint(256, shape, dtype=torch.uint8), "qmap1": torch.linspace(-1, 1, 256),
+        "absmax1": torch.rand(count), "state2": torch.randint(256, shape, dtype=torch.uint8),
+        "qmap2": torch.linspace(0, 1, 256), "absmax2": torch.rand(count),
+    }  # fmt: skip
+
+
+def saved(path: Path, weight: torch.Tensor, state: dict[str, Any]) -> Path:
+    groups = [{"lr": 0.1, "params": [0]}]
+    torch.save({"model": {"w": weight}, "optimizer": {"state": {0: state}, "param_groups": groups}}, path)
+    return path
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(("numel", "block"), [(5000, 2048), (100, 256), (4 * TOGETHER_NUMEL + 77, 256), (129, 128)])
+def test_blocks_of_any_size_end_anywhere(numel: int, block: int, nested: bool, tmp_path: Path) -> None:
+    pieces = of_bitsandbytes(numel, block, (numel,))
+    state = {"step": 3, **({"__bnb_optimizer_quant_state__": pieces} if nested else pieces)}
+    path = saved(tmp_path / "c.pt", torch.zeros(numel), state)
+    scales = {key: pieces[f"absmax{key}"].repeat_interleave(block)[:numel] for key in "12"}
+    wanted = {NAMES[f"state{k}"]: pieces[f"qmap{k}"][pieces[f"state{k}"].long()] * scales[k] for k in "12"}
+    opened = zckpt.open(path)
+    for slot, value in wanted.items():
+        assert torch.equal(opened.read("w", slot), value)
+    zckpt.convert(path, tmp_path / "d", to="deepspeed", dequantize=True, world_size=3, stage=1, verify=True)
+    cut = zckpt.open(tmp_path / "d")
+    assert all(torch.equal(cut.read("w", slot), value) for slot, value in wanted.items())
+    assert set(cut.parameters["w"].slots) == {"weight", "master", "exp_avg", "exp_avg_sq"}
+
+
+def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    pieces = of_bitsandbytes(5000, 256, (5000,))
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"step": 1, **pieces, "max1": torch.rand(1)}, UnsupportedError, "max1 of w is quantised in a way"),
+        ({"step": 1, "x": {**pieces}}, UnsupportedError, "x of w is quantised in a way"),
+        ({"step": 1, "x": State8bit(pieces["state1"], pieces["absmax1"], pieces["qmap1"])},
+         UnsupportedError, "x of w is quantised in a way"),
+        ({"step": 1, **pieces, "absmax1": torch.rand(21)}, DamagedFileError, "its scales fit no size of blocks"),
+        ({"step": 1, **pieces, "qmap1": torch.rand(255)}, DamagedFileError, "state1 of w: .* do not belong together"),
+        ({"step": 1, **pieces, "state1": torch.zeros(2, 2500, dtype=torch.uint8)}, UnsupportedError, "state1 of w is"),
+    ]  # fmt: skip
+    for number, (state, error, match) in enumerate(cases):
+        path = saved(tmp_path / f"{number}.pt", torch.zeros(5000), state)
+        with pytest.raises(error, match=match):
+            zckpt.convert(path, tmp_path / "t", to="zckpt", dequantize=True)
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_option_is_refused_where_it_would_do_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no quantised state of an optimizer"):
+        zckpt.convert(FIXTURES / "s2_bf16_dp2", tmp_path / "t", to="zckpt", dequantize=True)
+    with pytest.raises(UsageError, match="the optimizer's slots, which are not written"):
+        zckpt.consolidate(source("bnb_adamw8bit"), tmp_path / "x.safetensors", dequantize=True)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("kind", ["bnb_adamw8bit", "ao_adamw8bit"])
+def test_a_map_does_not_take_blocks_apart(kind: str, dequantize: bool, tmp_path: Path) -> None:
+    rules = [{"a": {"0.weight": "out in"}, "b": {"w": "in out"}}, {"a": "0.bias", "b": "bias"}]
+    turned = {"about": "a transposed layer", "sides": ["a", "b"], "sizes": {}, "rules": rules}
+    with pytest.raises(
+        UnsupportedError, match=r"of 0\.weight is or was quantised, in blocks that the map .* takes apart"
+    ):
+        zckpt.convert(source(kind), tmp_path / "t", to="zckpt", map=turned, dequantize=dequantize)
+    zckpt.convert(source(kind), tmp_path / "t", to="zckpt", dequantize=True)
+    zckpt.convert(tmp_path / "t", tmp_path / "u", to="zckpt", map=turned)
+    expected = zckpt.open(source(kind)).read("0.weight", "exp_avg")
+    assert torch.equal(zckpt.open(tmp_path / "u").read("w", "exp_avg"), expected.t())
+
+
+def test_the_command_line_has_it(tmp_path: Path) -> None:
+    path = str(source("ao_adamw4bit"))
+    done = run("convert", path, str(tmp_path / "z"), "--to", "zckpt", "--dequantize", "--verify")
+    assert done.returncode == 0, done.stderr
+    same = run("diff", path, str(tmp_path / "z"), "--dequantize", "--ignore", "metadata", "-q")
+    assert same.returncode == 0, same.stderr
+    one = run("fingerprint", path, "--dequantize").stdout
+    assert one == run("fingerprint", str(tmp_path / "z")).stdout
+    assert run("consolidate", path, str(tmp_path / "m.pt"), "--slots", "all", "--dequantize").returncode == 0
+    assert len(list(tmp_path.glob("m*.pt"))) == 2
+    assert run("fingerprint", path, "--dequantize", "--write").returncode == 2

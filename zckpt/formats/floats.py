@@ -1,0 +1,47 @@
+"""Quantised state of optimizers as floats, whichever format it is in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from zckpt.engine.computed import Computed
+from zckpt.errors import UsageError
+from zckpt.formats.deepspeed.quantised import with_float_slots
+from zckpt.formats.torch_files.quantised import as_floats
+from zckpt.state import Checkpoint
+
+AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
+
+
+def with_floats(*checkpoints: AnyCheckpoint) -> list[AnyCheckpoint]:
+    """Return checkpoints with float32 slots in the place of quantised state.
+
+    Raises
+    ------
+    UsageError
+        None of them has any.
+    UnsupportedError
+        State that is quantised in a way that is not known, or of which it is not certain what elements codes are of.
+    DamagedFileError
+        Codes, scales and map do not belong together.
+    """
+    found = [_with_floats(one) for one in checkpoints]
+    every = [each for one in found for each in (*one.parameters.values(), *one.unnamed.values())]
+    if not any(isinstance(slot, Computed) for each in every for slot in each.slots.values()):
+        raise UsageError(
+            "no quantised state of an optimizer that could be made floats",
+            path=checkpoints[0].source,
+            expected="8-bit states of bitsandbytes, or 8-bit, 4-bit or fp8 states of torchao",
+            advice="leave --dequantize out",
+        )
+    return found
+
+
+def _with_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+    path, own = checkpoint.source, with_float_slots(checkpoint)
+    return replace(
+        own,
+        parameters={name: as_floats(one, path) for name, one in own.parameters.items()},
+        unnamed={name: as_floats(one, path) for name, one in own.unnamed.items()},
+    )

@@ -1,0 +1,322 @@
+"""What a run has done of a target: kept beside it, so that another run goes on where a killed one ended.
+
+    .NAME.zckpt-journal     lines of a CRC-32 and JSON, each by itself
+        purpose     what is to be written, of what: version, verb, options, files, sources
+        work        a batch: its key, what of the target was written and of the sources read, each range with its CRC-32
+        work ...
+
+A line is written as soon as a batch is, and nothing waits for the disk: a kill loses no bytes that were written, and
+after a loss of power the CRC-32s tell which ones are there. So what is recorded is read again before anything is built
+on it. A line that is not whole is none. The journal belongs to the run that holds the lock on the temporary name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Lock
+
+from zckpt.errors import SourceError, TargetError
+from zckpt.storage.crc32 import crc32
+from zckpt.storage.ownership import claimed, partial_name
+from zckpt.storage.purpose import Purpose, identity
+from zckpt.storage.room import Room
+
+LEAST_NBYTES = 1 << 24
+"""Of tensors: less is written again sooner than anybody has decided how to go on."""
+
+BLOCK_NBYTES = 512
+"""Of `st_blocks`, whatever the file system's own are."""
+
+Range = tuple[int, int, int | None]
+"""Offset, bytes and CRC-32 of a range of a file; None: nobody summed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch that was written.
+
+    Parameters
+    ----------
+    written : tuple of Range
+        Of the target file.
+    read : dict of str to tuple of Range
+        Of source files whose checksums are looked at, by absolute path.
+    """
+
+    written: tuple[Range, ...]
+    read: dict[str, tuple[Range, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were written."""
+        return sum(nbytes for _, nbytes, _ in self.written)
+
+
+def left_by(targets: Iterable[Path]) -> Room:
+    """Return what a killed run's remains take, which are gone on with, or go before anything is written."""
+    left = [partial_name(target) for target in targets if target.name]
+    found = [one.lstat() for path in left for one in (path, *path.rglob("*")) if os.path.lexists(one)]
+    return Room(sum(one.st_blocks for one in found) * BLOCK_NBYTES, len(found))
+
+
+def journal_name(target: Path) -> Path:
+    """Return the name of a target's journal."""
+    return target.with_name(f".{target.name}.zckpt-journal")
+
+
+def forget(target: Path) -> None:
+    """Remove the journal of a target, of which nothing else is left, or whose remains go as well."""
+    name = journal_name(target)
+    try:
+        if stat.S_ISREG(name.lstat().st_mode):
+            name.unlink()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def settle(target: Path) -> None:
+    """Remove a journal without remains: its run was killed when the target had its name, or somebody removed them."""
+    if target.name and not os.path.lexists(partial_name(target)):
+        forget(target)
+
+
+class Journal:
+    """The journal of one run. `durable` calls all but `record`, `check_sources` and `found`, which are the writer's.
+
+    Parameters
+    ----------
+    target : Path
+        The file that is named last, or the directory.
+    purpose : Purpose
+    resume : bool
+        Go on with what a killed run has left.
+    restart : bool
+        Remove what a killed run has left.
+    """
+
+    def __init__(self, target: Path, purpose: Purpose, *, resume: bool = False, restart: bool = False) -> None:
+        self.found: dict[str, Work] = {}
+        """What an earlier run has done, by the keys of batches."""
+        self.resumes = False
+        """Whether there is something to go on with."""
+        self.kept = False
+        """Whether a run that failed has left something to go on with."""
+        self._target, self._purpose = target, purpose
+        self._name = journal_name(target)
+        self._resume, self._restart = resume, restart
+        self._looked = self._begun = False
+        self._trusted = True
+        self._beside: list[str] = []
+        self._nbytes = 0
+        self._file: int | None = None
+        self._lock = Lock()
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether there is so much to do that it is recorded."""
+        return self._purpose.nbytes >= LEAST_NBYTES
+
+    def left(self, descriptor: int) -> bool:
+        """Tell whether to go on with what a killed run has left; called with the lock on it.
+
+        Raises
+        ------
+        TargetError
+            It is neither to be gone on with nor to be removed, or it cannot be gone on with.
+        """
+        if not self._looked:
+            self._look()
+            self._looked = True
+        if self.resumes:
+            _check_alone(os.fstat(descriptor), partial_name(self._target))
+        return self.resumes
+
+    def _look(self) -> None:
+        begun, found = _read(self._name)
+        self._beside = begun.beside if begun is not None else []
+        if self._restart or begun is None or not found:
+            return
+        nbytes = sum(work.nbytes for work in found.values())
+        if not self._resume:
+            raise TargetError(
+                "a run to it did not come to its end",
+                path=self._target,
+                found=f"{nbytes} of {begun.nbytes} bytes written, in {partial_name(self._target).name}",
+                advice="--resume goes on with it, --restart begins anew",
+            )
+        other = self._purpose.other(begun)
+        if other is not None:
+            raise TargetError(
+                f"what is to be gone on with was begun {other}",
+                path=self._target,
+                advice="--restart begins anew",
+            )
+        self.found, self.resumes, self._nbytes = found, True, nbytes
+
+    def begin(self) -> None:
+        """Begin to record; the temporary names are this run's."""
+        for name in set(self._beside) - set(self._purpose.beside):
+            partial = partial_name(self._target.with_name(Path(name).name))
+            if os.path.lexists(partial):
+                with suppress(TargetError), claimed(partial, directory=False):
+                    partial.unlink()
+        if not self.resumes:
+            forget(self._target)
+        self._begun = True
+
+    def record(self, key: str, work: Work) -> None:
+        """Note that a batch is written; in any thread.
+
+        Raises
+        ------
+        OSError
+            The journal cannot be written.
+        """
+        if any(crc is None for _, _, crc in work.written):
+            return
+        with self._lock:
+            if self._file is None:
+                self._file = self._opened()
+            _append(self._file, [key, work.written, work.read])
+            self._nbytes += 0 if key in self.found else work.nbytes
+
+    def _opened(self) -> int:
+        flags = os.O_WRONLY | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        if self.resumes:
+            file = os.open(self._name, flags)
+            _check_alone(os.fstat(file), self._name)
+            return file
+        file = os.open(self._name, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        _append(file, asdict(self._purpose))
+        return file
+
+    def check_sources(self) -> None:
+        """Raise SourceError if a source file is no longer what it was when the run began."""
+        for path, was in self._purpose.sources.items():
+            if len(was) > 1 and identity(path) != was:  # a store's files are looked at as they are read
+                self.distrust()
+                raise SourceError(
+                    "has changed while it was read",
+                    path=path,
+                    expected="a file that nobody writes to",
+                    advice="nothing was left behind: write it again when it is whole",
+                )
+
+    def distrust(self) -> None:
+        """Let nothing be gone on with: the disk has failed, or what was read was not one state of the sources."""
+        self._trusted = False
+
+    def keeps(self, error: BaseException) -> bool:
+        """Tell whether a run that ends with an error leaves what it has done; if it does not, remove the journal."""
+        if not self._begun:
+            return self.resumes
+        wrong = isinstance(error, SourceError) and type(error) is not SourceError  # damaged, or contradicts itself
+        self.kept = self._trusted and not wrong and self._nbytes > 0
+        self._close()
+        if not self.kept:
+            forget(self._target)
+        return self.kept
+
+    def end(self) -> None:
+        """Remove the journal of a target that has its name."""
+        self._close()
+        forget(self._target)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def said(self) -> str:
+        """Return what a failed run has left, and what to do with it."""
+        if not self.kept:
+            return "nothing was left behind"
+        return (
+            f"{self._nbytes} of {self._purpose.nbytes} bytes are written and kept in "
+            f"{partial_name(self._target).name}: --resume goes on with them, --restart begins anew"
+        )
+
+
+def check_remains(directory: Path, names: Collection[Path]) -> None:
+    """Remove what is below a directory that a killed run left and is none of `names`.
+
+    Raises
+    ------
+    TargetError
+        It holds what no run leaves there, and what could be a name for something else.
+    """
+    for at, folders, files in os.walk(directory):
+        for name in (*folders, *files):
+            path = Path(at, name)
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode):
+                _check_alone(found, path)
+                if path not in names:
+                    path.unlink()
+
+
+def _check_alone(found: os.stat_result, path: Path) -> None:
+    """Raise TargetError if what a run has left is no file of this user's under one name: something else is changed."""
+    if stat.S_ISDIR(found.st_mode):
+        return
+    own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1 or not own:
+        raise TargetError(
+            "is not as a run left it: a link, a file with several names, or another user's",
+            path=path,
+            advice="--restart begins anew",
+        )
+
+
+def _append(file: int, content: object) -> None:
+    """Write a line; one that a kill cuts off is ended by the next, which begins with an end of line."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    line = memoryview(b"\n%08x %b\n" % (crc32(text), text))
+    while line:
+        line = line[os.write(file, line) :]
+
+
+def _read(name: Path) -> tuple[Purpose | None, dict[str, Work]]:
+    """Return what a journal says: nothing, if there is none or no line of it is whole."""
+    begun, found = None, dict[str, Work]()
+    try:
+        _check_alone(name.lstat(), name)
+        lines = name.open("rb")
+    except FileNotFoundError:
+        return None, {}
+    with lines:
+        for line in lines:
+            content = _content(line)
+            if isinstance(content, dict) and begun is None:
+                begun = _purpose(content)
+            elif isinstance(content, list) and len(content) == 3:
+                key, written, read = content
+                found[key] = Work(_ranges(written), {path: _ranges(some) for path, some in read.items()})
+    return begun, found
+
+
+def _content(line: bytes) -> object:
+    crc, _, text = line.rstrip(b"\n").partition(b" ")
+    if b"%08x" % crc32(text) != crc:
+        return None
+    return json.loads(text)
+
+
+def _purpose(content: Mapping[str, object]) -> Purpose:
+    """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
+    try:
+        found = Purpose(**content)  # type: ignore[arg-type]
+    except TypeError:
+        return Purpose(f"{content.get('version')} (another)", "", {}, "", 0, {})
+    sources = {path: tuple(one) for path, one in found.sources.items()}
+    return replace(found, sources=sources)
+
+
+def _ranges(found: Iterable[tuple[int, int, int | None]]) -> tuple[Range, ...]:
+    return tuple((offset, nbytes, crc) for offset, nbytes, crc in found)
