@@ -30,8 +30,7 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    # rich, matrices, moe, moe_layers, moe_megatron, llama, llama_untied, gpt2, mixtral, megatron, pipeline,
-    # pipeline_megatron
+    # rich, matrices, moe, moe_layers, moe_megatron, megatron, pipeline, pipeline_megatron, one of models.HUGGING_FACE
     model: str = "rich"
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
@@ -63,6 +62,7 @@ class Spec:
     experts: int = 4
     expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
     tensor_parallel: int = 1
+    auto_tp: bool = False  # DeepSpeed itself slices the model
     invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart
     pipeline_parallel: int = 1
     zero: Mapping[str, Any] = field(default_factory=dict)
@@ -103,6 +103,9 @@ def ds_config(spec: Spec) -> dict[str, Any]:
         config["optimizer"] = BY_CONFIGURATION[spec.optimizer]
     if spec.bf16_optimizer:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spec.auto_tp:
+        del config["train_batch_size"]  # it would count the ranks that share a batch
+        config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel}
     return config | dict(spec.config)
 
 

@@ -75,11 +75,12 @@ class DeepSpeed(Format):
          "padding over several ranks, more ranks than elements; fp16, bf16, fp32, 16-bit masters"),
         ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
-        ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor parallelism "
-         "and without ZeRO"),
+        ("mixture of experts", "expert groups with their own partition counts, expert files, also under tensor "
+         "parallelism and without ZeRO"),
         ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded only where each rank "
          "keeps its elements; Muon is cut for any ranks; quantised frozen layers"),
-        ("tensor and pipeline parallel", "by the rules in `universal_checkpoint_info`; layer files, tied layers"),
+        ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
+         "layer files, tied layers"),
     )  # fmt: skip
     writes = "a run directory that stock DeepSpeed loads"
     takes = frozenset({ROOTS, TAG, TP_RULES})

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import (
     experts_per_rank,
     is_expert,
@@ -27,7 +28,8 @@ from zckpt.formats.deepspeed.experts import (
 )
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
 from zckpt.formats.deepspeed.tensor_parallel import complete_aliases, cut, merge, without_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, REPLICATED_KEY, VOCABULARY_KEYS, Rules, info_for
+from zckpt.formats.deepspeed.tp_shares import REPLICATED
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.torchfile import Digests
 
@@ -342,7 +344,11 @@ def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, o
         return None
     own = origin.model.content.get(INFO_KEY)
     node = origin.rules if given or not isinstance(own, dict) else own
-    return info_for(node, _rows(origin, states), degree)
+    written = info_for(node, _rows(origin, states), degree)
+    if AFFINE_KEY in written:
+        rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
+        written[AFFINE_KEY] = rules.maps_for(list(states[0].state.parameters), degree)
+    return written
 
 
 def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:
