@@ -173,7 +173,7 @@ class Matrices(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A dense part and DeepSpeed's own expert layer."""
 
-    def __init__(self, expert_parallel: int, experts: int):
+    def __init__(self, expert_parallel: int, experts: int, *, sliced: bool = False):
         super().__init__()
         from deepspeed.moe.layer import MoE
 
@@ -182,7 +182,7 @@ class MixtureOfExperts(nn.Module):
         expert = nn.Sequential(nn.Linear(HIDDEN, 11), nn.ReLU(), nn.Linear(11, HIDDEN))
         self.moe = MoE(
             hidden_size=HIDDEN, expert=expert, num_experts=experts, ep_size=expert_parallel, k=1,
-            min_capacity=0, capacity_factor=4.0, use_rts=False,
+            min_capacity=0, capacity_factor=4.0, use_rts=False, enable_expert_tensor_parallelism=sliced,
         )  # fmt: skip
         self.out = nn.Linear(HIDDEN, VOCABULARY)
 
@@ -299,7 +299,23 @@ def _phi3() -> nn.Module:
     return Phi3ForCausalLM(config)
 
 
+def _mixtral() -> nn.Module:
+    """Experts that are ordinary parameters, in modules that ZeRO-3 gathers as a whole."""
+    from deepspeed.utils import set_z3_leaf_modules
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=24,
+        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, num_local_experts=3, num_experts_per_tok=2,
+        tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+    return model
+
+
 HUGGING_FACE = {
+    "mixtral": _mixtral,
     "llama": _llama, "llama_untied": lambda: _llama(tied=False), "llama_heads": _llama_heads, "gpt2": _gpt2,
     "bigcode": _bigcode, "codegen": _codegen, "phi3": _phi3,
 }  # fmt: skip

@@ -60,6 +60,7 @@ class Spec:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     expert_parallel: int = 1
     experts: int = 4
+    sliced_experts: bool = False  # of moe_megatron: each tensor-parallel rank has all experts, for DeepSpeed slices
     expert_layers: tuple[tuple[int, int, bool], ...] = ()  # of moe_layers: experts, expert parallel, residual
     tensor_parallel: int = 1
     auto_tp: bool = False  # DeepSpeed itself slices the model

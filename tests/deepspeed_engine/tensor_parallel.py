@@ -44,6 +44,7 @@ RULES = {
     r"\w+\.input_norm\.(weight|bias)": "replicated",
     r"\w+\.local_norm\.(weight|bias)": "average",
     r"alpha": "replicated",  # not in pipelines
+    r"experts\.moe\.deepspeed_moe\.experts\.\w+.*": "replicated",  # only where DeepSpeed takes them for slices
     r"experts\.(fc\.(weight|bias)|moe\.deepspeed_moe\.gate\.wg\.weight)": "replicated",  # only with experts
     r"\d+\.(weight|bias)": "replicated",  # only in pipelines: the last norm
 }
@@ -80,6 +81,8 @@ def universal_info(spec: Spec) -> dict[str, Any]:
     absent = {r"alpha" if spec.pipeline_parallel > 1 else r"\d+\.(weight|bias)"}  # unused ones are refused
     if spec.model != "moe_megatron":
         absent |= {pattern for pattern in RULES if "experts" in pattern}
+    elif not spec.sliced_experts:
+        absent |= {pattern for pattern in RULES if "deepspeed_moe\\.experts" in pattern}
     tied = [r"tied_modules\.embed\.weight$"] if spec.pipeline_parallel > 1 else []
 
     weight, bias = (rf"\w+\.query_key_value\.{kind}$" for kind in ("weight", "bias"))
@@ -308,7 +311,7 @@ class MegatronOfExperts(nn.Module):
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
         self.embedding = Embedding()
         self.layer = Layer(invariant=spec.invariant)
-        self.experts = MixtureOfExperts(spec.expert_parallel, spec.experts)
+        self.experts = MixtureOfExperts(spec.expert_parallel, spec.experts, sliced=spec.sliced_experts)
         del self.experts.emb, self.experts.out
         _gather_tokens_on_gloo()
         self.universal_checkpoint_info = universal_info(spec)  # of client state DeepSpeed does not take it here

@@ -108,6 +108,7 @@ def recut(source: Spec, world_size: int, degree: int, experts: int) -> Case:
 BOTH, DATA_FIRST = both("tp2_ep2"), moe("dbe_ep2", expert_parallel=2, dtype="fp32",
                                         config={"use_data_before_expert_parallelism": True})  # fmt: skip
 SEVERAL = moe("layers", model="moe_layers", expert_layers=LAYERS, dtype="fp32", world_size=3)
+SLICED_EXPERTS = both("tp2_sliced_experts", sliced_experts=True)
 EVERY_THIRD = {"expert_layers": ((3, 3, True), (6, 3, False))}
 
 EXPERTS = [
@@ -122,6 +123,8 @@ MORE_EXPERTS = [
     recut(BOTH, 1, 4, 4),
     recut(both("tp2_ep4_bf16", expert_parallel=4, stage=2, dtype="bf16"), 2, 2, 2),
     recut(both("tp1_ep2", tensor_parallel=1, world_size=2), 1, 2, 2),
+    recut(SLICED_EXPERTS, 2, 2, 1),
+    recut(SLICED_EXPERTS, 2, 1, 2),
     Case(DATA_FIRST, {"world_size": 2}, 2),
     spread(DATA_FIRST, 4, 4),
     spread(DATA_FIRST, 3, 1),
@@ -141,6 +144,19 @@ def test_deepspeed_resumes_experts_that_are_spread_otherwise(
     verdict = resume(tmp_path / "cut", case.source.at(case.world_size, **case.training), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
     assert verdict.loss_difference <= MOE_TOLERANCE[case.source.dtype], verdict.losses
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{"world_size": 3}, {"world_size": 2, "stage": 2}], ids=str)
+def test_deepspeed_resumes_leaf_modules(options: dict[str, int], made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """Transformers' Mixtral under ZeRO-3, whose experts are ordinary parameters."""
+    source = Spec("mixtral_s3", stage=3, model="mixtral", dtype="fp32", steps=2, steps_after=2)
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", **options)
+    training = {"stage": options.get("stage", 3)}
+    verdict = resume(tmp_path / "cut", source.at(options["world_size"], **training), folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= TOLERANCE["fp32"], verdict.losses
 
 
 @pytest.mark.parametrize("to", ["dcp", pytest.param("zckpt", marks=pytest.mark.nightly),
