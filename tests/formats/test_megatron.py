@@ -108,6 +108,21 @@ def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path: Path) -> None
     assert list(zckpt.open(tmp_path / "model").parameters) == list(opened.parameters)
 
 
+def test_difference_of_ranks_is_none(tmp_path: Path) -> None:
+    tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
+    about = {"content_metadata": {"singleton_local_shards": False}, "optimizer": optimizer(GROUP)}
+    write(tmp_path / "a", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=1.0), **about)
+    about["content_metadata"] = {"singleton_local_shards": True}
+    apart = {"decoder.layers.0.mlp.linear_fc2.weight": counted(2, 3, 4)[0].clone(),
+             "decoder.layers.1.mlp.linear_fc2.weight": counted(2, 3, 4)[1].clone()}  # fmt: skip
+    apart |= {f"optimizer.state.exp_avg.{name}": value for name, value in apart.items()}
+    write(tmp_path / "b", apart, args=Namespace(tensor_model_parallel_size=2, world_size=4, lr=1.0), **about)
+    assert zckpt.diff(tmp_path / "a", tmp_path / "b").equal
+    assert zckpt.fingerprint(tmp_path / "a").text == zckpt.fingerprint(tmp_path / "b").text
+    write(tmp_path / "c", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=2.0), **about)
+    assert not zckpt.diff(tmp_path / "a", tmp_path / "c").equal
+
+
 # --- what is stored together, and apart
 
 
