@@ -21,8 +21,8 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
-from zckpt.formats.megatron.directory import COMMON, MARK, Place
-from zckpt.formats.megatron.names import Stored, in_order, stored
+from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
+from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
@@ -31,8 +31,6 @@ from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
 
-FORMAT = "megatron"
-
 MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""
 
@@ -40,9 +38,6 @@ _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
 _NEMO = "model."
 """Before every key of NeMo 1."""
-
-_BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
-"""Tensors of floating point that are none of the parameters."""
 
 
 @dataclass(slots=True)
@@ -154,7 +149,7 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str) -> None:
     for name in in_order(found):
         parameter = found[name]
         parameter.name = names[name]
-        is_buffer = not is_floating(parameter.dtype) or (bool(_BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
+        is_buffer = not is_floating(parameter.dtype) or (bool(BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
         parameter.frozen = bool(keys.slots) and not is_buffer and len(parameter.slots) == 1
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[parameter.name] = parameter
         if names[name] != name:
