@@ -12,6 +12,9 @@ stacked       the spans of one layer, or expert, of a tensor that holds all of t
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 optimizer     its slots and param groups
 objects       values that are no tensors
+flat          the distributed optimizer's flat buffers as slots of parameters
+lines         those buffers as lines of elements
+order         the order of a model's parameters in memory
 legacy        from ranks' files to a Checkpoint
 ranks         which ranks there are, and what each has by the whole model's names
 local         what the optimizer of one rank has of its parameters

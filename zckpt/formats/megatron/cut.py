@@ -105,7 +105,9 @@ def cut_of(name: str, shape: Shape, path: str, *, gated: bool | None) -> Cut:
 
 
 def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
-    """Return the whole of which each rank has a slice; a slot has one span, or none.
+    """Return the whole of which each rank has a slice.
+
+    Spans of a slice are ranges of it, or the whole with strides.
 
     Raises
     ------
@@ -124,23 +126,33 @@ def joined(name: str, slots: Sequence[Slot], cut: Cut, path: str) -> Slot:
     if odd:
         raise LayoutError(f"{name} has no {cut.parts} equal parts", path=path, found=first.shape)
     shape = cut.whole(first.shape, len(slots))
-    spans = []
+    spans: list[Span] = []
     for rank, one in enumerate(slots):
         for part in range(cut.parts):
             at = (part * len(slots) + rank) * size
             offsets = tuple(at if d == dimension else 0 for d in range(len(shape)))
             sizes = tuple(size if d == dimension else n for d, n in enumerate(one.shape))
-            spans += [_part(span, one.shape, dimension, part * size, Extent(offsets, sizes, 0, one.numel // cut.parts))
-                      for span in one.spans]  # fmt: skip
+            box = Extent(offsets, sizes, 0, one.numel // cut.parts)
+            spans += filter(None, (_part(span, dimension, part, box) for span in one.spans))
     return Slot(first.name, first.dtype, shape, tuple(spans))
 
 
-def _part(span: Span, shape: Shape, dimension: int, first: int, extent: Extent) -> Span:
-    """Return indexes of a slice from `first` on as what they are of the whole."""
-    strides = span.strides or contiguous(shape)
-    offset = span.offset + first * strides[dimension] * itemsize(span.dtype)
-    inner = span.strides is not None or (dimension > 0 and extent.sizes != shape)
-    return Span(extent, span.path, offset, span.dtype, strides if inner else None, span.byteorder, span.unresolved)
+def _part(span: Span, dimension: int, part: int, box: Extent) -> Span | None:
+    """Return what a span of a slice has of one of its parts, as what that is of the whole; None if nothing.
+
+    Only what is cut along its first dimension has parts, so that each is a range of the slice.
+    """
+    if span.strides is not None:
+        offset = span.offset + part * box.sizes[dimension] * span.strides[dimension] * itemsize(span.dtype)
+        return Span(box, span.path, offset, span.dtype, span.strides, span.byteorder, span.unresolved)
+    before = part * box.numel
+    low = max(span.extent.start, before)
+    high = min(span.extent.start + span.extent.numel, before + box.numel)
+    if low >= high:
+        return None
+    extent = Extent(box.offsets, box.sizes, low - before, high - low)
+    offset = span.offset + (low - span.extent.start) * itemsize(span.dtype)
+    return Span(extent, span.path, offset, span.dtype, None, span.byteorder, span.unresolved)
 
 
 def contiguous(shape: Shape) -> Shape:

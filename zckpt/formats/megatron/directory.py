@@ -116,13 +116,26 @@ def folders(directory: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(found) if is_file(path / FILE)}
 
 
-def _of_rank(path: Path) -> NearMiss | None:
-    """Return what to say of a legacy rank's directory, or a file in it."""
+def _of_rank(path: Path) -> Place | None:
+    """Return the checkpoint of which a path is the only rank's directory, or a file in it; None for another path.
+
+    Raises
+    ------
+    ShardError
+        There are other ranks.
+    """
     folder = path.parent if path.is_file() else path
     is_own = path is folder or path.name in (FILE, OPTIMIZER_FILE)
-    if FOLDER.fullmatch(folder.name) and is_own and is_file(folder / FILE):
-        return NearMiss("is one rank's part of a checkpoint of Megatron", f"give its directory, {folder.parent}")
-    return None
+    if not FOLDER.fullmatch(folder.name) or not is_own or not is_file(folder / FILE):
+        return None
+    ranks = folders(folder.parent)
+    if len(ranks) == 1:
+        return Place(folder.parent, kind=LEGACY)
+    raise ShardError(
+        f"is one rank's part of a checkpoint of Megatron, which has {len(ranks)}",
+        path=path,
+        advice=f"give its directory, {folder.parent}",
+    )
 
 
 def folder_of(text: str) -> str:

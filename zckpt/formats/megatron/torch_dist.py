@@ -22,6 +22,7 @@ from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
+from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
@@ -79,10 +80,10 @@ def read(place: Place) -> Checkpoint:
     keys = sorted_keys(items.tensors, metadata.path)
     add_tensors(checkpoint, keys, metadata.path)
     carry_objects(checkpoint, items.objects)
-    attach(checkpoint, common)
+    attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common))
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     checkpoint.step = common.step
-    _say_flat(checkpoint, keys, items.objects)
+    _say_flat(checkpoint, items.objects)
     return checkpoint
 
 
@@ -202,10 +203,10 @@ def _check_all_used(keys: Keys, path: str) -> None:
             )
 
 
-def _say_flat(checkpoint: Checkpoint, keys: Keys, objects: Mapping[str, ObjectItem]) -> None:
+def _say_flat(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
     """Say what of an optimizer is not read: buffers of all parameters, in which nothing tells one from the other."""
     within = [key for key in objects if ".param_state/shard_" in key]
-    if keys.flat or within:
+    if within:
         checkpoint.warnings.append(
-            f"the optimizer's state is in {len(keys.flat) + len(within)} flat buffers without names, which are not read"
+            f"the optimizer's state is in {len(within)} flat buffers without names, which are not read"
         )
