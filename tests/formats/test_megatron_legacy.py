@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 import zckpt
-from zckpt.errors import DamagedFileError, LayoutError, ShardError, UnsupportedError
+from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
 from zckpt.formats.megatron.buckets import Layout, Member, Placed, fit, gaps, lay_out
+from zckpt.formats.megatron.order import orders
 
 OTHER = Path(__file__).parents[2] / "fixtures" / "other"
 KINDS = {
@@ -64,7 +65,8 @@ def test_nothing_is_left_out_and_copies_agree(name: str) -> None:
 def test_a_run_goes_to_one_file_and_back(tmp_path: Path) -> None:
     source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
     zckpt.convert(source, tmp_path / "own", to="zckpt")
-    assert zckpt.diff(source, tmp_path / "own").is_equal
+    compared = zckpt.diff(source, tmp_path / "own")
+    assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
 
 
 def test_a_buffer_is_laid_out_from_its_end() -> None:
@@ -93,6 +95,47 @@ def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
     assert fit(members, layout.sizes) == layout
     last = [Member("norm", 12), Member("output", 192, alone=True)]
     assert lay_out(last).sizes == (192, 12)
+
+
+BUCKETS = OTHER / "mcore_bf16_buckets_tp2_dp2"
+
+
+def test_flat_buffers_of_torch_dist_are_slots_of_parameters() -> None:
+    opened = zckpt.open(BUCKETS / "ckpt")
+    truth = load_file(BUCKETS / "truth.safetensors")
+    assert {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots} == truth.keys()
+    for key, tensor in truth.items():
+        slot, _, parameter = key.partition("/")
+        assert torch.equal(opened.read(parameter, slot=slot), tensor), key
+    assert [len(group.parameters) for group in opened.param_groups] == [10, 5]
+    assert [group.state for group in opened.param_groups] == [{"step": 3.0}] * 2
+    assert not [warning for warning in opened.warnings if "buffers" in warning]
+
+
+def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(BUCKETS / "ckpt", tmp_path / "run"))
+    opened = zckpt.open(run)
+    (span,) = opened.parameters["decoder.final_layernorm.weight"].slots["weight"].spans
+    data = bytearray(Path(span.path).read_bytes())
+    data[span.offset + 1] ^= 0x40
+    Path(span.path).write_bytes(bytes(data))
+    broken = zckpt.open(run)
+    (said,) = [warning for warning in broken.warnings if "flat buffers" in warning]
+    assert "decoder.final_layernorm.weight does not round to its weight at element 0" in said
+    assert broken.slot_names() == ["weight"]
+    with pytest.raises(LeftOutError, match="would be lost"):
+        zckpt.convert(run, tmp_path / "own", to="zckpt")
+
+
+def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it() -> None:
+    front = "decoder.layers.0."
+    names = [f"{front}mlp.linear_fc2.weight", f"{front}self_attention.linear_proj.weight", "output_layer.weight",
+             f"{front}self_attention.linear_qkv.layer_norm_weight", "embedding.word_embeddings.weight"]  # fmt: skip
+    local, engine = orders(names)
+    assert local.layers == [[names[3], names[1], names[0]]]
+    assert engine.layers == [[names[1], names[3], names[0]]]
+    assert (local.front, local.back) == ([names[4]], [names[2]])
+    assert orders([*names, f"{front}mixer.in_proj.weight"]) == []
 
 
 def test_masters_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ class Megatron(Format):
         (
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
-            "distributed one's `fully_reshardable` and `fully_sharded_model_space`",
+            "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
+            "`dp_reshardable`",
         ),
         (
             "Megatron's legacy `mp_rank_XX`",

@@ -314,13 +314,13 @@ def with_flat(
         return common
     _explain(checkpoint, objects)
     known = common.content.get(OPTIMIZER)
-    more = (
-        {key: value for key, value in known.items() if key not in (OPTIMIZER, 0, 1)} if isinstance(known, dict) else {}
-    )
-    if len(firsts) == 1:
-        optimizer: object = {**more, OPTIMIZER: firsts[0]}
-    else:
-        optimizer = [{**(more if at == 0 else {}), OPTIMIZER: one} for at, one in enumerate(firsts)]
+    around = known if isinstance(known, dict) else {}
+    optimizer: object = {**around, OPTIMIZER: firsts[0]}
+    if len(firsts) > 1:
+        its = {chain: around.get(chain) for chain in range(len(firsts))}
+        optimizer = {
+            chain: {**(one if isinstance(one, dict) else {}), OPTIMIZER: firsts[chain]} for chain, one in its.items()
+        }
     return Common(common.file, {**common.content, OPTIMIZER: optimizer})
 
 
