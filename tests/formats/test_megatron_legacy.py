@@ -281,6 +281,23 @@ def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp
     assert torch.equal(load_file(tmp_path / "one.safetensors")[f"{front}.attention.query_key_value.weight"], weight)
 
 
+def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        state = torch.full((3 + rank,), rank, dtype=torch.uint8)
+        model = {"output_layer.weight": torch.full((2, 2), float(rank)), "output_layer._extra_state": state}
+        torch.save({"model": model}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+    opened = zckpt.open(tmp_path)
+    assert torch.equal(opened.read("output_layer.weight"), torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1]]))
+    assert not opened.buffers
+    assert [key for key in opened.metadata if "_extra_state" in key] == [
+        "mp_rank_00.output_layer._extra_state",
+        "mp_rank_01.output_layer._extra_state",
+    ]
+    items = zckpt.inspect(tmp_path, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+
+
 def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
     (tmp_path / "mp_rank_00").mkdir()
     torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")

@@ -148,7 +148,7 @@ def is_marked(directory: Path) -> bool:
     return is_file(mark) and MEGATRON_MARK in read_head(str(mark), HEAD_NBYTES)
 
 
-def _tracked(run: Path) -> Place | None:
+def _tracked(run: Path) -> Place | NearMiss | None:
     """Return the checkpoint that a run's file names; None where it names none of this kind.
 
     Megatron-DeepSpeed has such a file, too, beside DeepSpeed's `latest`.

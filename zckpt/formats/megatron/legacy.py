@@ -40,7 +40,7 @@ from zckpt.formats.megatron.local import (
 from zckpt.formats.megatron.names import BUFFERS, in_order
 from zckpt.formats.megatron.objects import Common, topology_of
 from zckpt.formats.megatron.optimizer import attach
-from zckpt.formats.megatron.ranks import Numbering, RankFile, read_ranks
+from zckpt.formats.megatron.ranks import Numbering, RankFile, is_weight, read_ranks
 from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup, Slot, SourceFile
 from zckpt.state.dtypes import is_floating
@@ -57,6 +57,8 @@ TIED = {
 UNTIED = "untie_embeddings_and_output_weights"
 
 VERSION = "checkpoint_version"
+
+SAME = "as in the first rank's file"
 
 BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Elements at which a bucket ends, at least, if gradients are reduced as they come and the user has said nothing."""
@@ -150,7 +152,7 @@ def _local(one: RankFile, names: Sequence[Mapping[str, str]]) -> Local:
     for at, chunk in enumerate(one.chunks):
         chunks.append([])
         for name, value in chunk.items():
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or not is_weight(name, value):
                 continue
             label = label_of(at, name)
             slot = slot_of(WEIGHT, value, path)
@@ -360,18 +362,19 @@ def _carry(checkpoint: Checkpoint, ranks: Sequence[RankFile], every: Sequence[Lo
         rules = list(local.rules)
         for chunk, names in enumerate(one.chunks):
             for name, value in names.items():
-                if not isinstance(value, Tensor) and value is not None:
+                if not is_weight(name, value) and value is not None:
                     checkpoint.metadata[f"{one.rank.path.name}.{label_of(chunk, name)}"] = carried(one.file, value)
         for part in local.parts:
             rules += [Rule((*part.steps, GROUPS, REST), COPY if one is not first else "state", "hyperparameters")]
+            others = [str(key) for key in part.outer or {} if key not in (OPTIMIZER, MASTERS)]
             if one is not first:
-                rules += [Rule((*part.outer_steps, REST), COPY, "as in the first rank's file", tensors=True)]
+                rules += [Rule((*part.outer_steps, key, REST), COPY, SAME, tensors=True) for key in others]
         for key, value in one.content.items():
             if one is first or key in (*one.keys, OPTIMIZER):
                 continue
             known = first.content.get(key)
             if digests.of(known) == digests.of(value) and not any(True for _ in walk_tensors(value)):
-                rules.append(Rule((str(key), REST), COPY, f"as in {first.rank.path.name}"))
+                rules.append(Rule((str(key), REST), COPY, SAME))
             else:
                 checkpoint.metadata[f"{one.rank.path.name}.{key}"] = carried(one.file, value)
         checkpoint.files.append(describe(one.file, "model", mp_rank=one.rank.tp, rules=rules))

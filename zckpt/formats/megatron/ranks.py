@@ -183,6 +183,11 @@ def _check_alike(ranks: Sequence[RankFile]) -> None:
                               expected=", ".join(first.keys), found=", ".join(one.keys))  # fmt: skip
 
 
+def is_weight(name: str, value: object) -> bool:
+    """Tell whether a value of a state dict is of the model, and not what a module keeps for itself (FP8's scales)."""
+    return isinstance(value, Tensor) and "_extra_state" not in name
+
+
 class Numbering:
     """The numbers that layers and experts of ranks have in the whole model.
 
@@ -221,7 +226,7 @@ class Numbering:
             match, renamed = _expert(name), name
             if match is not None:
                 renamed = f"{match[1]}{one.rank.ep * count + int(match[2])}{match[3]}"
-            elif self._parallel and EXPERT.fullmatch(name) and isinstance(own[name], Tensor):
+            elif self._parallel and EXPERT.fullmatch(name) and is_weight(name, own[name]):
                 raise UnsupportedError(f"which experts {name} has is not known", path=one.file.path,
                                        expected="a tensor for each expert")  # fmt: skip
             layer = _LAYER.fullmatch(renamed)
