@@ -106,6 +106,7 @@ def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions
         options.elastic,
         options.round_robin,
         options.parameter_alignment,
+        options.hyperparameters,
         options.expert_parallel_size,
     )
 
