@@ -66,8 +66,8 @@ class VirtualFile(io.RawIOBase):
     def __init__(self, file: TargetFile) -> None:
         super().__init__()
         self._nbytes = file.nbytes
-        filled = [part for part in (*file.literals, *file.holes, *file.packs) if _nbytes(part)]
-        self._parts: list[Literal | Hole | Pack] = sorted(filled, key=lambda part: part.offset)
+        parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
+        self._parts = sorted((part for part in parts if _nbytes(part)), key=lambda part: part.offset)
         self._starts = [part.offset for part in self._parts]
         self._at = 0
         self.read_nbytes = 0

@@ -1,8 +1,8 @@
 """A checkpoint of any format as the files that a live engine of DeepSpeed asks for, each by itself.
 
 The engine says how it cuts its state and which parameters it has in which order (`Training`); `Served` is the
-checkpoint cut so, by the writer's own `decide`, and lays out one file at a time. What the engine and the cut do not agree
-on is refused before any file is laid out: a partition that fits by size and not by order would load without a word.
+checkpoint cut so, by the writer's own `decide`, and lays out one file at a time. What the engine and the cut do not
+agree on is refused before any file is laid out: a partition in another order would load without a word.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.write_model import model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
-from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, stage0_tree
+from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
 from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
@@ -73,7 +73,13 @@ class Training:
     names: Sequence[Sequence[str]]
     unpartitioned: Unpartitioned | None = None
 
+    @property
+    def numbered(self) -> Sequence[Sequence[str]]:
+        """The parameters of each param group as the optimizer that the user gave numbers them."""
+        return self.groups if self.unpartitioned is None else self.unpartitioned.numbered
+
     def __str__(self) -> str:
+        """Say it as a message does."""
         sliced = f" x {self.tensor_parallel} tensor-parallel" if self.tensor_parallel > 1 else ""
         return f"{self.world_size}{sliced} ranks of {f'ZeRO-{self.stage}' if self.stage else 'stage 0'}"
 
@@ -127,7 +133,8 @@ def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
         return False
     stage = origin.members[0].stage if origin.members else 0
     if stage == 0:
-        return training.stage == 0
+        how, held = training.unpartitioned, origin.model.content.get("optimizer")
+        return training.stage == 0 and (how is None or (isinstance(held, dict) and form_of(held) == how.form))
     first = origin.members[0]
     return (
         (stage, topology.dp) == (training.stage, training.world_size)
@@ -220,6 +227,8 @@ def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
     members = origin.members
     if training.bf16_optimizer and not members[0].bf16_optimizer:
         content = {**members[0].content, "ds_version": foreign.VERSION}
+        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
+            content.pop("clip_grad", None)
         members = [replace(one, bf16_optimizer=True, content=content) for one in members]
     model = replace(origin.model, configuration={**config, "zero_optimization": changed})
     return replace(origin, model=model, members=members)
@@ -233,10 +242,10 @@ def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: b
         checkpoint = as_filed(checkpoint)
     parameters = dict(checkpoint.parameters)
     for names in training.names:
-        known = next((name for name in names if name in parameters), None)
-        for name in names if known is not None else ():
+        known = [parameters[name] for name in names if name in parameters]
+        for name in names if known else ():
             if name not in parameters:
-                owner = parameters[known].tied_to or known
+                owner = known[0].tied_to or known[0].name
                 parameters[name] = Parameter(name, parameters[owner].shape, parameters[owner].dtype, tied_to=owner)
     for name, one in parameters.items():
         if _is_too_narrow(one, training.dtype):
@@ -280,12 +289,15 @@ def _slots(checkpoint: Checkpoint, name: str) -> Mapping[str, object]:
     return checkpoint.parameters[name].slots
 
 
-def _other_model(checkpoint: Checkpoint, message: str, **about: object) -> UsageError:
+def _other_model(
+    checkpoint: Checkpoint, message: str, *, expected: str | None = None, found: str | None = None
+) -> UsageError:
     return UsageError(
         message,
         path=checkpoint.source,
+        expected=expected,
+        found=found,
         advice="load_checkpoint(..., load_module_only=True) takes the weights alone",
-        **about,
     )
 
 
@@ -312,11 +324,11 @@ def _check(served: Served) -> None:
                     expected=f"{other[0]} {list(other[1])}", found=f"{one[0]} {list(one[1])}",
                 )  # fmt: skip
     counts = [len(one) for one in expected], [len(one) for one in found]
-    for its, mine in (counts, (list(training.partitions), sizes)):
-        if its != mine:
+    for theirs, ours in (counts, (list(training.partitions), sizes)):
+        if theirs != ours:
             raise _other_model(target.checkpoint, "would be cut otherwise than the engine's state is",
-                               expected=f"partitions of {listed([str(n) for n in its])}",
-                               found=listed([str(n) for n in mine]))  # fmt: skip
+                               expected=f"partitions of {listed([str(n) for n in theirs])}",
+                               found=listed([str(n) for n in ours]))  # fmt: skip
 
 
 def scheduler_of(served: Served) -> object:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from zckpt.formats.deepspeed.target import TargetGroup, TargetRank
 from zckpt.formats.deepspeed.write_optimizer import slot_contents
-from zckpt.formats.torch_files.writer import SlotTensor, new_storage, value_node, view
+from zckpt.formats.torch_files.writer import Content, SlotTensor, new_storage, value_node, view
 from zckpt.state import MASTER, WEIGHT, Parameter
 from zckpt.torchfile import FromFile, Object, Tensor
 
@@ -39,6 +39,11 @@ class Unpartitioned:
     form: str
     numbered: Sequence[Sequence[str]]
     scaling: Mapping[str, object] = field(default_factory=dict)
+
+
+def form_of(held: Mapping[object, object]) -> str:
+    """Return the form of what a model file holds of an optimizer."""
+    return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
 
 
 def stage0_tree(tree: object, mp: TargetRank, how: Unpartitioned | None) -> object:
@@ -106,7 +111,7 @@ def _whole(parameter: Parameter, key: str) -> SlotTensor:
 def _flat(group: TargetGroup, key: str) -> Tensor:
     """Return a slot of all parameters of a group, end to end; zeros where one has none."""
     parameters, at = group.experts[0], 0
-    contents = []
+    contents: list[Content] = []
     for parameter in parameters:
         slot = parameter.slots.get(key)
         if slot is not None:
