@@ -202,3 +202,58 @@ def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
     assert told["experts"].startswith(UnsupportedError.__name__)
     assert "zckpt reshard" in told["experts"]
     assert told["each rank's own"].startswith(UnsupportedError.__name__)
+
+
+# --- programs that make the engine themselves
+
+
+def accelerated(rank: int, world_size: int, directory: Path, resumes: bool) -> tuple[list[float], float]:
+    """Train with Accelerate and DeepSpeed: three steps and a state, or from that state on; the next losses and lr."""
+    import os
+
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    config = {
+        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 12 // world_size, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    torch.manual_seed(int(resumes))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def step(number: int) -> float:
+        rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(number)).chunk(world_size)[rank]
+        loss = model(rows).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        return float(total / world_size)
+
+    if resumes:
+        with zckpt.deepspeed.any_world_size() as loading:
+            accelerator.load_state(str(directory))
+        assert len(loading.in_place) == 1
+    else:
+        for number in range(3):
+            step(number)
+        accelerator.save_state(str(directory))
+    return [step(number) for number in range(3, 6)], optimizer.param_groups[0]["lr"]
+
+
+def test_accelerate_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
+    losses, rate = run(accelerated, 2, tmp_path / "state", False, fresh=True)[0]
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    found, its = run(accelerated, 3, tmp_path / "state", True, fresh=True)[0]
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert its == pytest.approx(rate)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == files

@@ -23,7 +23,7 @@ def kind_that_keeps(engine: Any) -> str | None:
         return "a pipeline"
     if getattr(engine, "has_moe_layers", False):
         return "experts"
-    if engine.zero_nvme_offload_optimizer():
+    if getattr(engine.optimizer, "swap_optimizer", False):
         return "an optimizer on NVMe"
     if type(engine.optimizer).__name__ == "MiCS_Optimizer":
         return "MiCS"
@@ -37,17 +37,17 @@ def training_of(engine: Any) -> Training:
     -----
     Source: DeepSpeed 0.14.5 to 0.19.8: `_get_zero_param_shapes` of its engine, and the attributes of its optimizers.
     """
-    stage = int(engine.zero_optimization_stage())
+    bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"  # which cuts as ZeRO-1 does; to 0.18, at stage 0, too
+    stage = 1 if bf16 else int(engine.zero_optimization_stage())
     names: dict[Any, list[str]] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     optimizer, form = engine.optimizer, None
-    bf16 = type(optimizer).__name__ == "BF16_Optimizer"
     stored: list[list[Any]] = []
     partitions: list[Any] = []
     if optimizer is None:
         groups = [[parameter for parameter in names if parameter.requires_grad]]
-    elif bf16 and stage == 1:
+    elif bf16:
         groups = stored = optimizer.bf16_groups
         partitions = optimizer.fp32_groups_flat_partition
     elif stage in (1, 2):
@@ -74,7 +74,7 @@ def training_of(engine: Any) -> Training:
         stage=stage,
         round_robin=stage in (1, 2) and bool(getattr(optimizer, "round_robin_gradients", False)),
         alignment=stage in (1, 2) and bool(getattr(engine, "zero_parameter_alignment", bool)()),
-        bf16_optimizer=bf16 and stage == 1,
+        bf16_optimizer=bf16,
         sub_group_size=int(engine.zero_sub_group_size() or 10**9) if stage == 3 else 10**9,
         dtype=dtype_name(dtypes.pop()) if len(dtypes) == 1 else "mixed",
         groups=[[known[one] for one in group] for group in groups],
