@@ -2,8 +2,8 @@
 
     python bench/any_world_size.py [--repeat N] [--work DIR] [--size GB] [--stage 1|2|3] [--ranks N]
 
-A bf16 model is saved by two engines, of N ranks and of N - 1. N ranks then load the first, with DeepSpeed alone, and the
-second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read and written are
+A bf16 model is saved by two engines, of N ranks and of N - 1. N ranks then load the first, with DeepSpeed alone, and
+the second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read and written are
 those that the processes asked the system for, of the rank with the most. Exit 1 if a target is missed.
 """
 
@@ -45,7 +45,7 @@ class Load:
     written: int
 
 
-def engine_of(world_size: int, stage: int, layers: int):
+def engine_of(stage: int, layers: int):
     import deepspeed
 
     torch.manual_seed(1)
@@ -58,8 +58,8 @@ def engine_of(world_size: int, stage: int, layers: int):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
 
-def save(rank: int, world_size: int, directory: Path, stage: int, layers: int) -> None:
-    engine = engine_of(world_size, stage, layers)
+def save(rank: int, _: int, directory: Path, stage: int, layers: int) -> None:
+    engine = engine_of(stage, layers)
     rows = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16()
     engine.backward(engine(rows).square().mean())
     engine.step()
@@ -72,10 +72,12 @@ def counted() -> tuple[int, int]:
     return int(lines["rchar"]), int(lines["wchar"])
 
 
-def load(_: int, world_size: int, same: Path, other: Path, stage: int, layers: int, repeat: int) -> list[list[Load]]:
+def load(
+    _rank: int, _world_size: int, same: Path, other: Path, stage: int, layers: int, repeat: int
+) -> list[list[Load]]:
     import zckpt
 
-    engine = engine_of(world_size, stage, layers)
+    engine = engine_of(stage, layers)
     found: list[list[Load]] = [[], []]
     for turn in range(repeat + 1):  # the first makes the optimizer's state
         for kind in ((0, 1), (1, 0))[turn % 2]:

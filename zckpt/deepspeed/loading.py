@@ -22,15 +22,17 @@ import torch
 
 from zckpt.deepspeed.engine import kind_that_keeps, stages, training_of
 from zckpt.engine.virtual import VirtualFile, check_readable
-from zckpt.errors import MissingPackageError, UnsupportedError, UsageError
+from zckpt.errors import LeftOutError, MissingPackageError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
+from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
 from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
-from zckpt.operations.target import check_nothing_lost
+from zckpt.formats.registry import find_format
 from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import Ranks
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.state.inventory import FILE
 
 _ENGINE = "deepspeed.runtime.engine"
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
@@ -71,10 +73,10 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
     Another world size, another stage of ZeRO, another tensor-parallel degree (where the checkpoint has rules), another
     format: state is found by the names of the engine's parameters. Each rank reads the bytes of its own part, and of
     the model what DeepSpeed gives every rank. What the engine can load as it is, it loads itself, without zckpt. All
-    arguments of `load_checkpoint` mean what they mean; a directory that is not there is passed on to DeepSpeed.
+    arguments of `load_checkpoint` mean what they mean; a directory that is not there, or empty, is left to DeepSpeed.
 
     Client state of DeepSpeed's own checkpoints is unpickled, as DeepSpeed does it. Of other formats nothing is but
-    plain data, tensors and DeepSpeed's own loss scalers.
+    plain data, tensors and DeepSpeed's own loss scalers: other objects are refused.
 
     Parameters
     ----------
@@ -131,11 +133,11 @@ def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], load
     """Load a checkpoint into an engine as it is, or in place."""
     directory, tag = arguments["load_dir"], arguments["tag"]
     path = Path(directory) if tag is None else Path(directory, str(tag))
-    if engine.load_universal_checkpoint() or not path.exists():
+    ranks = Ranks()
+    if engine.load_universal_checkpoint() or not ranks.any(path.exists() and any(path.iterdir())):
         return call(**arguments)
     module_only = arguments["load_module_only"]
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
-    ranks = Ranks()
     served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer))
     if served is None:
         return call(**arguments)
@@ -180,13 +182,25 @@ def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
     if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
         live = [name for names in training.names for name in names]
         checkpoint = open_for(path, live, [list(names) for names in training.numbered])
-    check_nothing_lost(checkpoint, ())
+    _check_nothing_lost(checkpoint)
     served = serve(checkpoint, training, optimizer=optimizer)
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
     if optimizer and training.stage:
         wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
     check_readable(served.file(shard) for shard in wanted)
     return served
+
+
+def _check_nothing_lost(checkpoint: Checkpoint) -> None:
+    """Raise where something in a file that is read would not arrive; other files stay where they are."""
+    left = [item for item in take_inventory(checkpoint).left_out if item.kind != FILE]
+    if left:
+        raise LeftOutError(
+            f"{listed([f'{item.name} ({item.about})' for item in left])} would be lost",
+            path=checkpoint.opened or checkpoint.source,
+            advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
+            names=[item.name for item in left],
+        )
 
 
 def _check_scheduler(engine: Any, served: Served, arguments: dict[str, Any], path: Path) -> None:
@@ -208,7 +222,8 @@ class _CheckpointEngine:
         self.stock = stock
         self.read_nbytes = 0
         self._served = served
-        self._trusted = served.target.checkpoint.format == "deepspeed"
+        own = find_format(served.target.checkpoint.format)
+        self._trusted = own is not None and own.family == "deepspeed"
         self._kept: dict[str, Any] = {}
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -222,12 +237,25 @@ class _CheckpointEngine:
         if self._trusted:
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
-            with torch.serialization.safe_globals(_own_classes()):
-                content = torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+            content = self._plain(file, map_location)
         self.read_nbytes += file.read_nbytes
         if shard.role == MODEL:
             self._kept[path] = content
         return content
+
+    def _plain(self, file: VirtualFile, map_location: Any) -> Any:
+        """Return the content of a file, of which nothing is run."""
+        try:
+            with torch.serialization.safe_globals(_own_classes()):
+                return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+        except Exception as error:
+            if type(error).__name__ != "UnpicklingError":
+                raise
+            raise UnsupportedError(
+                "holds objects besides tensors and plain data, which are not loaded from another format than DeepSpeed's",
+                path=self._served.target.checkpoint.source,
+                advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)
