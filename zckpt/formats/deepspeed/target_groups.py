@@ -16,6 +16,7 @@ from itertools import groupby
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import (
     expert_parallel_size,
     experts_per_rank,
@@ -272,7 +273,11 @@ def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, o
         return None
     own = origin.model.content.get(INFO_KEY)
     node = origin.rules if given or not isinstance(own, dict) else own
-    return info_for(node, _rows(origin, states), degree)
+    written = info_for(node, _rows(origin, states), degree)
+    if AFFINE_KEY in written:
+        rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
+        written[AFFINE_KEY] = rules.maps_for(list(states[0].state.parameters), degree)
+    return written
 
 
 def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:

@@ -14,6 +14,7 @@ from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.shards import ModelShard
@@ -213,6 +214,11 @@ def rank_notes(target: Target) -> list[str]:
     if len(ranks) not in (0, len(target.ranks)):
         for key in _differing([files.models[0] for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
+    if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
+        found[AFFINE_KEY] = (
+            "slices are equal shares; AutoTP cuts attention by key and value heads, and DeepSpeed will not load this "
+            f"if the number of ranks, {len(target.ranks)}, does not divide that of them"
+        )
     if old > 1 and not (target.stage == 3 and target.world_size == old):
         kept = len(target.ranks) if len(ranks) == len(target.ranks) else 1
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
