@@ -248,11 +248,11 @@ class _CheckpointEngine:
         try:
             with torch.serialization.safe_globals(_own_classes()):
                 return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # which is pickle's
             if type(error).__name__ != "UnpicklingError":
                 raise
             raise UnsupportedError(
-                "holds objects besides tensors and plain data, which are not loaded from another format than DeepSpeed's",
+                "holds objects besides tensors and plain data, which are loaded from DeepSpeed's own formats only",
                 path=self._served.target.checkpoint.source,
                 advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
             ) from error
