@@ -248,7 +248,7 @@ class _CheckpointEngine:
         try:
             with torch.serialization.safe_globals(_own_classes()):
                 return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
-        except Exception as error:  # noqa: BLE001  # which is pickle's
+        except Exception as error:  # which is pickle's
             if type(error).__name__ != "UnpicklingError":
                 raise
             raise UnsupportedError(
