@@ -3,8 +3,8 @@
     python bench/any_world_size.py [--repeat N] [--work DIR] [--size GB] [--stage 1|2|3] [--ranks N]
 
 A bf16 model is saved by two engines, of N ranks and of N - 1. N ranks then load the first, with DeepSpeed alone, and
-the second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read and written are
-those that the processes asked the system for, of the rank with the most. Exit 1 if a target is missed.
+the second, in place, in turns; the page cache is warm, the slowest rank counts, and medians do. Bytes read and written
+are those that the processes asked the system for, of the rank with the most. Exit 1 if a target is missed.
 """
 
 from __future__ import annotations
