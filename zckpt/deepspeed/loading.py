@@ -70,10 +70,10 @@ class Loading:
 def any_world_size(engine: Any = None) -> Iterator[Loading]:
     """Let `load_checkpoint` take any checkpoint that zckpt reads, as long as the context lasts.
 
-    Another world size, another stage of ZeRO, another tensor-parallel degree (where the checkpoint has rules), another
-    format: state is found by the names of the engine's parameters. Each rank reads the bytes of its own part, and of
-    the model what DeepSpeed gives every rank. What the engine can load as it is, it loads itself, without zckpt. All
-    arguments of `load_checkpoint` mean what they mean; a directory that is not there, or empty, is left to DeepSpeed.
+    Another world size, another stage of ZeRO, another format: state is found by the names of the engine's parameters.
+    Each rank reads the bytes of its own part, and of the model what DeepSpeed gives every rank. What the engine can
+    load as it is, it loads itself, without zckpt. All arguments of `load_checkpoint` mean what they mean; a directory
+    that is not there, or empty, is left to DeepSpeed.
 
     Client state of DeepSpeed's own checkpoints is unpickled, as DeepSpeed does it. Of other formats nothing is but
     plain data, tensors and DeepSpeed's own loss scalers: other objects are refused.
