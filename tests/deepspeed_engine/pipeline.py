@@ -31,7 +31,7 @@ def build_pipeline(spec: Spec) -> Any:
 
     layers = _megatron_layers() if spec.model == "pipeline_megatron" else _layers()
     return PipelineModule(
-        layers, topology=_topology(spec), loss_fn=token_loss, partition_method="uniform",
+        layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
         seed_layers=True, base_seed=torch.initial_seed(),
     )  # fmt: skip
 

@@ -185,7 +185,7 @@ def _merge_ranks(live: Live, spec: Spec) -> None:
         live.slots = {_global_expert(name, first): value for name, value in live.slots.items()}
         live.weights = {_global_expert(name, first): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
-    if spec.model != "moe" and "megatron" not in spec.model and spec.pipeline_parallel == 1:
+    if spec.model != "moe" and "megatron" not in spec.model and not spec.is_pipeline:
         return
     parts = _gather((live.slots, live.weights, live.buffers))
     live.slots = {

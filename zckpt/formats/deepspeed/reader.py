@@ -113,8 +113,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
-        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules)
-    )
+        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
+        [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
+    )  # fmt: skip
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     _keep_others(checkpoint, models, optimizers, members, of_experts)

@@ -93,7 +93,7 @@ def config_tree(target: Target) -> object:
         changed["train_micro_batch_size_per_gpu"] = batch // (target.world_size * steps)
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
-        changed["tensor_parallel"] = {**sliced, "autotp_size": len(target.ranks)}
+        changed["tensor_parallel"] = {**sliced, "autotp_size": target.tp}
     return FromFile.of(target.origin.model.file, changed)
 
 
