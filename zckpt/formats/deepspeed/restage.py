@@ -59,8 +59,9 @@ def stage_states(
     if stages is None and degree == tp:
         return sliced, None
     if stages is not None:
-        slices = [_dealt([of_stage[rank].state for of_stage in sliced], stages, checkpoint.source)
-                  for rank in range(degree)]  # fmt: skip
+        bf16 = origin.members[0].bf16_optimizer
+        by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
+        slices = [_dealt(states, stages, checkpoint.source, bf16_optimizer=bf16) for states in by_rank]
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
@@ -69,8 +70,11 @@ def stage_states(
             for stage, of_stage in enumerate(grid)], stages  # fmt: skip
 
 
-def _dealt(source: Sequence[RankState], stages: Stages, path: str) -> list[RankState]:
-    """Return the state of each stage of the target, of one tensor-parallel rank."""
+def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, bf16_optimizer: bool) -> list[RankState]:
+    """Return the state of each stage of the target, of one tensor-parallel rank.
+
+    A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
+    """
     count = len(stages.bounds) - 1
     found = [RankState(0) for _ in range(count)]
     parameters: dict[str, Parameter] = {}
@@ -92,16 +96,14 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str) -> list[RankS
             if its:
                 ordered = _in_order(its, groups, stages, stage, path)
                 state.groups.append(ParamGroup(groups[0].hyperparameters, ordered, groups[0].state))
-            elif len(groups) == len(row):  # no stage of the source lacks it
-                if all(group.parameters for group in groups):
-                    raise UnsupportedError(
-                        f"stage {stage} would train no parameter of param group {number}, and nothing says whether "
-                        f"the training then has that group",
-                        path=path,
-                        expected="stages that each train some of every group",
-                        found=",".join(map(str, stages.bounds)),
-                    )
-                state.groups.append(ParamGroup(groups[0].hyperparameters, [], groups[0].state))
+            elif len(groups) == len(row) and not bf16_optimizer:  # no stage of the source lacks it, either
+                raise UnsupportedError(
+                    f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
+                    f"waits for ever: it adds up the gradients' norms group by group, over all stages",
+                    path=path,
+                    expected="stages that each train some of every group",
+                    found=",".join(map(str, stages.bounds)),
+                )
     return found
 
 
