@@ -32,8 +32,12 @@ def build_pipeline(spec: Spec) -> Any:
     layers = _megatron_layers(invariant=spec.invariant) if spec.model == "pipeline_megatron" else _layers()
     return PipelineModule(
         layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
-        seed_layers=True, base_seed=torch.initial_seed(),
+        seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
     )  # fmt: skip
+
+
+def _seed(seed: Any) -> None:
+    torch.manual_seed(int(seed))  # of bounds by weight DeepSpeed makes a number of numpy, and `random` takes none
 
 
 def _topology(spec: Spec) -> Any:

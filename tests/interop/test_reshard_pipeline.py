@@ -64,6 +64,7 @@ def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **op
 
 TWO = pipeline("pp2", 2, 2)
 BY_WEIGHT = pipeline("pp2_parameters", 2, partition_method="parameters")
+BY_BIG_WEIGHT = sliced("pp2_tp1_parameters", 2, 1, partition_method="parameters")
 SLICED = sliced("pp2_tp2", 2, 2)
 
 FEW = [to(TWO, 1, 3), Case(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), {"world_size": 3})]
@@ -73,10 +74,11 @@ MANY = [
     Case(TWO, {"world_size": 2, "pipeline_parallel_size": 1}),
     to(TWO, 2, 3),
     to(TWO, 1, 2, "parameters", pipeline_layers=LAYERS),
-    to(TWO, 1, 3, "type:block|forward|norm", pipeline_layers=LAYERS),
-    to(TWO, 1, 3, "parameters", stage_bounds="0,1,4,6"),
-    to(BY_WEIGHT, 1, 3, "parameters", pipeline_layers=LAYERS),
-    to(BY_WEIGHT, 2, 3, "uniform", pipeline_layers=LAYERS),
+    to(TWO, 1, 3, "type:_feed|block|norm", pipeline_layers=LAYERS),
+    to(TWO, 1, 3, "uniform", stage_bounds="0,2,4,6", pipeline_layers=LAYERS),
+    to(BY_WEIGHT, 1, 3, "uniform", pipeline_layers=LAYERS),
+    to(BY_WEIGHT, 2, 2, "type:_feed|norm", pipeline_layers=LAYERS),
+    to(BY_BIG_WEIGHT, 2, 3, "parameters"),
     to(pipeline("pp1", 1), 1, 2, pipeline_layers=LAYERS),
     to(pipeline("pp1", 1), 2, 3, pipeline_layers=LAYERS),
     to(pipeline("pp3", 3), 2, 2),

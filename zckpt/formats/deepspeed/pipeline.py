@@ -24,6 +24,9 @@ TIED = "tied_modules."
 Weights = dict[str, tuple[str, Tensor]]
 """File and tensor by parameter name."""
 
+Copy = tuple[int, str, str, Tensor]
+"""Model-parallel rank, parameter name, file and tensor."""
+
 
 def degrees(model: ModelShard, layers: Sequence[Shard], mp_ranks: int) -> tuple[int, int]:
     """Return (pipeline, tensor) parallel degrees.
@@ -52,8 +55,10 @@ def degrees(model: ModelShard, layers: Sequence[Shard], mp_ranks: int) -> tuple[
 
 def stage_weights(
     files: Sequence[tuple[Shard, TorchFile]], models: Sequence[ModelShard], tp: int
-) -> dict[int, Weights]:
-    """Return the weights of each model-parallel rank, under the names that its groups have for them.
+) -> tuple[dict[int, Weights], list[Copy]]:
+    """Return the weights of each model-parallel rank, under the names that its groups have for them, and their copies.
+
+    A tied layer that no function wraps has a file for each of its uses: of these the first is read.
 
     What no stage's groups or buffers name (frozen parameters) goes to the first stage.
 
@@ -72,6 +77,7 @@ def stage_weights(
         A layer's weights could be those of several tied layers.
     """
     found: dict[int, Weights] = {rank: {} for rank in range(len(models))}
+    copies: list[Copy] = []
     named = [_names(model) for model in models]
     for shard, file in files:
         tp_rank = shard.mp_rank or 0
@@ -81,9 +87,12 @@ def stage_weights(
         content = file.root if isinstance(file.root, dict) else {}
         for key, name in layer_names(shard, file, models[tp_rank::tp]).items():
             owners = [rank for rank in stages if name in named[rank]] or [tp_rank]
+            if name in found[owners[0]]:
+                copies.append((owners[0], name, shard.path, content[key]))
+                continue
             for rank in owners:
-                found[rank].setdefault(name, (shard.path, content[key]))
-    return found
+                found[rank][name] = (shard.path, content[key])
+    return found, copies
 
 
 def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zckpt.errors import LayoutError, UnsupportedError, UsageError
@@ -206,12 +206,14 @@ def stages_of(
         for uses in cases:
             for dealt in _dealt(seen, number, uses, layers, bounds, options.partition_method, count, after):
                 found.setdefault(_outcome(dealt, seen), dealt)
+    if layers is None and count > 1:
+        _check_uses(found.values(), seen, path)
     if len(found) != 1:
-        several = " or ".join(sorted({_shown(one) for one in found.values()})[:4])
+        several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
         methods = options.partition_method or f"{UNIFORM} or {PARAMETERS}"
         raise _unsure(path, several or f"stages that are not by {methods}")
     (one,) = found.values()
-    _check_stages(one, seen, path, known=layers is not None)
+    _check_trained(one, seen, path)
     return one
 
 
@@ -339,14 +341,21 @@ def _outcome(stages: Stages, seen: _Evidence) -> object:
 
 
 def _shown(stages: Stages) -> str:
-    return ",".join(map(str, stages.bounds))
+    """Return the bounds of stages and what uses tied layers, as a message has them."""
+    bounds = ",".join(map(str, stages.bounds))
+    uses = [f"{key} in layers {' and '.join(map(str, numbers))}" for key, numbers in sorted(stages.uses.items())]
+    return f"{bounds} with {', '.join(uses)}" if uses else bounds
 
 
-def _check_stages(stages: Stages, seen: _Evidence, path: str, *, known: bool) -> None:
-    """Raise where nothing says what else uses a tied layer, or a stage would have nothing to train."""
-    for key in seen.tied if not known else ():
-        if len(stages.uses.get(key, ())) < 2 and len(stages.bounds) > 2:
+def _check_uses(found: Iterable[Stages], seen: _Evidence, path: str) -> None:
+    """Raise where nothing says what else uses a tied layer."""
+    for key in seen.tied:
+        if any(len(stages.uses.get(key, ())) < 2 for stages in found):
             raise _unsure(path, f"tied layer {key}, of which one use is known")
+
+
+def _check_trained(stages: Stages, seen: _Evidence, path: str) -> None:
+    """Raise where a stage would have nothing to train."""
     trained = {stage for layer in seen.weights for stage in stages.of(f"{layer}.")}
     trained |= {stage for key in seen.keys for stage in stages.of(f"{TIED}{key}.")}
     empty = sorted(set(range(len(stages.bounds) - 1)) - trained)
