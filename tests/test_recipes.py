@@ -136,6 +136,7 @@ FOUND = {
     "lightning-fsdp.ckpt": OTHER / "lightning_fsdp2" / "epoch=0-step=5.ckpt",
     "state-fsdp": OTHER / "accel_fsdp2_dp2" / "state",
     "dcp": OTHER / "dcp_fsdp2_dp2" / "ckpt",
+    "megatron": OTHER / "mcore013_bf16_model_dp2" / "ckpt",
     "ckpt.pt": OTHER / "plain_adamw" / "ckpt.pt",
     "zero": OTHER / "zro_dp2_adamw" / "ckpt",
     "eight-bit.pt": OTHER / "quantised_bnb_adamw8bit" / "ckpt.pt",

@@ -203,4 +203,53 @@ def _gpt2() -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-HUGGING_FACE = {"llama": _llama, "llama_untied": lambda: _llama(tied=False), "gpt2": _gpt2}
+def _llama_heads() -> nn.Module:
+    """Build one that several ranks can share by heads; its vocabulary no two ranks divide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=24, num_hidden_layers=1, num_attention_heads=6, num_key_value_heads=3, head_dim=4,
+        intermediate_size=22, vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32,
+        tie_word_embeddings=False, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _bigcode() -> nn.Module:
+    """Build one of which every rank has key and value whole."""
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    config = GPTBigCodeConfig(
+        n_embd=16, n_layer=1, n_head=4, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16, multi_query=True,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return GPTBigCodeForCausalLM(config)
+
+
+def _codegen() -> nn.Module:
+    """Build one whose fused rows a rank takes in blocks."""
+    from transformers import CodeGenConfig, CodeGenForCausalLM
+
+    config = CodeGenConfig(
+        n_embd=32, n_layer=1, n_head=8, rotary_dim=4, vocab_size=HUGGING_FACE_VOCABULARY, n_positions=16,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
+    )  # fmt: skip
+    return CodeGenForCausalLM(config)
+
+
+def _phi3() -> nn.Module:
+    """Build one with fused query, key and value, and fused gate and up projection."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24,
+        vocab_size=HUGGING_FACE_VOCABULARY, max_position_embeddings=32, pad_token_id=0, tie_word_embeddings=False,
+        resid_pdrop=0, embd_pdrop=0, attn_implementation="eager", use_cache=False,
+    )  # fmt: skip
+    return Phi3ForCausalLM(config)
+
+
+HUGGING_FACE = {
+    "llama": _llama, "llama_untied": lambda: _llama(tied=False), "llama_heads": _llama_heads, "gpt2": _gpt2,
+    "bigcode": _bigcode, "codegen": _codegen, "phi3": _phi3,
+}  # fmt: skip

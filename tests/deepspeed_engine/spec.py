@@ -30,7 +30,7 @@ class Spec:
     stage: int = 2
     dtype: str = "bf16"
     world_size: int = 2
-    model: str = "rich"  # rich, matrices, moe, llama, llama_untied, gpt2, megatron, pipeline, pipeline_megatron
+    model: str = "rich"  # rich, matrices, moe, megatron, pipeline, pipeline_megatron, one of models.HUGGING_FACE
     optimizer: str = "adamw"  # see optimizers.KINDS
     groups: int = 3
     batch: int = GLOBAL_BATCH  # over all ranks
@@ -60,6 +60,7 @@ class Spec:
     expert_parallel: int = 1
     experts: int = 4
     tensor_parallel: int = 1
+    auto_tp: bool = False  # DeepSpeed itself slices the model
     invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart
     pipeline_parallel: int = 1
     partition_method: str = "uniform"  # of a pipeline
@@ -105,6 +106,9 @@ def ds_config(spec: Spec) -> dict[str, Any]:
         config["optimizer"] = BY_CONFIGURATION[spec.optimizer]
     if spec.bf16_optimizer:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if spec.auto_tp:
+        del config["train_batch_size"]  # it would count the ranks that share a batch
+        config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel}
     return config | dict(spec.config)
 
 

@@ -50,7 +50,8 @@ def read_live(engine: Any, spec: Spec) -> Live:
         _read_plain(engine.optimizer, names, live)
     live.weights = _weights(engine)
     live.buffers = {name: b.detach().clone() for name, b in engine.module.named_buffers()}
-    _merge_ranks(live, spec)
+    maps = engine.module.universal_checkpoint_info["affine_map"]["params"] if spec.auto_tp else {}
+    _merge_ranks(live, spec, maps)
     return live
 
 
@@ -178,32 +179,36 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _merge_ranks(live: Live, spec: Spec) -> None:
+def _merge_ranks(live: Live, spec: Spec, maps: dict[str, Any]) -> None:
     """Bring together what differs between ranks beyond data parallelism: experts, slices, stages."""
     if spec.model == "moe":
         first = _expert_rank(spec) * spec.experts // spec.expert_parallel
         live.slots = {_global_expert(name, first): value for name, value in live.slots.items()}
         live.weights = {_global_expert(name, first): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
-    if spec.model != "moe" and "megatron" not in spec.model and not spec.is_pipeline:
+    if spec.model != "moe" and "megatron" not in spec.model and not spec.is_pipeline and not spec.auto_tp:
         return
     parts = _gather((live.slots, live.weights, live.buffers))
     live.slots = {
-        name: {slot: _merge(name, [p.get(name, {}).get(slot) for p, _, _ in parts], spec) for slot in slots}
+        name: {slot: _merge(name, [p.get(name, {}).get(slot) for p, _, _ in parts], spec, maps) for slot in slots}
         for part, _, _ in parts
         for name, slots in part.items()
     }
     live.weights = {
-        name: _merge(name, [w.get(name) for _, w, _ in parts], spec) for _, part, _ in parts for name in part
+        name: _merge(name, [w.get(name) for _, w, _ in parts], spec, maps) for _, part, _ in parts for name in part
     }
     live.buffers = {name: value for _, _, part in reversed(parts) for name, value in part.items()}
 
 
-def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec) -> torch.Tensor:
+def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec, maps: dict[str, Any]) -> torch.Tensor:
     have: dict[int, torch.Tensor] = {}
     for rank, value in enumerate(per_rank):  # of a layer tied over stages the first one's: copies drift by rounding
         if value is not None:
             have.setdefault(rank % spec.tensor_parallel, value)
+    if spec.auto_tp:  # by DeepSpeed's own reading of its map
+        from deepspeed.checkpoint.affine import ParamAffineMap
+
+        return ParamAffineMap.from_dict(maps[f"^{re.escape(name)}$"]).rebuild(have)
     if "megatron" in spec.model:
         from tests.deepspeed_engine.tensor_parallel import merge
 

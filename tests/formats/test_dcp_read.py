@@ -857,14 +857,10 @@ def test_other_directories_are_not_taken_for_one(tmp_path):
         adapter.read(saved(tmp_path / "x", {"a": 1}))
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("common.pt", b"anything"), ("metadata.json", b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')],
-)
-def test_directory_of_megatron_core_is_refused_by_name(name, content, tmp_path):
+def test_directory_of_megatron_core_without_its_mark_is_refused_by_name(tmp_path):
     """Its optimizer's slots would be taken for weights: `optimizer.state.exp_avg.NAME`, `...fp32_param...`."""
     directory = copied("dcp_fsdp2_dp2", tmp_path)
-    (directory / name).write_bytes(content)
+    (directory / "common.pt").write_bytes(b"anything")
     with pytest.raises(UnsupportedError, match="Megatron-Core's torch_dist"):
         open_checkpoint(directory)
 

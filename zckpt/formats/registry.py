@@ -24,6 +24,7 @@ BUILT_IN = {
     "universal": "zckpt.formats.universal",  # it has a model file as a tag directory of DeepSpeed has
     "fsdp-rank-files": "zckpt.formats.fsdp_rank_files",  # a tag may be of one of its runs
     "deepspeed": "zckpt.formats.deepspeed",
+    "megatron": "zckpt.formats.megatron",  # its directories are torch's, and its keys are not
     "transformers-trainer": "zckpt.formats.transformers_trainer",  # models by themselves are the next one's
     "accelerate": "zckpt.formats.accelerate",  # which leaves its directories to the formats of their files
     "safetensors": "zckpt.formats.safetensors",  # sure of files and shards; of directories the next three may be sure

@@ -16,6 +16,7 @@ from zckpt.engine.plan import Copy, FilePlan, Plan
 from zckpt.errors import TargetError, shown
 from zckpt.state import ZEROS
 from zckpt.state.dtypes import itemsize
+from zckpt.storage.distant import is_remote
 from zckpt.storage.journal import left_by
 from zckpt.storage.memory import LEAST_NBYTES, buffers_within, check_memory, free_memory
 from zckpt.storage.room import Room, check_room, read_rate, room, write_rate
@@ -150,6 +151,8 @@ def check_fits(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool
     """
     if plan.write_nbytes > LEAST_NBYTES:  # a name in `latest` fits wherever a process does
         check_memory()
+    if is_remote(target):
+        return
     made = len(names) + (0 if is_file else directories(names, target))
     left = left_by(names if is_file else [target])
     nbytes, files = max(plan.write_nbytes - left.nbytes, 0), max(made - (left.files or 0), 0)
@@ -177,7 +180,7 @@ def foresee(plan: Plan, names: Sequence[Path], target: Path, *, is_file: bool, m
     """
     try:
         check_fits(plan, names, target, is_file=is_file)
-        found: Room | None = room(target.parent)
+        found: Room | None = None if is_remote(target) else room(target.parent)
     except TargetError:
         raise
     except OSError:  # its directory is not there, or of no file system that says

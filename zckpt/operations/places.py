@@ -11,10 +11,9 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from zckpt.errors import UsageError, ZckptError, shown, stands_for_urls
+from zckpt.errors import ZckptError, shown, stands_for_urls
 from zckpt.state import Checkpoint
 from zckpt.storage.remote import is_url
-from zckpt.storage.remote.addresses import without_secrets
 
 if TYPE_CHECKING:
     from zckpt.storage.remote.mount import Mount
@@ -45,10 +44,8 @@ def takes_urls(function: Callable[Given, Result]) -> Callable[Given, Result]:
             given = inspect.signature(function).bind(*arguments, **named)
             mounts: list[Mount] = []
             for name, value in given.arguments.items():
-                if name == "target" and is_url(value):
-                    raise UsageError("URLs are read, and not written", path=without_secrets(str(value)))
-                if name in SOURCES and _has_url(value):
-                    given.arguments[name] = _mounted(value, stack, mounts)
+                if (name in SOURCES or name == "target") and _has_url(value):
+                    given.arguments[name] = _mounted(value, stack, mounts, missing=name == "target")
             result = function(*given.args, **given.kwargs)
             for mount in mounts:
                 mount.check_unchanged()
@@ -66,7 +63,7 @@ def _has_url(value: object) -> bool:
     return is_url(value)
 
 
-def _mounted(value: Any, stack: ExitStack, mounts: list[Mount]) -> Any:  # noqa: ANN401  # a path, or several
+def _mounted(value: Any, stack: ExitStack, mounts: list[Mount], *, missing: bool = False) -> Any:  # noqa: ANN401  # a path, or several
     from zckpt.storage.remote.mount import Mount, local_of
 
     if isinstance(value, list | tuple):
@@ -76,9 +73,10 @@ def _mounted(value: Any, stack: ExitStack, mounts: list[Mount]) -> Any:  # noqa:
     path = local_of(value)
     if path is not None:
         return path
-    mount = Mount(value)
+    mount = Mount(value, missing=missing)
     stack.callback(mount.close)
-    mounts.append(mount)
+    if not missing:
+        mounts.append(mount)
     return mount.path
 
 

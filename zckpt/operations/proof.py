@@ -20,6 +20,7 @@ from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
 from zckpt.state.checkpoint import RankValue
 from zckpt.state.dtypes import itemsize
 from zckpt.state.names import like_model
+from zckpt.storage.distant import place
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_replaceable
 from zckpt.torchfile import FromFile, walk_tensors
 
@@ -50,7 +51,7 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned:
     """
     check_directory(target)
     check_sources(checkpoint, [target])
-    if Path(checkpoint.source).resolve() in target.resolve().parents:
+    if place(checkpoint.source) in place(target).parents:
         raise UsageError("the target is inside the source", path=target, found=checkpoint.source)
     if overwrite:
         check_replaceable(target, owned)
@@ -58,10 +59,10 @@ def check_apart(checkpoint: Checkpoint, target: Path, *, overwrite: bool, owned:
 
 def check_sources(checkpoint: Checkpoint, targets: Sequence[Path]) -> None:
     """Raise UsageError if a target is, or contains, a file of the source."""
-    sources = {Path(file.path).resolve() for file in checkpoint.files}
+    sources = {place(file.path) for file in checkpoint.files}
     around = {parent for source in sources for parent in source.parents} | sources
     for target in targets:
-        if (whole := target.resolve()) in around:
+        if (whole := place(target)) in around:
             found = next(source for source in sorted(sources) if whole in (source, *source.parents))
             raise UsageError("the target is, or contains, the source", path=target, found=str(found))
 

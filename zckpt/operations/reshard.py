@@ -20,6 +20,7 @@ from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
+from zckpt.storage.distant import place
 
 
 @takes_urls
@@ -102,7 +103,7 @@ def reshard(
     checkpoint = as_filed(opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules))
     path, origin = Path(target), named(checkpoint)
     for root in (str(origin), *checkpoint.roots):
-        if Path(root).resolve() in path.resolve().parents:
+        if place(root) in place(path).parents:
             raise UsageError("the target is inside the source", path=path, found=root)
     own = get(checkpoint.format)
     given = {"world_size": world_size, **options}

@@ -21,6 +21,7 @@ from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.storage.distant import place
 from zckpt.storage.ownership import Owned
 
 CHOICES = {
@@ -168,7 +169,7 @@ def _saved(stripping: Stripping) -> dict[str, int]:
 
 def _check_apart(checkpoint: Checkpoint, source: Path, target: Path, owned: Owned, *, overwrite: bool) -> None:
     """Raise unless the target can be created or replaced without losing the source or what is none of its files."""
-    whole, of = target.resolve(), source.resolve()
+    whole, of = place(target), place(source)
     if whole == of or of in whole.parents or whole in of.parents:
         raise UsageError("the target is, contains or is inside the source", path=target, found=source)
     if source.is_dir():

@@ -34,6 +34,7 @@ from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.inventory import FILE, Item
+from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
 from zckpt.storage.purpose import Purpose
@@ -98,10 +99,15 @@ def write_target(
         A source file ends before the bytes that the plan reads, or they are not those of its checksum.
     """
     path = Path(target)
+    if is_remote(path):
+        from zckpt.operations.remote_target import write_remote
+
+        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files)
     with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal)
         if journal is not None:
             journal.check_sources()
+        check_unchanged()
         if prove is not None:
             prove(whole, companions)
         if prove_files is not None:
@@ -157,14 +163,18 @@ class How:
         if self.resume and self.restart:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
-    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal:
-        """Return the journal of a run to a target, and to the files beside it.
+    def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
+        """Return the journal of a run to a target, and to the files beside it; a store has none.
 
         Raises
         ------
-        SourceError
-            A file of the source is gone.
+        SourceError, UsageError
+            A file of the source is gone; what is in a store is to be gone on with.
         """
+        if is_remote(target) and self.resume:
+            raise UsageError("--resume: what is written to a store begins anew", path=target)
+        if is_remote(target):
+            return None
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
         purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])

@@ -11,12 +11,15 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Protocol
 
 MARK = "zckpt-remote-"
 """How the names of directories begin that have files without bytes."""
 
 _PLACE = re.compile(rf"/{MARK}[A-Za-z0-9_]+/\d+/[a-z][a-z0-9+.\-]*/[^/]+/.")
+
+_MOUNT = re.compile(rf".*/{MARK}[A-Za-z0-9_]+/\d+/")
 
 FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_CLOEXEC", 0)
 """Opened for its size alone."""
@@ -66,6 +69,26 @@ def found(path: str) -> Distant | None:
     from zckpt.storage.remote.mount import adopt
 
     return adopt(path)
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """Return a path by which two names of one place are the same, in whichever mount; links are followed."""
+    whole = Path(path).resolve()
+    found = _MOUNT.match(str(whole)) if MARK in str(path) else None
+    return whole if found is None else Path(f"/{MARK}/{str(whole)[found.end() :]}")
+
+
+def is_remote(path: Path) -> bool:
+    """Tell whether a path stands for a place in a store."""
+    return MARK in str(path) and _MOUNT.match(str(path)) is not None
+
+
+def check_unchanged() -> None:
+    """Raise ChangedError if a file that was read from a store is another one by now, where no range says so."""
+    if _FILES:
+        from zckpt.storage.remote.mount import check_sources
+
+        check_sources()
 
 
 def add(path: str, file: Distant) -> None:

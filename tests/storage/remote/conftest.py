@@ -33,8 +33,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
                 directory = root / "bucket"
                 directory.mkdir()
                 port = stack.enter_context(serving(kind, root))
-                user = f"{USER}:{PASSWORD}@" if kind in ("sftp", "webdav") else ""
-                url = "s3://bucket" if kind == "s3" else f"{kind}://{user}127.0.0.1:{port}/bucket"
+                scheme = kind.partition("-")[0]
+                user = f"{USER}:{PASSWORD}@" if scheme in ("sftp", "webdav") else ""
+                url = "s3://bucket" if scheme == "s3" else f"{scheme}://{user}127.0.0.1:{port}/bucket"
                 found[kind] = Served(directory, url, port)
             return found[kind]
 
@@ -42,13 +43,34 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 @pytest.fixture(scope="session")
-def s3_proxy(served: Callable[[str], Served]) -> Iterator[Proxy]:
-    with proxied(served("s3").port) as proxy:
-        yield proxy
+def proxies(served: Callable[[str], Served]) -> Iterator[Callable[[str], Proxy]]:
+    """Start a proxy of a server when it is first asked for."""
+    found: dict[str, Proxy] = {}
+    with ExitStack() as stack:
+
+        def get(kind: str) -> Proxy:
+            if kind not in found:
+                found[kind] = stack.enter_context(proxied(served(kind).port))
+            return found[kind]
+
+        yield get
 
 
 @pytest.fixture
-def s3(served: Callable[[str], Served], s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+def s3_kind() -> str:
+    """Which server S3 is; a module that writes has another one."""
+    return "s3"
+
+
+@pytest.fixture
+def s3_proxy(proxies: Callable[[str], Proxy], s3_kind: str) -> Proxy:
+    return proxies(s3_kind)
+
+
+@pytest.fixture
+def s3(
+    served: Callable[[str], Served], s3_proxy: Proxy, s3_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Served]:
     """S3, through a proxy that does nothing until it is told to."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_proxy.port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", USER)
@@ -56,6 +78,6 @@ def s3(served: Callable[[str], Served], s3_proxy: Proxy, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     s3_proxy.requests.clear()
-    yield served("s3")
+    yield served(s3_kind)
     s3_proxy.fault = lambda _method, _path: None
     s3_proxy.before = lambda _method, _path: None

@@ -38,8 +38,14 @@ def free_port() -> int:
 
 @contextmanager
 def serving(kind: str, directory: Path) -> Iterator[int]:
-    """Serve a directory as `s3`, `http`, `sftp` or `webdav`; yield the port."""
+    """Serve a directory as `s3`, `http`, `sftp` or `webdav`; yield the port.
+
+    With `-alone` the server may count on being the only one who changes the directory; else it looks again each time,
+    with which rclone writes slowly.
+    """
     port = free_port()
+    kind, _, alone = kind.partition("-")
+    looks = [] if alone else ["--dir-cache-time", "0", "--poll-interval", "0"]
     options = {
         "s3": ["--auth-key", f"{USER},{PASSWORD}"],
         "http": [],
@@ -47,8 +53,8 @@ def serving(kind: str, directory: Path) -> Iterator[int]:
         "webdav": ["--user", USER, "--pass", PASSWORD],
     }[kind]
     server = subprocess.Popen(
-        [rclone(), "serve", kind, "--addr", f"127.0.0.1:{port}", *options, "--dir-cache-time", "0",
-         "--poll-interval", "0", "--config", os.devnull, str(directory)],
+        [rclone(), "serve", kind, "--addr", f"127.0.0.1:{port}", *options, *looks, "--config", os.devnull,
+         str(directory)],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
@@ -89,6 +95,9 @@ class Proxy:
         return [one for one in self.requests if part in one.path and one.method == method]
 
 
+_OF_ONE_CONNECTION = ("transfer-encoding", "expect", "connection")
+
+
 @contextmanager
 def proxied(to_port: int) -> Iterator[Proxy]:
     proxy = Proxy()
@@ -113,7 +122,7 @@ def proxied(to_port: int) -> Iterator[Proxy]:
             if fault == "slow":
                 time.sleep(0.3)
             server = http.client.HTTPConnection("127.0.0.1", to_port, timeout=30)
-            headers = {key: value for key, value in self.headers.items() if key.lower() != "transfer-encoding"}
+            headers = {key: value for key, value in self.headers.items() if key.lower() not in _OF_ONE_CONNECTION}
             if body or length:
                 headers["Content-Length"] = str(len(body))
             server.request(self.command, self.path, body, headers)

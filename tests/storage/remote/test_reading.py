@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import zckpt
-from tests.cli.console import FIXTURES, command, environment, refused, run, succeeded
+from tests.cli.console import FIXTURES, command, environment, refused, succeeded
 from tests.storage.remote.conftest import Served
 from tests.storage.remote.servers import PASSWORD, Proxy
 from zckpt.engine.workers import running_on
@@ -252,8 +252,3 @@ def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
     whole = zckpt.inspect(s3.directory / "with.safetensors")
     assert zckpt.inspect(f"{s3.url}/with.safetensors").slots == whole.slots
     assert load_file(s3.directory / "with.safetensors")
-
-
-def test_the_remains_of_the_source_are_no_target(s3: Served) -> None:
-    url = put(s3, SOURCE, "run")
-    assert run("consolidate", url, f"{url}/model.safetensors").returncode != 0

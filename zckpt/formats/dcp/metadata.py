@@ -30,6 +30,9 @@ MAXIMUM_DEPTH = 64
 MAXIMUM_NUMEL = (1 << 63) - 1
 """Elements of a tensor: torch counts in int64."""
 
+MEGATRON = "megatron.core.dist_checkpointing.strategies.torch."
+"""Where Megatron-Core 0.15 has a class derived from `Metadata`, MCoreMetadata."""
+
 Keys = tuple[str | int, ...]
 """Keys of dicts and indices of lists that lead to a value."""
 
@@ -129,9 +132,9 @@ def _unexpected(path: str, expected: str, found: object) -> DamagedFileError:
 
 
 def _object(node: object, name: str, path: str) -> Object:
-    if not isinstance(node, Object) or not node.qualified.startswith("torch.distributed."):
+    if not isinstance(node, Object) or not node.qualified.startswith(("torch.distributed.", MEGATRON)):
         raise _unexpected(path, f"torch.distributed.checkpoint's {name}", node)
-    if not node.qualified.endswith(f".{name}"):
+    if not node.qualified.endswith((f".{name}", f".MCore{name}")):
         raise _unexpected(path, name, node)
     return node
 

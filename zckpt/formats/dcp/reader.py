@@ -71,7 +71,7 @@ def read(path: Path, *, names: Sequence[str] | None = None) -> Checkpoint:
             "program knows",
             path=path,
             found=", ".join(MEGATRON_NAMES),
-            advice="write it with torch.distributed.checkpoint from the program that loads it",
+            advice="copy metadata.json, which says that it is, to the other files",
         )
     checkpoint = Checkpoint(str(path), FORMAT)
     root, folders = _root(directory, checkpoint)
@@ -215,7 +215,7 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[st
         above = (name,) if name else ()
         several = [key for key, item in items.tensors.items() if len(item.spans) > 1]
         folders[str(folder)] = _Folder({key: (*above, *steps) for key, steps in metadata.paths.items()}, several)
-        _describe(checkpoint, folder, metadata, items.files)
+        describe_files(checkpoint, folder, metadata, items.files)
         if metadata.unsaved:
             checkpoint.warnings.append(f"no rank has saved anything of {_shown(metadata.unsaved)}")
         checkpoint.format_version = checkpoint.format_version or metadata.version
@@ -230,7 +230,8 @@ def _root(directory: Directory, checkpoint: Checkpoint) -> tuple[Branch, dict[st
     return trees, folders
 
 
-def _describe(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
+def describe_files(checkpoint: Checkpoint, folder: Path, metadata: Metadata, files: Sequence[ItemFile]) -> None:
+    """Add `.metadata` and the files of the items to those of a checkpoint."""
     size = Path(metadata.path).stat().st_size
     checkpoint.files.append(SourceFile(metadata.path, size, "metadata", globals={"pickle": metadata.globals}))
     checkpoint.claims[metadata.path] = Claim(IMPLIED, "where each item is")

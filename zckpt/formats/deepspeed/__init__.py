@@ -101,7 +101,8 @@ class DeepSpeed(Format):
         ("mixture of experts", "expert groups with their own partition counts, expert files, also without ZeRO"),
         ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded only where each rank "
          "keeps its elements; Muon is cut for any ranks; quantised frozen layers"),
-        ("tensor and pipeline parallel", "by the rules in `universal_checkpoint_info`; layer files, tied layers"),
+        ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
+         "layer files, tied layers"),
     )  # fmt: skip
     writes = "a run directory that stock DeepSpeed loads"
     takes = frozenset({ROOTS, TAG, TP_RULES})

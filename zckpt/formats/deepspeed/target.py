@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.origin import Origin, origin_of
@@ -15,6 +16,7 @@ from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import keys_listed
 from zckpt.state.dtypes import itemsize
@@ -31,6 +33,10 @@ from zckpt.state.partition import (
 )
 
 _GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
+_SLICES = (
+    "metadata.ds_config.tensor_parallel.autotp_size",
+    *(f"metadata.{INFO_KEY}.{key}" for key in (AFFINE_KEY, "sub_param_shard_widths", "padded_vocab_size")),
+)
 _EXPERT_GROUP = re.compile(r"ep_size_\d+")
 
 
@@ -40,14 +46,16 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     Notes
     -----
     Source: DeepSpeed 0.19. The batch of one rank is the batch of all, over the ranks; ZeRO-3 files hold no `clip_grad`;
-    groups of experts are named by the ranks that share them.
+    groups of experts are named by the ranks that share them; rules for slices say where each rank's are.
     """
     a, b = sides
     if a.format != b.format and None in values and _is_bookkeeping(key):
         return True
     if key == "metadata.lr_scheduler" and values == (None, None):  # no scheduler, which only one of them says
         return True
-    if key.startswith("metadata.ds_config.zero_optimization."):
+    if key.startswith("metadata.ds_config.zero_optimization.") or (
+        key.startswith(_SLICES) and a.topology.tp != b.topology.tp
+    ):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
         return a.world_size != b.world_size

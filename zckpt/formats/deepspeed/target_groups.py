@@ -16,6 +16,7 @@ from itertools import groupby
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import (
     expert_parallel_size,
     experts_per_rank,
@@ -284,7 +285,12 @@ def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int
         return None
     own = origin.model.content.get(INFO_KEY)
     node = origin.rules if given or not isinstance(own, dict) else own
-    return info_for(node, _rows(origin, stages), degree)
+    written = info_for(node, _rows(origin, stages), degree)
+    if AFFINE_KEY in written:
+        rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
+        names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
+        written[AFFINE_KEY] = rules.maps_for(list(names), degree)
+    return written
 
 
 def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int) -> bool:

@@ -17,7 +17,8 @@ from zckpt.engine.boxes import boxes_of, row_major
 from zckpt.errors import LayoutError, UnsupportedError, WeightMismatchError, listed
 from zckpt.formats.account.ranges import reach
 from zckpt.formats.deepspeed.origin import Origin, RankState
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, REPLICATED, SLICED, Rule, Rules, Share
+from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule, Share
 from zckpt.state import MASTER, WEIGHT, Duplicate, Extent, PaddingSpan, Parameter, ParamGroup, Slot, Span
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
@@ -65,11 +66,13 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel)
     for name in names:
         merged.parameters[name] = _merge_parameter([s.parameters[name] for s in states], rules, padded=padded)
+        if len(states) > 1:
+            merged.duplicates += _parts_kept_by(states, merged.parameters[name], rules.maps.rule(name))
     if not padded:
         merged.padding_spans.append(VocabularyPadding(states, rules))
     complete_aliases(merged.parameters)
     merged.groups = [ParamGroup(g.hyperparameters, g.parameters, g.state) for g in first.groups]
-    merged.duplicates = [one for state in states for one in state.duplicates]
+    merged.duplicates += [one for state in states for one in state.duplicates]
     merged.per_rank = [one for state in states for one in state.per_rank]
     for state in states[1:]:
         merged.duplicates += _kept_by(state, first, merged)
@@ -131,6 +134,25 @@ def _kept_by(state: RankState, first: RankState, merged: RankState) -> Iterator[
             yield Duplicate("buffer", name, name, buffer.slots[WEIGHT], kept.slots[WEIGHT], state.mp_rank)
 
 
+def _parts_kept_by(states: Sequence[RankState], merged: Parameter, rule: Rule | None) -> Iterator[Duplicate]:
+    """Yield the copies that ranks keep of parts of a parameter that a rank before them is read of."""
+    if rule is None:
+        return
+    for state, copies in zip(states, rule.copies, strict=False):
+        parameter = state.parameters[merged.name]
+        for key, slot in parameter.slots.items():
+            for source, target, size in copies if key in merged.slots else ():
+                copy = _part(slot, rule.dim, source, size)
+                yield Duplicate("parameter", merged.name, merged.name, copy,
+                                _part(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
+
+
+def _part(slot: Slot, dim: int, start: int, size: int) -> Slot:
+    """Return some indexes of a slot as one of its own."""
+    spans = moved(slot.spans, dim, [Share(start, 0, size)])
+    return Slot(slot.name, slot.dtype, _with(slot.shape, dim, size), spans)
+
+
 def without_rules(names: Sequence[str], path: str, what: str) -> UnsupportedError:
     """Return the error for slices that no rule names."""
     return UnsupportedError(
@@ -168,7 +190,7 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
         return Slot(first.name, first.dtype, rule.shape, first.spans)
-    spans = [span for slot, own in zip(slots, rule.shares, strict=True) for span in moved(slot.spans, rule.dim, own)]
+    spans = [span for slot, own in zip(slots, rule.read, strict=True) for span in moved(slot.spans, rule.dim, own)]
     return Slot(first.name, first.dtype, rule.shape, tuple(spans))
 
 

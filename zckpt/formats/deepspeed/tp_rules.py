@@ -6,6 +6,7 @@
     parameter_with_2_sub_params_cat_dim_0       two equal sub-parameters along dimension 0, each sliced (SwiGLU)
     parameter_with_sub_params                   sub-parameters of given sizes along a given dimension, each sliced (QKV)
     vocabulary_parameter_patterns               rows beyond original_vocab_size are padding
+    affine_map                                  where each slice's elements are in the whole, see `affine`; goes first
     none of these                               slices along dimension 0
 
 Source: DeepSpeed 0.14 to 0.19, universal checkpoints.
@@ -21,17 +22,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from zckpt.errors import LayoutError, SourceError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
+from zckpt.formats.deepspeed.affine import AffineMaps, shares_of
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED, SLICED, Rule
 from zckpt.storage.files import read_whole
 from zckpt.torchfile import brief
-
-REPLICATED = "replicated"
-AVERAGED = "averaged"
-SLICED = "sliced"
 
 OTHER_RULES = "give other rules with --tp-rules FILE"
 
@@ -41,6 +39,11 @@ MAXIMUM_SUBS = 4096
 MAXIMUM_QUANTIFIERS = 4
 """Patterns come from the file. With more wildcards than this, matching could take for ever."""
 
+SUB, MAPPED = "sub", "map"
+
+UNKNOWN_KEY = "autotp_unsupported_parameter_patterns"
+"""What AutoTP has no rule for: a pattern, and why."""
+
 _KEYS = {
     REPLICATED: "tp_replicated_parameter_patterns",
     AVERAGED: "parameter_to_average_patterns",
@@ -48,39 +51,6 @@ _KEYS = {
     "two": "parameter_with_2_sub_params_cat_dim_0",
     "vocabulary": "vocabulary_parameter_patterns",
 }
-
-
-class Share(NamedTuple):
-    """Consecutive indexes along the sliced dimension: where they are in one tensor, where in another, and how many.
-
-    In a `Rule`, `source` is in a rank's slice and `target` in the whole parameter.
-    """
-
-    source: int
-    target: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How one parameter is put together.
-
-    Parameters
-    ----------
-    kind : str
-        REPLICATED, AVERAGED or SLICED.
-    shape : tuple of int
-        Of the whole parameter.
-    dim : int
-        Along which it is sliced.
-    shares : tuple of tuple of Share
-        What each rank's slice has of the whole.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    dim: int = 0
-    shares: tuple[tuple[Share, ...], ...] = ()
 
 
 class Rules:
@@ -101,9 +71,8 @@ class Rules:
 
     def __init__(self, info: Mapping[str, object], path: str) -> None:
         self.path = path
-        affine = info.get("affine_map")
-        if isinstance(affine, dict) and affine.get("params"):
-            raise UnsupportedError("tensor-parallel slices placed by an affine map", path=path, advice=OTHER_RULES)
+        self.maps = AffineMaps(info.get(AFFINE_KEY), path, self._compile, OTHER_RULES)
+        self.unknown = self._unknown(info.get(UNKNOWN_KEY))
         self.patterns = {kind: self._compile(info.get(key)) for kind, key in _KEYS.items()}
         self.sub_params = self._sub_params(info.get("parameter_with_sub_params"))
         widths = info.get("sub_param_shard_widths")
@@ -123,7 +92,15 @@ class Rules:
         ------
         LayoutError
             The shapes do not fit the rule.
+        UnsupportedError
+            The checkpoint says that no rule describes it.
         """
+        mapped = self.maps.rule(name)
+        if mapped is not None:
+            return self._fitting(name, mapped, shapes)
+        for pattern, reason in self.unknown:
+            if pattern.match(name):
+                raise self._unusable(f"AutoTP does not say how {name} is sliced", reason)
         for kind in (REPLICATED, AVERAGED):
             if self._matches(kind, name):
                 if len(set(shapes)) > 1:
@@ -150,7 +127,13 @@ class Rules:
         ------
         LayoutError
             A sub-parameter does not divide among the ranks.
+        UnsupportedError
+            It is cut in a way that is known for the source's ranks only.
         """
+        mapped = self.maps.rule(name)
+        if mapped is not None:
+            subs = self._whole_subs(name, shape)[1] if self.matching(name) == SUB else []
+            return self.maps.cut(name, mapped, ranks, subs)
         for kind in (REPLICATED, AVERAGED):
             if self._matches(kind, name):
                 return Rule(kind, shape)
@@ -183,12 +166,43 @@ class Rules:
 
     def is_vocabulary(self, name: str) -> bool:
         """Tell whether a parameter has a row for each word of a vocabulary."""
-        return self.vocabulary_size is not None and self._matches("vocabulary", name)
+        if self.vocabulary_size is None or not self._matches("vocabulary", name):
+            return False
+        return self.maps.rule(name) is None  # a map says of every row where it is: there is no padding
 
     def matching(self, name: str) -> str | None:
         """Return the kind of the rule that names a parameter; None if it is sliced for want of a rule."""
         kinds = [kind for kind in _KEYS if self._matches(kind, name)]
-        return next(iter(kinds), "sub" if any(pattern.match(name) for pattern, _, _ in self.sub_params) else None)
+        if any(pattern.match(name) for pattern, _, _ in self.sub_params):
+            kinds.append(SUB)
+        mapped = self.maps.rule(name)
+        if mapped is not None and mapped.kind == REPLICATED:
+            return REPLICATED
+        return next(iter(kinds), None if mapped is None else MAPPED)
+
+    def maps_for(self, names: Sequence[str], degree: int) -> dict[str, object]:
+        """Return the affine map of these parameters for another tensor-parallel degree."""
+        return self.maps.node(names, degree, lambda name, rule: self.cut(name, rule.shape, degree))
+
+    def _fitting(self, name: str, mapped: Rule, shapes: Sequence[tuple[int, ...]]) -> Rule:
+        """Return the rule of a map, if it is one for slices of these shapes."""
+        sizes = [sum(share.size for share in shares) for shares in mapped.shares]
+        local = [(*mapped.shape[: mapped.dim], size, *mapped.shape[mapped.dim + 1 :]) for size in sizes]
+        expected = [mapped.shape] * len(shapes) if mapped.kind == REPLICATED else local
+        if list(shapes) != expected:
+            raise LayoutError(
+                f"slices of {name} do not fit the affine map of it",
+                path=self.path,
+                expected=expected,
+                found=list(shapes),
+                advice=OTHER_RULES,
+            )
+        return mapped
+
+    def _unknown(self, node: object) -> list[tuple[re.Pattern[str], str]]:
+        if not isinstance(node, dict):
+            return []
+        return [(one, brief(node[pattern])) for pattern in node for one in self._compile([pattern])]
 
     def _unusable(self, message: str, found: object = None) -> UnsupportedError:
         return UnsupportedError(message, path=self.path, found=found, advice=OTHER_RULES)
@@ -273,19 +287,8 @@ class Rules:
                 expected=f"sizes {local} along dimension {dim}",
                 found=list(shapes),
             )
-        shares: list[list[Share]] = [[] for _ in shapes]
-        at, used = 0, [0] * len(shapes)
-        for of_sub in widths:
-            for rank, width in enumerate(of_sub):
-                before = shares[rank][-1] if shares[rank] else None
-                if before is not None and before.target + before.size == at:
-                    shares[rank][-1] = before._replace(size=before.size + width)
-                else:
-                    shares[rank].append(Share(used[rank], at, width))
-                used[rank] += width
-                at += width
-        whole = (*shapes[0][:dim], at, *shapes[0][dim + 1 :])
-        return Rule(SLICED, whole, dim, tuple(map(tuple, shares)))
+        whole = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
+        return Rule(SLICED, whole, dim, shares_of(widths, len(shapes)))
 
     def _without_vocabulary_padding(self, name: str, rule: Rule) -> Rule:
         size = self.vocabulary_size
@@ -312,11 +315,12 @@ RULE_KEYS = frozenset({
     *VOCABULARY_KEYS, "padded_vocab_size", REPLICATED_KEY,
     "parameter_to_average_patterns", "parameter_with_row_parallelism_patterns",
     "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params", "sub_param_shard_widths",
+    AFFINE_KEY,
 })  # fmt: skip
 """Keys that say how a parameter is cut."""
 
 OTHER_KEYS = frozenset({
-    "universal_checkpoint_version", "pipeline_replicated_parameter_patterns", "autotp_unsupported_parameter_patterns",
+    "universal_checkpoint_version", "pipeline_replicated_parameter_patterns", UNKNOWN_KEY,
 })  # fmt: skip
 """Keys of `universal_checkpoint_info` that do not say that and are carried."""
 

@@ -17,6 +17,11 @@ from zckpt.state import WEIGHT, Parameter
 from zckpt.torchfile import OrderedMapping, TorchFile
 
 
+def layer_count(target: Target) -> int:
+    """Return the number of layers' files."""
+    return sum((shard.mp_rank or 0) == 0 for shard, _ in target.origin.layers) * target.tp
+
+
 def layer_files(target: Target) -> Iterator[tuple[str, object]]:
     """Yield the name and the content of each layer's files."""
     tp = target.checkpoint.topology.tp

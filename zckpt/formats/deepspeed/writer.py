@@ -14,6 +14,7 @@ from zckpt.engine.targets import Lazily, Literal, TargetFile
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats import remainder
 from zckpt.formats.deepspeed import STAGES, Options, RecutOptions, foreign
+from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
 from zckpt.formats.deepspeed.shards import ModelShard
@@ -21,7 +22,7 @@ from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
-from zckpt.formats.deepspeed.write_layers import layer_files, stage_notes
+from zckpt.formats.deepspeed.write_layers import layer_count, layer_files, stage_notes
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -145,7 +146,7 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     tag = target.origin.directory.tag
     count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
     count += len(target.origin.experts) + _expert_files(target) + run_directory + len(copies)
-    count += sum(1 for _ in layer_files(target))
+    count += layer_count(target)
 
     def one_by_one() -> Iterator[TargetFile]:
         yield from _files(target, f"{tag}/" if run_directory else "")
@@ -217,6 +218,11 @@ def rank_notes(target: Target) -> list[str]:
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
+    if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
+        found[AFFINE_KEY] = (
+            "slices are equal shares; AutoTP cuts attention by key and value heads, and DeepSpeed will not load this "
+            f"if the number of ranks, {len(target.ranks)}, does not divide that of them"
+        )
     if old > 1 and not (target.stage == 3 and target.world_size == old):
         kept = 1 if target.regrouped else len(ranks)
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):

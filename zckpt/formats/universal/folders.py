@@ -28,7 +28,8 @@ from pathlib import Path
 from zckpt.codes import MISSING_FILE
 from zckpt.compare.logical import parameter_values
 from zckpt.errors import DamagedFileError, LayoutError, SourceError, UnsupportedError
-from zckpt.formats.deepspeed.tp_rules import AVERAGED, INFO_KEY, REPLICATED, Rules
+from zckpt.formats.deepspeed.tp_rules import INFO_KEY, Rules
+from zckpt.formats.deepspeed.tp_shares import AVERAGED, REPLICATED
 from zckpt.formats.torch_files.tensors import describe, read_scalars, slot_of, span_of
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, new_storage, value_node, view
 from zckpt.formats.universal.directory import MASTER_STEM, STEP_STEM, SUFFIX
@@ -303,6 +304,8 @@ class Slices:
 
     def _cut(self, parameter: Parameter) -> dict[str, object]:
         name = parameter.name
+        if self.rules.maps.rule(name) is not None:  # the training cuts by its own map
+            return {}
         if self._matches(REPLICATED, name) or self._matches(AVERAGED, name):
             return {}
         if self._matches("two", name):

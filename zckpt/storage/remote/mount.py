@@ -28,6 +28,9 @@ from zckpt.storage.remote.stores import ChangedError, Listed, Store, changed
 
 _NUMBERS = itertools.count()
 
+_LIVE: dict[str, Mount] = {}
+"""What is mounted, by its tree."""
+
 _BASE: list[tuple[int, Path]] = []
 """The process that made it, and the directory that has all trees of it."""
 
@@ -89,6 +92,8 @@ class Mount:
         self.files: dict[str, tuple[Listed, RemoteFile]] = {}
         self._tree = _base() / str(next(_NUMBERS))
         self.path = self._tree.joinpath(self.address.scheme, self.address.host, *self.address.parts)
+        self.is_target = missing
+        _LIVE[str(self._tree)] = self
         try:
             self._make(missing=missing)
         except BaseException:
@@ -104,11 +109,12 @@ class Mount:
             found = []
         whole = [one for one in found if not one.parts]
         self.path.parent.mkdir(parents=True)
-        if whole:
-            self._add(self.path, whole[0])
+        if whole or (missing and not found):
+            if whole:
+                self._add(self.path, whole[0])
             beside = [one for one in self.store.listed_beside() if one.parts[0] != self.path.name]
             self._lay_out(self.path.parent, beside)
-        elif found or not missing:
+        else:
             self.path.mkdir()
             self._lay_out(self.path, found)
 
@@ -148,12 +154,45 @@ class Mount:
             if Path(path).is_relative_to(self.path) and now.get(one.key) != (one.nbytes, one.version):
                 raise changed(path)
 
+    def add_bytes(self, path: Path, data: bytes) -> None:
+        """Add a file that is in memory."""
+
+        def fetch(offset: int, nbytes: int) -> bytes:
+            return data[offset : offset + nbytes]
+
+        one = Listed((), "", len(data), "", None)
+        self.remove(path)
+        _stand_in(path, one)
+        file = RemoteFile(len(data), fetch, "", self._url_of(path))
+        self.files[str(path)] = one, file
+        distant.add(str(path), file)
+
+    def remove(self, path: Path) -> None:
+        """Let a name be free, here and not in the store."""
+        if self.files.pop(str(path), None) is not None:
+            distant.forget(str(path))
+            path.unlink()
+
+    def key_of(self, path: Path) -> str:
+        """Return what the store's library calls a path at, below or beside that which is mounted."""
+        if path == self.path:
+            return self.store.root
+        if path.is_relative_to(self.path):
+            return f"{self.store.root}/{path.relative_to(self.path).as_posix()}"
+        return f"{self.store.root.rpartition('/')[0]}/{path.name}"
+
+    def keys_below(self, path: Path) -> list[str]:
+        """Return what is below a directory, those first that come last when it is written."""
+        found = [one for name, (one, _) in self.files.items() if Path(name).is_relative_to(path)]
+        return [one.key for one in sorted(found, key=lambda one: one.nbytes)]
+
     def close(self) -> None:
         """Remove the tree; nothing of it can be read any more."""
         for path, (_, file) in self.files.items():
             distant.forget(path)
             file.close()
         self.files.clear()
+        _LIVE.pop(str(self._tree), None)
         shutil.rmtree(self._tree, ignore_errors=True)
 
 
@@ -207,10 +246,31 @@ def _stand_in(path: Path, one: Listed) -> None:
         os.utime(path, (one.modified, one.modified))
 
 
+def mount_of(path: Path) -> Mount:
+    """Return what a path is at, below or beside of.
+
+    Raises
+    ------
+    SourceError
+        It is closed.
+    """
+    for one in path.parents:
+        if str(one) in _LIVE:
+            return _LIVE[str(one)]
+    raise SourceError("is closed", path=path)
+
+
+def check_sources() -> None:
+    """Raise ChangedError if a file of what is mounted, targets aside, is another one by now."""
+    for mount in list(_LIVE.values()):
+        if not mount.is_target:
+            mount.check_unchanged()
+
+
 @contextmanager
-def mounted(url: str) -> Iterator[Mount]:
+def mounted(url: str, *, missing: bool = False) -> Iterator[Mount]:
     """Mount a place while the context lasts; errors are those of `Mount`."""
-    mount = Mount(url)
+    mount = Mount(url, missing=missing)
     try:
         yield mount
     finally:

@@ -23,8 +23,14 @@ def _settings() -> tuple[tuple[str, str], ...]:
 def _file_system(_pid: int, _environment: tuple[tuple[str, str], ...]) -> Any:  # noqa: ANN401  # fsspec has no types
     """Return one for each process and each environment, with its connections; opening one takes a while."""
     import s3fs
+    from botocore.config import Config
 
-    return s3fs.S3FileSystem(config_kwargs={"max_pool_connections": CONNECTIONS}, skip_instance_cache=True)
+    config: dict[str, Any] = {"max_pool_connections": CONNECTIONS, "retries": {"total_max_attempts": 1}}
+    if hasattr(Config, "OPTION_DEFAULTS") and "response_checksum_validation" in Config.OPTION_DEFAULTS:
+        config["response_checksum_validation"] = "when_required"  # some servers send that of the object with a range
+    found = s3fs.S3FileSystem(config_kwargs=config, skip_instance_cache=True)
+    found.retries = 1  # `attempt` makes them
+    return found
 
 
 class S3Store(Store):

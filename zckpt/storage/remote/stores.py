@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ _VERSIONS = ("ETag", "etag", "generation", "oid", "content_md5", "md5Hash", "mti
              "modified", "created")  # fmt: skip
 """Keys under which stores say what tells one version of a file from the next, the best first."""
 
-_THREADED = frozenset({"memory", "hf", "file"})
+_THREADED = frozenset({"memory", "hf", "file", "webdav", "webdavs", "dav", "davs"})
 """Schemes whose libraries do not mind threads, besides those that have an event loop."""
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "created")
@@ -189,10 +189,16 @@ class Store:
             raise changed(shown) from None
 
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
-        fs = self.fs
-        with nullcontext() if fs.async_impl or self.address.scheme in _THREADED else self._turn:
+        with self.turn() as fs:
             data: bytes = fs.cat_file(one.key, start=offset, end=offset + nbytes)
             return data
+
+    @contextmanager
+    def turn(self) -> Iterator[Any]:
+        """Yield the file system; to one thread at a time, unless its library minds none."""
+        fs = self.fs
+        with nullcontext() if fs.async_impl or self.address.scheme in _THREADED else self._turn:
+            yield fs
 
     checks_versions = False
     """Whether every range is known to be of the version that was listed."""

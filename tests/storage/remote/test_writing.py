@@ -1,0 +1,250 @@
+"""Targets in stores: what is written there is what is written on disk, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zckpt
+from tests.cli.console import FIXTURES, command, environment, refused, succeeded
+from tests.storage.remote.conftest import Served
+from tests.storage.remote.servers import PASSWORD, Proxy
+from zckpt.engine import upload
+from zckpt.storage.remote import attempts
+
+SOURCE = FIXTURES / "s2_bf16_dp4"
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture
+def s3_kind() -> str:
+    return "s3-alone"
+
+
+def put(source: Path, url: str) -> str:
+    """Copy a file or directory into S3; return its URL."""
+    from zckpt.storage.remote.addresses import address_of
+    from zckpt.storage.remote.s3 import S3Store
+
+    S3Store(address_of(url)).fs.put(str(source), url, recursive=source.is_dir())
+    return url
+
+
+def listed(url: str) -> list[str]:
+    from zckpt.storage.remote.addresses import address_of
+    from zckpt.storage.remote.s3 import S3Store
+
+    found: list[str] = S3Store(address_of(url)).fs.find(url)
+    return found
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def unfinished() -> list[Any]:
+    from zckpt.storage.remote.addresses import address_of
+    from zckpt.storage.remote.s3 import S3Store
+
+    found: list[Any] = (
+        S3Store(address_of("s3://bucket/x")).call("list_multipart_uploads", Bucket="bucket").get("Uploads", [])
+    )
+    return found
+
+
+WRITTEN: dict[str, Callable[[Any, Any], object]] = {
+    "model.safetensors": lambda source, target: zckpt.consolidate(source, target, slots=["all"]),
+    "model.pt": zckpt.consolidate,
+    "model": lambda source, target: zckpt.consolidate(source, target, max_shard_size=3000),
+    "dcp": lambda source, target: zckpt.convert(source, target, to="dcp", world_size=2, verify=True),
+    "universal": lambda source, target: zckpt.convert(source, target, to="universal"),
+    "deepspeed": lambda source, target: zckpt.reshard(source, target, world_size=3),
+}
+
+
+@pytest.mark.parametrize("kind", ["s3", "sftp", "webdav"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_to_a_store_is_what_is_written_on_disk(
+    kind: str, name: str, served: Callable[[str], Served], s3: Served, tmp_path: Path
+) -> None:
+    place = s3 if kind == "s3" else served(f"{kind}-alone")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "new").mkdir()
+    WRITTEN[name](SOURCE, f"{place.url}/{name}.d/new/{name}")
+    WRITTEN[name](SOURCE, tmp_path / "here" / "new" / name)
+    assert contents(place.directory / f"{name}.d") == contents(tmp_path / "here")
+    if kind == "s3":
+        assert unfinished() == []
+
+
+def test_zckpts_own_format_with_its_fingerprint(s3: Served) -> None:
+    zckpt.convert(SOURCE, f"{s3.url}/own", to="zckpt", world_size=2)
+    assert (s3.directory / "own" / "fingerprint.json").exists()
+    assert zckpt.verify(f"{s3.url}/own", deep=True).sound
+    assert zckpt.diff(s3.directory / "own", SOURCE).equal
+
+
+def test_from_store_to_store(s3: Served, served: Callable[[str], Served], tmp_path: Path) -> None:
+    put(SOURCE, f"{s3.url}/from")
+    zckpt.convert(f"{s3.url}/from", f"{s3.url}/to/dcp", to="dcp", verify=True)
+    zckpt.consolidate(f"{s3.url}/to/dcp", f"{served('sftp-alone').url}/to.safetensors")
+    zckpt.consolidate(s3.directory / "to" / "dcp", tmp_path / "here.safetensors")
+    found = served("sftp-alone").directory / "to.safetensors"
+    assert found.read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    assert zckpt.diff(s3.directory / "to" / "dcp", SOURCE).equal
+
+
+def test_memory(tmp_path: Path) -> None:
+    import fsspec
+
+    zckpt.convert(SOURCE, "memory://some/dcp", to="dcp")
+    fsspec.filesystem("memory").get("/some", str(tmp_path / "some"), recursive=True)
+    assert zckpt.diff(tmp_path / "some" / "dcp", SOURCE).equal
+    assert [path.name for path in (tmp_path / "some").iterdir()] == ["dcp"]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_files_of_many_parts(suffix: str, s3: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors, headers and checksums lie over the ends of parts."""
+    monkeypatch.setattr(upload, "LEAST_PART_NBYTES", 1 << 20)
+    torch.manual_seed(0)
+    save_file(
+        {f"w{n}": torch.randn(1000 + n * 300_001) for n in range(7)} | {"s": torch.ones(())}, tmp_path / "a.safetensors"
+    )
+    zckpt.consolidate(tmp_path / "a.safetensors", f"{s3.url}/many.{suffix}", dtype="bfloat16", memory=12 << 20)
+    zckpt.consolidate(tmp_path / "a.safetensors", tmp_path / f"many.{suffix}", dtype="bfloat16")
+    assert (s3.directory / f"many.{suffix}").read_bytes() == (tmp_path / f"many.{suffix}").read_bytes()
+    if suffix == "pt":
+        assert len(torch.load(s3.directory / "many.pt", weights_only=True)) == 8
+    zckpt.convert(tmp_path / "a.safetensors", f"{s3.url}/many-{suffix}", to="zckpt")
+    assert zckpt.verify(s3.directory / f"many-{suffix}", deep=True).sound
+
+
+def test_what_is_there_is_kept_or_replaced(s3: Served, tmp_path: Path) -> None:
+    target = f"{s3.url}/there/dcp"
+    zckpt.convert(SOURCE, target, to="dcp", world_size=3)
+    refused(4, "convert", SOURCE, target, "--to", "dcp", words=(target, "exists already"))
+    zckpt.convert(SOURCE, target, to="dcp", world_size=2, overwrite=True)
+    assert {path.name for path in (s3.directory / "there" / "dcp").iterdir()} >= {"__0_0.distcp", "__1_0.distcp"}
+    assert not (s3.directory / "there" / "dcp" / "__2_0.distcp").exists()
+    assert zckpt.diff(target, SOURCE).equal
+    (tmp_path / "notes.txt").write_text("mine")
+    put(tmp_path / "notes.txt", f"{target}/notes.txt")
+    refused(4, "convert", SOURCE, target, "--to", "dcp", "--overwrite", words=("notes.txt",))
+
+
+def test_the_source_is_no_target(s3: Served) -> None:
+    url = put(SOURCE, f"{s3.url}/source")
+    before = contents(s3.directory / "source")
+    refused(2, "convert", url, url, "--to", "zckpt", "--overwrite", words=("the source",))
+    refused(2, "convert", url, f"{url}/global_step5/x", "--to", "dcp", words=("source",))
+    checkpoint = zckpt.open(url)
+    with pytest.raises(zckpt.UsageError, match="source"):
+        zckpt.convert(checkpoint, f"{url}/global_step5/dcp", to="dcp")
+    assert contents(s3.directory / "source") == before
+
+
+def test_faults_while_writing(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    """A hundred of them: requests refused, answers cut, connections dropped."""
+    seen = faults = 0
+
+    def fault(_method: str, _path: str) -> str | None:
+        nonlocal seen, faults
+        seen += 1
+        found = {1: "503", 3: "cut", 4: "drop"}.get(seen % 6)
+        faults += found is not None
+        return found
+
+    s3_proxy.fault = fault
+    for n in range(20):
+        zckpt.convert(SOURCE, f"{s3.url}/faults/{n}", to="dcp", world_size=2)
+        if faults >= 100:
+            break
+    s3_proxy.fault = lambda _method, _path: None
+    zckpt.convert(SOURCE, tmp_path / "dcp", to="dcp", world_size=2)
+    assert faults >= 100
+    for one in (s3.directory / "faults").iterdir():
+        assert contents(one) == contents(tmp_path / "dcp")
+    assert unfinished() == []
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_a_failure_leaves_nothing(method: str, s3: Served, s3_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    seen = 0
+
+    def fault(found: str, path: str) -> str | None:
+        nonlocal seen
+        seen += found == method and "failing" in path
+        return "503" if found == method and "failing" in path and seen > 1 else None
+
+    s3_proxy.fault = fault
+    line = refused(4, "convert", SOURCE, f"{s3.url}/failing/dcp", "--to", "dcp", "--world-size", "2",
+                   words=("s3://bucket/failing/dcp",))  # fmt: skip
+    assert PASSWORD not in line
+    s3_proxy.fault = lambda _method, _path: None
+    assert not [path for path in s3.directory.rglob("failing/**/*") if path.is_file()]
+    assert unfinished() == []
+
+
+def test_a_source_that_is_damaged_leaves_nothing(s3: Served, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(SOURCE, tmp_path / "run"))
+    file = next(source.rglob("*rank_1*optim_states.pt"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(zckpt.SourceError):
+        zckpt.consolidate(source, f"{s3.url}/damaged.safetensors", weight_check=False)
+    assert not (s3.directory / "damaged.safetensors").exists()
+    assert unfinished() == []
+
+
+def test_interrupted_and_killed_runs(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    """Ctrl-C removes what was sent; what a kill leaves, no one takes for a checkpoint, and the next run removes."""
+    save_file({"w": torch.randn(12 << 20)}, tmp_path / "large.safetensors")
+    arguments = command("convert", tmp_path / "large.safetensors", f"{s3.url}/killed", "--to", "zckpt")
+    s3_proxy.fault = lambda method, path: "slow" if method == "PUT" else None
+    for name in ("SIGINT", "SIGKILL"):
+        import signal
+
+        s3_proxy.requests.clear()
+        child = subprocess.Popen(arguments, env={**environment(), "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
+        for _ in range(600):
+            if s3_proxy.of("killed", "PUT"):
+                break
+            time.sleep(0.05)
+        child.send_signal(getattr(signal, name))
+        child.wait(60)
+        assert child.returncode == (130 if name == "SIGINT" else -9)
+        assert not listed(f"{s3.url}/killed")
+        assert bool(unfinished()) == (name == "SIGKILL")
+    s3_proxy.fault = lambda _method, _path: None
+    succeeded(*arguments[3:])
+    assert zckpt.diff(s3.directory / "killed", tmp_path / "large.safetensors").equal
+    assert unfinished() == []
+
+
+def test_web_servers_are_read_only(served: Callable[[str], Served]) -> None:
+    refused(4, "consolidate", SOURCE, f"{served('http').url}/m.safetensors", words=("read only",))
+
+
+def test_documents_name_urls(s3: Served) -> None:
+    document = json.loads(succeeded("convert", SOURCE, f"{s3.url}/named", "--to", "dcp", "--json").stdout)
+    assert sorted(document["files"])[0].startswith("s3://bucket/named/")

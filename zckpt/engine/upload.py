@@ -1,0 +1,314 @@
+"""A plan run into a store: files are made as parts, in memory, and sent; none of them is on a disk here.
+
+    parts       a file cut into ranges of one size, each with the pieces and literals that reach into it
+    made        in memory, several at once; a piece that reaches into two parts is made for both
+    sent        in any order, or, where a store takes a file from its beginning to its end only, in order
+
+A checksum that a file states of itself is known when all it is of was made. A part that states one waits in memory for
+it; where parts go in order, such a file is made twice, the first time for its checksums.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Protocol
+
+from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
+from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
+from zckpt.engine.copy import Piece, elements, pieces, ranges_read
+from zckpt.engine.packs import PackPiece
+from zckpt.engine.plan import FilePlan, Plan
+from zckpt.engine.targets import Checksum, Literal
+from zckpt.engine.tasks import Portions
+from zckpt.engine.workers import Workers
+from zckpt.storage.crc32 import combine, crc32
+from zckpt.storage.distant import ahead
+from zckpt.storage.memory import buffers_within
+
+LEAST_PART_NBYTES = 5 << 20
+"""What S3 takes as the smallest part but the last."""
+
+MOST_PART_NBYTES = 64 << 20
+
+MOST_PARTS = 9_000
+"""Of one file; S3 takes 10,000."""
+
+PIECE_NBYTES = 1 << 19
+"""Of what is put together in memory: what is made for two parts is little."""
+
+SENDERS = range(2, 17)
+"""Fewest and most parts on their way at once."""
+
+Item = Piece | PackPiece | Literal
+
+
+class Sink(Protocol):
+    """Where a file goes. `send` is called from several threads, once for each part; or, if `in_order`, `write` once."""
+
+    in_order: bool
+
+    def send(self, number: int, data: bytearray) -> None:
+        """Send a part, of which the first has the number 0."""
+
+    def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
+        """Send all parts in order; `parts` makes them, again if it is called again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes [offset, offset + nbytes) of a file, and what reaches into them."""
+
+    number: int
+    offset: int
+    nbytes: int
+    items: tuple[Item, ...]
+
+
+def upload(
+    plan: Plan,
+    sinks: Sequence[Sink],
+    *,
+    memory: int = DEFAULT_MEMORY_NBYTES,
+    reporter: Reporter | None = None,
+    checks: Checks | None = None,
+) -> Checked:
+    """Send the files of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    sinks : sequence of Sink
+        One for each file of the plan, in its order.
+    memory : int, bytes
+        Upper bound of what parts take together, as far as two of the smallest do not take more.
+    reporter : Reporter, optional
+    checks : Checks, optional
+        Hold what is copied against the checksums of the sources.
+
+    Raises
+    ------
+    DamagedFileError
+        A source file ends too early, or is not what its checksum says.
+    TargetError
+        What a sink raises.
+    """
+    progress, checks = reporter or SilentReporter(), checks or Checks()
+    memory = buffers_within(memory)
+    step = min(max(memory // 12, LEAST_PART_NBYTES), MOST_PART_NBYTES)
+    count = min(max(memory // (2 * step), SENDERS[0]), SENDERS[-1])
+    progress.begin(plan.copy_nbytes)
+    try:
+        with Workers(range(count, count + 1), here=True) as workers:
+            for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, checks), Portions()):
+                checks.add(read)
+                progress.advance(nbytes)
+            return checks.finish(workers.map)
+    finally:
+        progress.end()
+
+
+Work = Callable[[], tuple[list[Seen], int]]
+
+
+def _done(work: Work) -> tuple[list[Seen], int]:
+    return work()
+
+
+def _work(plan: Plan, sinks: Sequence[Sink], step: int, checks: Checks) -> Iterator[Work]:
+    for one, sink in zip(plan.files, sinks, strict=True):
+        size = max(step, -(-one.file.nbytes // MOST_PARTS))
+        if sink.in_order:
+            yield partial(_send_file, one, sink, size, checks)
+            continue
+        held = Held(one.file.checksums, size)
+        for part in parts(one, size, checks):
+            yield partial(_send_part, part, held, sink, checks)
+
+
+def whole(one: FilePlan) -> bytes:
+    """Return a file that is small."""
+    (part,) = parts(one, max(one.file.nbytes, 1), Checks())
+    data, _, _ = _made(part, Checks())
+    held = Held(one.file.checksums, max(one.file.nbytes, 1))
+    held.sum(part, data)
+    held.patch(0, data)
+    return bytes(data)
+
+
+def parts(one: FilePlan, step: int, checks: Checks) -> Iterator[Part]:
+    """Cut a file into parts of `step` bytes; an empty file is one empty part."""
+    items = _items(one, checks)
+    following = next(items, None)
+    within: list[Item] = []
+    for number, low in enumerate(range(0, max(one.file.nbytes, 1), step)):
+        high = min(low + step, one.file.nbytes)
+        within = [item for item in within if _end(item) > low]
+        while following is not None and following.offset < high:
+            within.append(following)
+            following = next(items, None)
+        yield Part(number, low, high - low, tuple(within))
+
+
+def _items(one: FilePlan, checks: Checks) -> Iterator[Item]:
+    """Yield what fills a file, from its beginning to its end."""
+    fills = sorted(one.fills, key=lambda fill: fill.hole.offset)
+    of_fills = (
+        piece
+        for fill in fills
+        for piece in sorted(checks.cut(pieces(fill, PIECE_NBYTES, LEAST_PART_NBYTES)), key=attrgetter("offset"))
+    )
+    literals = iter(sorted(one.file.literals, key=attrgetter("offset")))
+    packed = [pack.pieces() for pack in one.file.packs]
+    return heapq.merge(literals, of_fills, *packed, key=attrgetter("offset"))
+
+
+def _end(item: Item) -> int:
+    return item.offset + (len(item.data) if isinstance(item, Literal) else item.nbytes)
+
+
+def make(part: Part, sources: WatchedSources) -> bytearray:
+    """Return the bytes of a part; what nothing reaches is zero."""
+    buffer = bytearray(part.nbytes)
+    view = memoryview(buffer)
+    for item in part.items:
+        low, high = max(item.offset, part.offset), min(_end(item), part.offset + part.nbytes)
+        into = view[low - part.offset : high - part.offset]
+        if isinstance(item, Piece) and item.is_bytewise:
+            source = item.copies[0].sources[0]
+            sources.read(source.path, source.offset + low - item.offset, into)
+            continue
+        if isinstance(item, Literal):
+            data = memoryview(item.data)
+        else:
+            data = item.read(sources) if isinstance(item, PackPiece) else elements(item, sources)
+        into[:] = data[low - item.offset : high - item.offset]
+    return buffer
+
+
+def _made(part: Part, checks: Checks) -> tuple[bytearray, list[Seen], int]:
+    """Make a part; return also what was read of watched files, and how many bytes of tensors there are in it."""
+    some = [item for item in part.items if isinstance(item, Piece)]
+    with WatchedSources(checks.watched) as sources, ahead(ranges_read(some)):
+        data = make(part, sources)
+    starting = (item for item in part.items if item.offset >= part.offset)
+    nbytes = sum(
+        item.nbytes if isinstance(item, Piece) else item.moved_nbytes
+        for item in starting
+        if not isinstance(item, Literal)
+    )
+    return data, sources.seen, nbytes
+
+
+def _send_part(part: Part, held: Held, sink: Sink, checks: Checks) -> tuple[list[Seen], int]:
+    data, seen, nbytes = _made(part, checks)
+    for number, ready in held.add(part, data):
+        sink.send(number, ready)
+    return seen, nbytes
+
+
+def _send_file(one: FilePlan, sink: Sink, step: int, checks: Checks) -> tuple[list[Seen], int]:
+    every: list[Seen] = []
+    moved = 0
+    held = Held(one.file.checksums, step)
+    if one.file.checksums:
+        for part in parts(one, step, checks):
+            held.sum(part, _made(part, checks)[0])
+
+    def made() -> Iterator[bytearray]:
+        nonlocal moved
+        every.clear()
+        moved = 0
+        for part in parts(one, step, checks):
+            data, seen, nbytes = _made(part, checks)
+            every.extend(seen)
+            moved += nbytes
+            held.patch(part.number, data)
+            yield data
+
+    sink.write(one.file.nbytes, made)
+    return every, moved
+
+
+class Held:
+    """The parts of one file that wait for checksums which they state; the sums of the others' bytes.
+
+    Parameters
+    ----------
+    checksums : sequence of Checksum
+        None is of bytes that another one is of, or that state one.
+    step : int, bytes
+        Of a part.
+    """
+
+    def __init__(self, checksums: Sequence[Checksum], step: int) -> None:
+        self._lock = threading.Lock()
+        self._step = step
+        self._checksums = sorted(checksums, key=lambda one: one.start)
+        self._starts = [one.start for one in self._checksums]
+        self._ends = [one.end for one in self._checksums]
+        self._missing = [one.end - one.start for one in self._checksums]
+        self._sums: list[list[tuple[int, int, int]]] = [[] for _ in self._checksums]
+        self._waiting: dict[int, int] = {}
+        self._patches: dict[int, list[tuple[int, int]]] = {}
+        self._data: dict[int, bytearray] = {}
+        for one in self._checksums:
+            for number in self._places(one):
+                self._waiting[number] = self._waiting.get(number, 0) + 1
+        for index, one in enumerate(self._checksums):
+            if one.start == one.end:
+                self._state(index)
+
+    def _places(self, one: Checksum) -> set[int]:
+        return {at // self._step for offset in one.offsets for at in (offset, offset + 3)}
+
+    def sum(self, part: Part, data: bytearray) -> None:
+        """Note the bytes of a part."""
+        if not self._checksums:
+            return
+        view, low, high = memoryview(data), part.offset, part.offset + part.nbytes
+        sums = []
+        for index in range(bisect_right(self._ends, low), bisect_left(self._starts, high)):
+            start, end = max(self._starts[index], low), min(self._ends[index], high)
+            sums.append((index, start, end, crc32(view[start - low : end - low])))
+        with self._lock:
+            for index, start, end, crc in sums:
+                self._sums[index].append((start, end - start, crc))
+                self._missing[index] -= end - start
+                if not self._missing[index]:
+                    self._state(index)
+
+    def _state(self, index: int) -> None:
+        """Put a checksum where it belongs."""
+        one, crc = self._checksums[index], crc32(b"")
+        for _, nbytes, each in sorted(self._sums[index]):
+            crc = combine(crc, each, nbytes)
+        self._sums[index].clear()
+        for offset in one.offsets:
+            for at, value in enumerate(crc.to_bytes(4, "little"), offset):
+                self._patches.setdefault(at // self._step, []).append((at % self._step, value))
+        for number in self._places(one):
+            self._waiting[number] -= 1
+
+    def patch(self, number: int, data: bytearray) -> None:
+        """State the checksums that belong into a part."""
+        for at, value in self._patches.get(number, ()):
+            data[at] = value
+
+    def add(self, part: Part, data: bytearray) -> list[tuple[int, bytearray]]:
+        """Take a part; return those that nothing is missing in any more."""
+        if not self._checksums:
+            return [(part.number, data)]
+        self.sum(part, data)
+        with self._lock:
+            self._data[part.number] = data
+            ready = [number for number in self._data if not self._waiting.get(number)]
+            found = [(number, self._data.pop(number)) for number in ready]
+        for number, one in found:
+            self.patch(number, one)
+        return found

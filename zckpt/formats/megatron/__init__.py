@@ -1,0 +1,65 @@
+"""Checkpoints of Megatron-Core, and of the programs that are built on it: Megatron-LM, NeMo.
+
+RUN/latest_checkpointed_iteration.txt      "4": the directory that was saved last; or "release"
+RUN/iter_0000004/                          `torch_dist`: metadata.json, .metadata, __R_N.distcp, common.pt
+NAME/weights/, NAME/context/               NeMo 2: the same in `weights`
+NAME/model_weights/, model_config.yaml     NeMo 1, unpacked
+
+directory     which of these a path is
+names         what the tensors on disk are of the model that they were cut from
+stacked       the spans of one layer, or expert, of a tensor that holds all of them
+torch_dist    from `.metadata` and `common.pt` to a Checkpoint
+optimizer     its slots and param groups
+objects       values that are no tensors
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
+from zckpt.formats.megatron.directory import find_place
+
+if TYPE_CHECKING:
+    from zckpt.formats.survey import Survey
+    from zckpt.state import Checkpoint
+
+
+class Megatron(Format):
+    """Checkpoints of Megatron-Core."""
+
+    name = "megatron"
+    title = "Megatron-Core"
+    reads = (
+        (
+            "Megatron-Core, NeMo 2",
+            "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
+            "distributed one's `fully_reshardable` and `fully_sharded_model_space`",
+        ),
+    )
+    takes = frozenset({TAG})
+
+    def find(self, search: Search) -> Found | NearMiss | None:
+        """Find a directory with `metadata.json` and `.metadata`, or the one that a run or NeMo's directory holds."""
+        place = find_place(search.path, search.tag)
+        return place if place is None or isinstance(place, NearMiss) else Found(place)
+
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+        """Read `.metadata`, the headers of the items, and `common.pt`."""
+        from zckpt.formats.megatron.torch_dist import read
+
+        return read(found.place)
+
+    def survey(self, search: Search, found: Found | None) -> Survey:
+        """Read every file, and hold each item against `.metadata`."""
+        from zckpt.formats.dcp.items import faults
+        from zckpt.formats.dcp.metadata import read_metadata
+        from zckpt.formats.survey import survey_files
+
+        surveyed = survey_files(search.path if found is None else found.place.path)
+        if found is not None:
+            surveyed.errors += faults(found.place.path, read_metadata(found.place.path))
+        return surveyed
+
+
+FORMATS = (Megatron(),)

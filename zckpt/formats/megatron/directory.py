@@ -1,0 +1,151 @@
+"""Which checkpoint of Megatron-Core a path is, or holds; told by names and a few bytes.
+
+RUN/latest_checkpointed_iteration.txt     "4" for iter_0000004, or "release"; no newline
+DIR/metadata.json                         {"sharded_backend": "torch_dist", ...}: the mark of such a directory
+DIR/weights/, DIR/model_weights/          NeMo 2 and 1, with the mark in there
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.codes import LATEST, MISSING_FILE
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
+from zckpt.formats.dcp.directory import NAME as METADATA_NAME
+from zckpt.formats.format import NearMiss
+from zckpt.formats.latest import LATEST_NBYTES, is_name
+from zckpt.storage.files import is_file, read_head
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Names the iteration of a run that was saved last."""
+
+MARK = "metadata.json"
+COMMON = "common.pt"
+
+INSIDE = ("weights", "model_weights")
+"""Where NeMo 2 and NeMo 1 keep the directory."""
+
+TORCH_DIST = "torch_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint is.
+
+    Parameters
+    ----------
+    path : Path
+        The directory with the files.
+    tracker : Path or None
+        The file that named it.
+    version : int
+        Of `torch_dist`.
+    """
+
+    path: Path
+    tracker: Path | None = None
+    version: int = 1
+
+
+def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
+    """Return where the checkpoint is that a path is or holds; None if it is none of Megatron-Core's.
+
+    Parameters
+    ----------
+    path : Path
+    tag : str, optional
+        Which of a run: the name of a directory, or an iteration.
+
+    Raises
+    ------
+    SourceError
+        It is one for certain, and a file that is needed is missing or unreadable.
+    """
+    if path.is_file():
+        beside = is_marked(path.parent) and (
+            path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None
+        )
+        return (
+            NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {path.parent}")
+            if beside
+            else None
+        )
+    if not path.is_dir():
+        return None
+    if tag is not None:
+        names = [tag, folder_of(tag)] if tag.isdecimal() else [tag]
+        return next((_place(path / name) for name in names if is_name(name) and is_marked(path / name)), None)
+    if is_marked(path):
+        return _place(path)
+    inside = next((path / name for name in INSIDE if is_marked(path / name)), None)
+    if inside is not None:
+        return _place(inside)
+    return _tracked(path)
+
+
+def folder_of(text: str) -> str:
+    """Return the name of the directory that a run's file names: an iteration, or a name."""
+    return f"iter_{int(text):07d}" if text.isdecimal() else text
+
+
+def is_marked(directory: Path) -> bool:
+    """Tell whether a directory has Megatron-Core's `metadata.json`."""
+    mark = directory / MARK
+    return is_file(mark) and MEGATRON_MARK in read_head(str(mark), HEAD_NBYTES)
+
+
+def _tracked(run: Path) -> Place | NearMiss | None:
+    """Return the checkpoint that a run's file names; None where it names none of this kind.
+
+    Megatron-DeepSpeed has such a file, too, beside DeepSpeed's `latest`.
+    """
+    tracker = run / TRACKER
+    if not is_file(tracker):
+        return None
+    text = read_head(str(tracker), LATEST_NBYTES).decode("utf-8", "replace").strip()
+    folder = folder_of(text)
+    if is_name(folder) and is_marked(run / folder):
+        return _place(run / folder, tracker)
+    if (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
+        return None
+    others = sorted(one.name for one in run.iterdir() if is_marked(one))
+    if not others:
+        return None
+    raise UnknownFormatError(
+        "names no checkpoint",
+        path=tracker,
+        expected=" or ".join(others[-2:]),
+        found=folder[:80],
+        advice=f"give the one that is meant, such as {run / others[-1]}",
+        code=LATEST,
+    )
+
+
+def _place(path: Path, tracker: Path | None = None) -> Place | NearMiss:
+    mark = path / MARK
+    try:
+        found = json.loads(read_head(str(mark), HEAD_NBYTES))
+    except ValueError as error:
+        raise DamagedFileError("cannot be read", path=mark, expected="JSON") from error
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    version = found.get("sharded_backend_version", 1) if isinstance(found, dict) else None
+    if backend != TORCH_DIST or version != 1:
+        return NearMiss(
+            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}, which zckpt does "
+            "not read",
+            "write it as torch_dist with the program that wrote it",
+            intact=True,
+        )
+    for name in (METADATA_NAME, COMMON):
+        if not is_file(path / name):
+            raise ShardError(
+                f"file {name} is missing",
+                path=path,
+                expected=f"{METADATA_NAME} and {COMMON} beside {MARK}",
+                advice="the save did not finish, or the file was not copied",
+                code=MISSING_FILE,
+            )
+    return Place(path, tracker, version)

@@ -1,0 +1,106 @@
+"""Values that are no tensors: what `common.pt` holds, and the objects that modules and ranks have saved for themselves.
+
+common.pt   {"args": Namespace, "iteration": 4, "checkpoint_version": 3.0, "optimizer": ..., "opt_param_scheduler": ...,
+             "content_metadata": {...}, ...}
+NeMo        {"global_step": 4, "optimizer": [...], "lr_schedulers": [...], "loops": ..., ...}
+
+<module>._extra_state/shard_0_2      of layer 0 of 2: [None], or a list with the state of Transformer Engine's FP8
+rng_state/shard_0.1_1.2              of pipeline stage 0 of 1, tensor-parallel rank 1 of 2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zckpt.formats.dcp.items import ObjectItem
+from zckpt.formats.torch_files.tensors import as_mapping, by_name, carried
+from zckpt.state import Checkpoint, Topology
+from zckpt.torchfile import Object, TorchFile, read_torchfile
+
+OPTIMIZER = "optimizer"
+STEP_KEYS = ("iteration", "global_step")
+
+SHARD = re.compile(r"(.+)/shard_((?:[0-9]+(?:\.[0-9]+)*)?_(?:[0-9]+(?:\.[0-9]+)*)?)")
+"""The key of an object: which of how many along each axis."""
+
+FLAT_OBJECTS = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
+
+EXTRA_STATE = "_extra_state"
+
+RANKS = (
+    ("data_parallel_size", "dp"),
+    ("tensor_model_parallel_size", "tp"),
+    ("pipeline_model_parallel_size", "pp"),
+    ("expert_model_parallel_size", "ep"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What `common.pt` holds.
+
+    Parameters
+    ----------
+    file : TorchFile
+    content : dict of str to object
+        By key.
+    """
+
+    file: TorchFile
+    content: dict[str, object]
+
+    @property
+    def step(self) -> int | None:
+        """The iterations of the run."""
+        return next((value for key in STEP_KEYS if type(value := self.content.get(key)) is int), None)
+
+    @property
+    def arguments(self) -> Mapping[object, object]:
+        """The program's arguments; empty where it has none."""
+        node = self.content.get("args")
+        if isinstance(node, Object):
+            node = node.state
+        return node if isinstance(node, dict) else {}
+
+
+def read_common(path: Path) -> Common:
+    """Read `common.pt`.
+
+    Raises
+    ------
+    SourceError
+        It is damaged, or holds something other than a dict.
+    """
+    file = read_torchfile(path)
+    return Common(file, by_name(as_mapping(file.root, file.path), file.path))
+
+
+def topology_of(common: Common, checkpoint: Checkpoint) -> tuple[Topology, int]:
+    """Return how many ranks of each kind the arguments say, and how many in all: or wrote the files."""
+    arguments = common.arguments
+    sizes = {name: value for key, name in RANKS if type(value := arguments.get(key)) is int and value > 0}
+    world = arguments.get("world_size")
+    return Topology(**sizes), world if type(world) is int and world > 0 else checkpoint.world_size
+
+
+def carry_objects(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
+    """Keep the objects under the keys that they were saved with, those of a module's layers together.
+
+    The state of modules that have none is `[None]`, and follows from the model. State of an optimizer is `attach`'s.
+    """
+    kept: dict[str, dict[str, object]] = {}
+    for key, item in objects.items():
+        match = SHARD.fullmatch(key)
+        name, shard = (match[1], match[2]) if match is not None else (key, "")
+        if FLAT_OBJECTS.fullmatch(key) or (name.endswith(EXTRA_STATE) and _is_empty(item.node)):
+            continue
+        kept.setdefault(name, {})[shard] = carried(item.file, item.node)
+    for name, shards in kept.items():
+        checkpoint.metadata[name] = shards[""] if list(shards) == [""] else shards
+
+
+def _is_empty(node: object) -> bool:
+    return node is None or (isinstance(node, list) and all(_is_empty(one) for one in node))

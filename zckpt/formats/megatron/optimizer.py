@@ -1,0 +1,203 @@
+"""The optimizer's param groups, which `common.pt` has without any parameters: which each has, Megatron's rule says.
+
+common.pt["optimizer"]
+    {"param_groups": [...], "state": {"common_step": 4.0}}                                  FP32Optimizer
+    {"optimizer": {"param_groups": [...], "state": {"common_step": 4.0}}, "grad_scaler": ...}     16 bits
+    {"optimizer": {"param_groups": [{..., "step": 4.0}, ...]}, "param_state_sharding_type": ...}  DistributedOptimizer
+    {0: one of these, 1: one of these}                                                      chained: the rest, experts
+    [one of these]                                                                          NeMo
+
+In buffers' formats `optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1` has the groups.
+
+The rule: parameters of one axis, and biases, have no weight decay (`wd_mult` 0), experts have groups of their own.
+A program may give another. So it is taken only where it leaves one group for each parameter, and said that it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zckpt.errors import DamagedFileError
+from zckpt.formats.megatron.objects import OPTIMIZER, Common
+from zckpt.formats.torch_files.tensors import carried, describe, read_scalars, with_scalars
+from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
+from zckpt.torchfile import Tensor
+
+GROUPS, STATES, STEP, COMMON_STEP, SCALER = "param_groups", "state", "step", "common_step", "grad_scaler"
+
+SHARDING = "param_state_sharding_type"
+SHOWN = 40
+
+WEIGHT_DECAY, EXPERTS = "wd_mult", "is_expert_parallel"
+
+_EXPERT = re.compile(r"(?:^|.*\.)experts\..*")
+_QK_NORM = re.compile(r".*\.[qk]_layernorm\..*")
+
+Steps = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An optimizer in `common.pt`: its dict and the one around it, and the steps to each."""
+
+    node: Mapping[object, object]
+    steps: Steps
+    outer: Mapping[object, object]
+    outer_steps: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A param group as it is in `common.pt`, without parameters: hyperparameters, state, and the steps to it."""
+
+    hyperparameters: dict[str, object]
+    state: dict[str, object]
+    steps: Steps
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is of experts' parameters, that not all data-parallel ranks share."""
+        return bool(self.hyperparameters.get(EXPERTS))
+
+    @property
+    def decays(self) -> bool:
+        """Whether it has any weight decay of its own."""
+        return self.hyperparameters.get(WEIGHT_DECAY) != 0
+
+
+def attach(checkpoint: Checkpoint, common: Common) -> None:
+    """Give a checkpoint its param groups, and what else `common.pt` holds.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Has its parameters and their slots.
+    common : Common
+
+    Raises
+    ------
+    SourceError
+        A step cannot be read.
+    """
+    every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
+    groups = [group for held in every for group in _groups(held, common)]
+    rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]
+    members = _members(checkpoint, groups, common) if groups else []
+    if members is None:
+        checkpoint.warnings.append(
+            "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
+            "groups are kept as they are"
+        )
+        for held in every:
+            _carry(checkpoint, common, held, (GROUPS,), rules)
+    for group, names in zip(groups, members or (), strict=False):
+        checkpoint.param_groups.append(ParamGroup(group.hyperparameters, names, group.state))
+        rules.append(Rule((*group.steps, ANY, REST), STATE, "hyperparameters"))
+    for held in every:
+        _carry(checkpoint, common, held, None, rules)
+    others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
+    checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
+    checkpoint.files.append(describe(common.file, "metadata", rules=rules))
+    checkpoint.loss_scale = _loss_scale(every, common)
+
+
+def optimizers(
+    node: object, steps: Steps, outer: tuple[Mapping[object, object], Steps] | None = None
+) -> Iterator[Held]:
+    """Yield the optimizers of a value: itself, or those of a list or a chain of several.
+
+    Parameters
+    ----------
+    node : object
+    steps : tuple of str
+        That lead to it.
+    outer : (mapping, tuple of str), optional
+        The dict around it, if there is one.
+    """
+    if isinstance(node, list):
+        for number, one in enumerate(node):
+            yield from optimizers(one, (*steps, str(number)))
+    elif isinstance(node, dict) and isinstance(node.get(GROUPS), list):
+        yield Held(node, steps, *(outer or ({}, ())))
+    elif isinstance(node, dict) and isinstance(node.get(OPTIMIZER), dict):
+        yield from optimizers(node[OPTIMIZER], (*steps, OPTIMIZER), (node, steps))
+    elif isinstance(node, dict) and node and all(str(key).isdecimal() for key in node):
+        for key, one in node.items():
+            yield from optimizers(one, (*steps, str(key)))
+    elif isinstance(node, dict) and node:
+        yield Held({}, (*steps, OPTIMIZER), node, steps)
+
+
+def _groups(held: Held, common: Common) -> Iterator[Group]:
+    states = held.node.get(STATES)
+    step = states.get(COMMON_STEP) if isinstance(states, dict) else None
+    value: object = read_scalars(common.file.path, [step])[0] if isinstance(step, Tensor) and step.numel == 1 else step
+    listed = held.node.get(GROUPS)
+    for number, node in enumerate(listed if isinstance(listed, list) else []):
+        if not isinstance(node, dict):
+            raise DamagedFileError("unexpected content", path=common.file.path, expected="a param group as a dict",
+                                   found=type(node).__name__)  # fmt: skip
+        values = with_scalars(node, common.file.path)
+        own = values.pop(STEP, value)
+        state = {} if own is None else {STEP: own}
+        yield Group(values, state, (*held.steps, GROUPS, str(number)))
+
+
+def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) -> list[list[str]] | None:
+    """Return the names of each group's parameters; None where the rule does not tell."""
+    trained = [one for one in checkpoint.parameters.values() if len(one.slots) > 1]
+    found: list[list[str]] = [[] for _ in groups]
+    qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True
+    ruled = False
+    for one in trained or [*checkpoint.parameters.values()]:
+        fitting = [at for at, group in enumerate(groups) if group.is_experts == bool(_EXPERT.fullmatch(one.name))]
+        fitting = fitting or [at for at, group in enumerate(groups) if not group.is_experts]
+        if len(fitting) > 1:
+            decays = not (len(one.shape) == 1 or one.name.endswith(".bias"))
+            decays = decays or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
+            fitting = [at for at in fitting if groups[at].decays == decays]
+            ruled = True
+        if len(fitting) != 1:
+            return None
+        one.group = fitting[0]
+        found[fitting[0]].append(one.name)
+    if ruled:
+        checkpoint.details["param groups"] = (
+            "of which parameters is not in the files: by Megatron's default rule, those of one axis and biases are in "
+            "the group without weight decay"
+        )
+    return found
+
+
+def _carry(checkpoint: Checkpoint, common: Common, held: Held, keys: Sequence[str] | None, rules: list[Rule]) -> None:
+    """Keep what an optimizer has besides; of a further one under keys of its own, unless the value is the same."""
+    known = {GROUPS, STATES, STEP}
+    parts = [(held.node, held.steps), (held.outer, held.outer_steps)]
+    for node, steps in parts:
+        for key, value in node.items():
+            name = str(key)
+            if (name not in keys) if keys is not None else (name in known or name == OPTIMIZER):
+                continue
+            if name == SHARDING:
+                checkpoint.details["optimizer sharding"] = str(value)[:SHOWN]
+                rules.append(Rule((*steps, name), IMPLIED, "how the state of the optimizer is cut"))
+                continue
+            kept = checkpoint.optimizer_metadata
+            if name in kept and type(value) in (str, int, float, bool) and kept[name] == value:
+                pass
+            else:
+                name = name if name not in kept else ".".join([*steps[1:], name])
+                kept[name] = carried(common.file, value)
+            rules.append(Rule((*steps, str(key), REST), CARRIED, name))
+
+
+def _loss_scale(every: Sequence[Held], common: Common) -> float | None:
+    for held in every:
+        scaler = held.outer.get(SCALER)
+        scale = scaler.get("scale") if isinstance(scaler, dict) else None
+        if isinstance(scale, Tensor) and scale.numel == 1:
+            return float(read_scalars(common.file.path, [scale])[0].value)
+    return None

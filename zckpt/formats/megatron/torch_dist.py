@@ -1,0 +1,216 @@
+"""A `torch_dist` directory as a Checkpoint: the tensors that `.metadata` lists, as the model has them on one rank.
+
+DIR/.metadata, __R_N.distcp     what is where, as torch's DCP writes it; keys are flat, `planner_data` says nothing
+DIR/common.pt                   what is not sharded: iteration, arguments, scheduler, hyperparameters
+
+<model key>                                        a weight; `names` says of which layers and experts
+[chained_N.]optimizer.state.<slot>.<model key>     what the optimizer has of it, in the same shape or flattened
+optimizer.distributed....                          state of flat buffers, without names
+<key>/shard_<offset>_<shape>                       an object: `_extra_state` of a module, random states
+
+Source: megatron-core 0.13 and 0.16, and checkpoints that they wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
+from zckpt.formats.dcp.metadata import read_metadata
+from zckpt.formats.dcp.reader import describe_files
+from zckpt.formats.megatron.directory import COMMON, MARK, Place
+from zckpt.formats.megatron.names import Stored, in_order, stored
+from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
+from zckpt.formats.megatron.optimizer import attach
+from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
+from zckpt.state.dtypes import is_floating
+from zckpt.state.inventory import IMPLIED, Claim
+from zckpt.state.names import bare_names
+
+FORMAT = "megatron"
+
+MASTERS = frozenset({"param", "fp32_param"})
+"""What the distributed optimizer, and the others, call the parameters that they step."""
+
+_SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
+_FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
+_NEMO = "model."
+"""Before every key of NeMo 1."""
+
+_BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
+"""Tensors of floating point that are none of the parameters."""
+
+
+@dataclass(slots=True)
+class Keys:
+    """The tensors of a directory by what they are.
+
+    Parameters
+    ----------
+    model : dict of str to TensorItem
+        By key.
+    slots : dict of (str, str) to TensorItem
+        By slot and the model's key.
+    flat : dict of str to TensorItem
+        Buffers that hold all parameters of a rank, one after the other.
+    """
+
+    model: dict[str, TensorItem] = field(default_factory=dict)
+    slots: dict[str, dict[str, TensorItem]] = field(default_factory=dict)
+    flat: dict[str, TensorItem] = field(default_factory=dict)
+
+
+def read(place: Place) -> Checkpoint:
+    """Read the structure of a directory.
+
+    Raises
+    ------
+    SourceError
+        Files are missing or damaged, contradict each other, or hold what is not known.
+    """
+    path = place.path
+    metadata = read_metadata(path)
+    items = read_items(path, metadata)
+    common = read_common(path / COMMON)
+    checkpoint = Checkpoint(str(path), FORMAT, f"torch_dist {place.version}")
+    describe_files(checkpoint, path, metadata, items.files)
+    checkpoint.claims[str(path / MARK)] = Claim(IMPLIED, "which backend wrote it")
+    if place.tracker is not None:
+        checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
+    keys = sorted_keys(items.tensors, metadata.path)
+    add_tensors(checkpoint, keys, metadata.path)
+    carry_objects(checkpoint, items.objects)
+    attach(checkpoint, common)
+    checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
+    checkpoint.step = common.step
+    _say_flat(checkpoint, keys, items.objects)
+    return checkpoint
+
+
+def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
+    """Return what each tensor is.
+
+    Raises
+    ------
+    LayoutError
+        Two optimizers have one slot of a tensor.
+    """
+    found = Keys()
+    for key, item in tensors.items():
+        slot = _SLOT.fullmatch(key)
+        if slot is not None:
+            of = found.slots.setdefault(MASTER if slot[1] in MASTERS else slot[1], {})
+            if slot[2] in of:
+                raise LayoutError(f"two optimizers have {slot[1]} of {slot[2]}", path=path, found=key)
+            of[slot[2]] = item
+        elif _FLAT.fullmatch(key):
+            found.flat[key] = item
+        else:
+            found.model[key] = item
+    return found
+
+
+def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str) -> None:
+    """Give a checkpoint its parameters and buffers with all of their slots.
+
+    Raises
+    ------
+    LayoutError
+        What the optimizer has of a tensor is of another shape, or it lacks some of it.
+    DamagedFileError
+        Two tensors have one name.
+    UnsupportedError
+        The optimizer has state of what is no tensor of the model.
+    """
+    if not keys.model:
+        raise UnsupportedError(
+            "holds no model", path=path, found=listed(list(keys.flat) or list(keys.slots)) or "nothing"
+        )
+    found: dict[str, Parameter] = {}
+    filed: dict[str, str] = {}
+    for one in stored(keys.model):
+        slots = {slot: _of(one, its, slot, path) for slot, its in keys.slots.items()}
+        weights = _pieces(one, keys.model, keys.model, path)
+        known = {slot: _pieces(one, its, keys.model, path) for slot, its in slots.items() if its}
+        for index, (shape, spans) in weights.items():
+            name = one.name(index)
+            if name in found:
+                raise DamagedFileError(f"two tensors are {name}", path=path, found=f"{one.key} and {filed[name]}")
+            dtype = keys.model[one.parts[0]].dtype
+            filed[name] = one.key
+            found[name] = Parameter(name, shape, dtype, {WEIGHT: Slot(WEIGHT, dtype, shape, spans)})
+            for slot, by_index in known.items():
+                its_shape, its_spans = by_index[index]
+                its_dtype = slots[slot][one.parts[0]].dtype
+                found[name].slots[slot] = Slot(slot, its_dtype, its_shape, its_spans)
+    _check_all_used(keys, path)
+    names = bare_names(found)
+    if all(name.startswith(_NEMO) for name in found):
+        names = {name: name.removeprefix(_NEMO) for name in found}
+    for name in in_order(found):
+        parameter = found[name]
+        parameter.name = names[name]
+        is_buffer = not is_floating(parameter.dtype) or (bool(_BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
+        parameter.frozen = bool(keys.slots) and not is_buffer and len(parameter.slots) == 1
+        (checkpoint.buffers if is_buffer else checkpoint.parameters)[parameter.name] = parameter
+        if names[name] != name:
+            checkpoint.wrapped[names[name]] = name
+
+
+def _of(one: Stored, items: Mapping[str, TensorItem], slot: str, path: str) -> dict[str, TensorItem]:
+    """Return the parts of a slot of a tensor; none if it has no such slot."""
+    its = {key: items[key] for key in one.parts if key in items}
+    if its and len(its) != len(one.parts):
+        missing = next(key for key in one.parts if key not in its)
+        raise LayoutError(f"{slot} of {one.key} is not whole", path=path, expected=missing, found=listed(list(its)))
+    return its
+
+
+def _pieces(
+    one: Stored, items: Mapping[str, TensorItem], model: Mapping[str, TensorItem], path: str
+) -> dict[Index, tuple[tuple[int, ...], tuple[Span, ...]]]:
+    """Return shape and spans of every tensor of the model that is stored together, by its layer and expert."""
+    axes = len(one.axes)
+    every = [_inner(key, items[key], model[key].shape, axes, path) for key in one.parts]
+    counts = {model[key].shape[:axes] for key in one.parts}
+    if len(counts) > 1:
+        raise LayoutError(f"the tensors of {one.key} are not of as many layers", path=path, found=sorted(counts))
+    return {
+        index: joined([(model[key].shape[axes:], its[index]) for key, its in zip(one.parts, every, strict=True)],
+                      one.key, path)
+        for index in every[0]
+    }  # fmt: skip
+
+
+def _inner(key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: str) -> dict[Index, list[Span]]:
+    if len(shape) < axes:
+        raise LayoutError(f"{key} has no axis for each layer", path=path, found=shape)
+    flat = item.shape != shape
+    if flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], shape[axes:])):
+        raise LayoutError(f"{item.key} is not of the shape of its weight", path=path, expected=shape, found=item.shape)
+    found = split(item.spans, axes)
+    if flat:
+        return {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
+    return found
+
+
+def _check_all_used(keys: Keys, path: str) -> None:
+    for slot, its in keys.slots.items():
+        others = [key for key in its if key not in keys.model]
+        if others:
+            raise UnsupportedError(
+                f"the optimizer has {slot} of what is no tensor of the model", path=path, found=listed(others)
+            )
+
+
+def _say_flat(checkpoint: Checkpoint, keys: Keys, objects: Mapping[str, ObjectItem]) -> None:
+    """Say what of an optimizer is not read: buffers of all parameters, in which nothing tells one from the other."""
+    within = [key for key in objects if ".param_state/shard_" in key]
+    if keys.flat or within:
+        checkpoint.warnings.append(
+            f"the optimizer's state is in {len(keys.flat) + len(within)} flat buffers without names, which are not read"
+        )
