@@ -125,3 +125,12 @@ def test_matrix_on_two_ranks_is_whole_on_both(made: Callable[[Spec], Path]) -> N
 def test_muon_is_not_made_elastic(made: Callable[[Spec], Path], tmp_path: Path) -> None:
     with pytest.raises(zckpt.UnsupportedError, match="momentum"):
         zckpt.reshard(made(MUON), tmp_path / "cut", world_size=2, elastic=True)
+
+
+@pytest.mark.parametrize("source", CASES[:2], ids=lambda one: one.name)
+def test_what_each_step_computes_anew_is_dropped(source: Spec, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    """State, weights and steps arrive; losses are others by nature, for these optimizers take norms of a partition."""
+    folder = made(source)
+    zckpt.reshard(folder, tmp_path / "cut", world_size=1, drop=sorted(OWN[source.optimizer]))
+    verdict = resume(tmp_path / "cut", source.at(1), folder)
+    assert [verdict.slots, verdict.weights, verdict.hyperparameters, verdict.steps] == [[], [], [], []]

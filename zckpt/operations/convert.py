@@ -19,9 +19,10 @@ from zckpt.naming.inside import follow_names
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
+from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.checkpoint import keys_listed
+from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.names import as_filed
 from zckpt.storage.ownership import Owned, check_replaceable
 
@@ -111,7 +112,9 @@ def convert(
     chosen = choose(written.options, options, to)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
     found = opened(source, roots=roots, tag=tag, names=names, tp_rules=tp_rules)
-    dropped = check_nothing_lost(found, drop)
+    without, values, drop = without_rank_values(found, drop)
+    dropped = (*values, *check_nothing_lost(found, drop))
+    found = without
     if dequantize:
         [found] = with_floats(found)
     if naming.changes or not written.keeps_ranks:
@@ -152,7 +155,7 @@ def _as_expected(checkpoint: Checkpoint, written: Format) -> Checkpoint:
             f"format has a place for that",
             path=checkpoint.source,
             expected=f"--to {checkpoint.format} at {checkpoint.topology.dp} ranks",
-            advice="`zckpt consolidate` writes the model by itself",
+            advice=how_to_drop(checkpoint.per_rank) or "`zckpt consolidate` writes the model by itself",
         )
     return checkpoint
 

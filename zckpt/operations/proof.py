@@ -117,6 +117,8 @@ class Proof:
     restated : collection of str, or None
         Keys of metadata that need not arrive under their names. None: none of them has to, for ranks that are not there
         any more have some of their own.
+    copied : collection of str
+        Files that arrive as they are, whatever is in them, by their names within the source.
     verified : int, bytes
         What was compared.
     """
@@ -129,6 +131,7 @@ class Proof:
     reporter: Reporter | None
     drop: Sequence[str] = ()
     restated: Collection[str] | None = ()
+    copied: Collection[str] = ()
     verified: int = 0
 
     @property
@@ -147,7 +150,7 @@ class Proof:
         """
         found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
-        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated)
+        prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:
             self.verified = verify_bytes(
                 self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
@@ -203,6 +206,7 @@ def prove_rest(
     *,
     drop: Sequence[str],
     restated: Collection[str] | None,
+    copied: Collection[str] = (),
 ) -> None:
     """Hold what was written besides slots against the source: all of it can be read again, and no key is missing.
 
@@ -211,7 +215,8 @@ def prove_rest(
     LayoutError
         Something did not arrive, or nothing reads it.
     """
-    _, others, _ = take_inventory(written).without(drop)
+    _, lost, _ = take_inventory(written).without(drop)
+    others = [item for item in lost if item.file not in copied]
     if others:
         raise LayoutError(
             f"{others[0].place or others[0].file} was written and is not read back: {others[0].about}",

@@ -17,6 +17,7 @@ from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
+from zckpt.operations.rank_values import without_rank_values
 from zckpt.operations.target import How, Written, check_nothing_lost, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
@@ -105,13 +106,15 @@ def reshard(
     for root in (str(origin), *checkpoint.roots):
         if place(root) in place(path).parents:
             raise UsageError("the target is inside the source", path=path, found=root)
+    whole = checkpoint
+    checkpoint, values, drop = without_rank_values(checkpoint, drop)
     own = get(checkpoint.format)
     given = {"world_size": world_size, **options}
     chosen = choose(own.recut_options, given, own.name) if own.recut_options is not None else None
     laid = own.recut(Job(checkpoint, origin, path, chosen, tuple(Path(root) for root in checkpoint.roots)))
-    dropped = check_nothing_lost(checkpoint, drop, copied=laid.copied)
+    dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated)
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied)
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified)

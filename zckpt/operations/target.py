@@ -33,7 +33,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.inventory import FILE, Item
+from zckpt.state.inventory import Item
 from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
@@ -295,7 +295,7 @@ def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: C
         A pattern names nothing that is left out.
     """
     dropped, lost, idle = take_inventory(checkpoint).without(drop)
-    others = [item for item in lost if item.kind != FILE or item.file not in copied]
+    others = [item for item in lost if item.file not in copied]
     if others:
         raise LeftOutError(
             f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",

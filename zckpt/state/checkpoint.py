@@ -119,6 +119,19 @@ class RankValue:
     mp_rank: int
     value: object
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one value, not a tree of tensors."""
+        return self.value is None or isinstance(self.value, (bool, int, float, str, Scalar))
+
+
+def how_to_drop(values: Sequence[RankValue]) -> str | None:
+    """Return the options that leave such values out, for a message; None where they cannot be left out."""
+    if not all(value.is_single for value in values):
+        return None
+    keys = dict.fromkeys(value.key for value in values)
+    return f"{' '.join(f'--drop {key}' for key in keys)} writes the rest without"
+
 
 def keys_listed(values: Iterable[RankValue]) -> str:
     """Return the optimizer's keys of such values, each once, for a message."""

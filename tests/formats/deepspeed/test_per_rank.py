@@ -46,6 +46,27 @@ def test_any_other_cut_is_refused_by_name(options: dict[str, Any], tmp_path: Pat
     assert not (tmp_path / "cut").exists()
 
 
+def test_single_values_can_be_dropped(tmp_path: Path) -> None:
+    """LAMB's are computed anew in each step before they are used."""
+    drop = ["trust_ratio", "*_norm"]
+    written = zckpt.reshard(run_of(LAMB), tmp_path / "cut", world_size=3, drop=drop, verify=True)
+    assert [one.split(" ")[0] for one in written.dropped] == ["trust_ratio", "weight_norm", "adam_norm"]
+    states = state_of(optimizer_file(tmp_path / "cut" / "global_step5", 0))["base_optimizer_state"]["state"]
+    assert {key for one in states.values() for key in one} == {"step", "exp_avg", "exp_avg_sq"}
+    for to in ("zckpt", "universal"):
+        zckpt.convert(run_of(LAMB), tmp_path / to, to=to, drop=drop, verify=True)
+        assert zckpt.fingerprint(tmp_path / to).text == zckpt.fingerprint(tmp_path / "cut").text
+    with pytest.raises(zckpt.UnsupportedError, match="--drop trust_ratio"):
+        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, drop=["*_norm"])
+    with pytest.raises(zckpt.UsageError, match="nothing"):
+        zckpt.reshard(run_of(LAMB), tmp_path / "other", world_size=3, drop=[*drop, "nothing"])
+
+
+def test_moments_are_not_dropped_by_themselves(tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError, match="state itself"):
+        zckpt.reshard(run_of(CODES), tmp_path / "cut", world_size=3, drop=["__bnb*"])
+
+
 def test_stage_1_is_cut_as_stage_2(tmp_path: Path) -> None:
     tag = cut(run_of(LAMB), tmp_path / "cut", 2, stage=1)
     assert len(zckpt.open(tag).per_rank) == len(zckpt.open(run_of(LAMB)).per_rank)

@@ -239,6 +239,12 @@ def _without_mappings(content: dict[str, Any]) -> None:
     del content["optimizer_state_dict"]["param_slice_mappings"]
 
 
+@pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
+def test_without_zero_stages_stay(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="data-parallel ranks alone"):
+        cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
+
+
 def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
     """Back to one model whose names no pipeline gave."""
     names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]

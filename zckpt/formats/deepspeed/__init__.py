@@ -99,8 +99,8 @@ class DeepSpeed(Format):
         ("DeepSpeed ZeRO-3", "sub-groups, frozen shards, uninitialised padding"),
         ("DeepSpeed BF16_Optimizer, stage 0", "also where parameters have no names in the file"),
         ("mixture of experts", "expert groups with their own partition counts, expert files, also without ZeRO"),
-        ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded only where each rank "
-         "keeps its elements; Muon is cut for any ranks; quantised frozen layers"),
+        ("other optimizers under ZeRO", "8-bit Adam, LAMB and Adafactor are read, and resharded where each rank "
+         "keeps its elements, or without what `--drop` names; Muon is cut for any ranks; quantised frozen layers"),
         ("tensor and pipeline parallel", "by the rules or AutoTP's maps in `universal_checkpoint_info`; "
          "layer files, tied layers"),
     )  # fmt: skip
@@ -136,9 +136,10 @@ class DeepSpeed(Format):
 
     def recut(self, job: Job) -> TargetFiles:
         """Return a run or a tag directory, as the source is one."""
+        from zckpt.formats.deepspeed import without_zero
         from zckpt.formats.deepspeed.writer import recut
 
-        return recut(job)
+        return without_zero.recut(job) if without_zero.is_without_zero(job.checkpoint) else recut(job)
 
     def survey(self, search: Search, found: Found | None) -> Survey:  # noqa: ARG002
         """Read every rank's files, and hold those that can be read against each other."""

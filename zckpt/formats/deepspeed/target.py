@@ -18,7 +18,7 @@ from zckpt.formats.deepspeed.stages import Stages
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint, Parameter, ParamGroup
-from zckpt.state.checkpoint import keys_listed
+from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import (
     PARAMETER_ALIGNMENT_NBYTES,
@@ -326,6 +326,7 @@ def refuse_to_cut(target: Target) -> None:
         path=checkpoint.source,
         expected=f"{dp} ranks of ZeRO-{first.stage}{', elastic' if first.elastic else ''}, all cut as it is",
         found=f"{target.world_size} ranks of ZeRO-{target.stage}{', elastic' if target.elastic else ''}",
+        advice=how_to_drop(checkpoint.per_rank),
     )
 
 

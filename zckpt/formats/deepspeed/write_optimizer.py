@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -88,13 +88,19 @@ def config_tree(target: Target) -> object:
         changed["zero_optimization"] = {**zero, "stage": target.stage} | {
             key: value for key, value in flat.items() if key in zero or value
         }
-    batch, steps = changed.get("train_batch_size"), changed.get("gradient_accumulation_steps", 1)
-    if type(batch) is int and type(steps) is int and steps > 0 and batch % (target.world_size * steps) == 0:
-        changed["train_micro_batch_size_per_gpu"] = batch // (target.world_size * steps)
+    changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
         changed["tensor_parallel"] = {**sliced, "autotp_size": target.tp}
     return FromFile.of(target.origin.model.file, changed)
+
+
+def batch_of(config: Mapping[object, object], world_size: int) -> dict[object, object]:
+    """Return the batch of one of so many ranks, where the whole batch divides among them."""
+    batch, steps = config.get("train_batch_size"), config.get("gradient_accumulation_steps", 1)
+    if type(batch) is int and type(steps) is int and steps > 0 and batch % (world_size * steps) == 0:
+        return {"train_micro_batch_size_per_gpu": batch // (world_size * steps)}
+    return {}
 
 
 def _stage(target: Target) -> Object:

@@ -38,6 +38,10 @@ class Megatron(Format):
         ),
     )
     takes = frozenset({TAG})
+    own_metadata = frozenset({
+        "args", "checkpoint_version", "content_metadata", "iteration", "num_floating_point_operations_so_far",
+        "opt_param_scheduler", "rng_state",
+    })  # fmt: skip
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find a directory with `metadata.json` and `.metadata`, or the one that a run or NeMo's directory holds."""
@@ -61,5 +65,21 @@ class Megatron(Format):
             surveyed.errors += faults(found.place.path, read_metadata(found.place.path))
         return surveyed
 
+    def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
+        """Tell what only says how many ranks there were, and how they wrote."""
+        top, _, rest = key.partition(".")
+        kind, _, argument = rest.partition(".")
+        if top != "metadata" or any(one.format != self.name for one in sides):
+            return False
+        return kind == "content_metadata" or (kind == "args" and argument in OF_RANKS)
+
+
+OF_RANKS = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "transformer_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "world_size", "rank",
+    "local_rank", "ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable", "use_distributed_optimizer",
+})  # fmt: skip
+"""Arguments of Megatron-LM that say on how many ranks it ran, and how these share out the state."""
 
 FORMATS = (Megatron(),)

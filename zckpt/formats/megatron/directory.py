@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
@@ -57,7 +57,7 @@ def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
     ----------
     path : Path
     tag : str, optional
-        Which of a run: the name of a directory, or an iteration.
+        Which of a run: the name of a directory.
 
     Raises
     ------
@@ -76,8 +76,7 @@ def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
     if not path.is_dir():
         return None
     if tag is not None:
-        names = [tag, folder_of(tag)] if tag.isdecimal() else [tag]
-        return next((_place(path / name) for name in names if is_name(name) and is_marked(path / name)), None)
+        return _place(path / tag) if is_name(tag) and is_marked(path / tag) else None
     if is_marked(path):
         return _place(path)
     inside = next((path / name for name in INSIDE if is_marked(path / name)), None)
@@ -97,7 +96,7 @@ def is_marked(directory: Path) -> bool:
     return is_file(mark) and MEGATRON_MARK in read_head(str(mark), HEAD_NBYTES)
 
 
-def _tracked(run: Path) -> Place | NearMiss | None:
+def _tracked(run: Path) -> Place | None:
     """Return the checkpoint that a run's file names; None where it names none of this kind.
 
     Megatron-DeepSpeed has such a file, too, beside DeepSpeed's `latest`.
@@ -124,7 +123,7 @@ def _tracked(run: Path) -> Place | NearMiss | None:
     )
 
 
-def _place(path: Path, tracker: Path | None = None) -> Place | NearMiss:
+def _place(path: Path, tracker: Path | None = None) -> Place:
     mark = path / MARK
     try:
         found = json.loads(read_head(str(mark), HEAD_NBYTES))
@@ -133,11 +132,11 @@ def _place(path: Path, tracker: Path | None = None) -> Place | NearMiss:
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     version = found.get("sharded_backend_version", 1) if isinstance(found, dict) else None
     if backend != TORCH_DIST or version != 1:
-        return NearMiss(
-            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}, which zckpt does "
-            "not read",
-            "write it as torch_dist with the program that wrote it",
-            intact=True,
+        raise UnsupportedError(
+            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}",
+            path=path,
+            expected=f"{TORCH_DIST} 1",
+            advice="write it as torch_dist with the program that wrote it",
         )
     for name in (METADATA_NAME, COMMON):
         if not is_file(path / name):

@@ -1,0 +1,30 @@
+"""Stage 0 for other ranks: stock DeepSpeed goes on from there, with pipelines and experts, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import zckpt
+from tests.deepspeed_engine import resume
+from tests.deepspeed_engine.catalogue import SPECS
+
+pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parent.parent.parent / "fixtures"
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "ranks"),
+    [
+        ("s0_bf16_dp2", 3, 3),
+        ("pp2_s0_fp32_dp2", 1, 2),
+        pytest.param("moe_ep2_s0_fp32_dp4", 2, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_deepspeed_resumes_it(name: str, world_size: int, ranks: int, tmp_path: Path) -> None:
+    zckpt.reshard(FIXTURES / name, tmp_path / "cut", world_size=world_size)
+    verdict = resume(tmp_path / "cut", SPECS[name].at(ranks), FIXTURES / name)
+    assert [verdict.slots, verdict.weights, verdict.hyperparameters, verdict.steps] == [[], [], [], []]
+    assert verdict.loss_difference <= (2e-3 if "moe" in name else verdict.loss_tolerance)

@@ -1,0 +1,119 @@
+"""Stage 0 for another number of data-parallel ranks: all of them load the same files, which stay what they are.
+
+What changes is what the model files say of the ranks: `dp_world_size`, and in DeepSpeed's configuration the batch of
+one rank. The optimizer lies in the model files (of experts, in `expp_rank_E` for each expert rank) under the numbers of
+its parameters, so that neither their names nor their order need be known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.companions import METADATA_ROLE, copy_of
+from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.origin import origin_of
+from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.write_optimizer import batch_of
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.state import Checkpoint
+from zckpt.state.partition import check_world_size
+from zckpt.torchfile import FromFile
+
+COPIED_RANKS = (
+    "every rank loads the same files at stage 0: they say {} data-parallel ranks now, and else are what they were, "
+    "also in what zckpt leaves out elsewhere"
+)
+
+
+def is_without_zero(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint is DeepSpeed's of stage 0."""
+    origin = origin_of(checkpoint)
+    return origin is not None and not origin.members and bool(origin.ranks) and checkpoint.zero_stage == 0
+
+
+def recut(job: Job) -> TargetFiles:
+    """Return a run or a tag directory, as the source is one.
+
+    Raises
+    ------
+    UsageError
+        The experts' ranks do not divide the number of ranks.
+    UnsupportedError
+        More than the number of data-parallel ranks is to change.
+    """
+    checkpoint, options = job.checkpoint, job.options
+    origin = origin_of(checkpoint)
+    if origin is None or not isinstance(options, RecutOptions):
+        raise UnsupportedError("is no checkpoint of DeepSpeed", path=checkpoint.source)
+    _check(checkpoint, options)
+    tag, run_directory = origin.directory.tag, job.source.resolve() != Path(checkpoint.source).resolve()
+    folder = f"{tag}/" if run_directory else ""
+    models = {files.models[0].shard.path: files.models[0] for files in origin.ranks}
+    files = [_file(folder, path, models.get(path), options) for path in _paths(checkpoint)]
+    copied = {one.name for one in files}
+    notes = [COPIED_RANKS.format(options.world_size)]
+    copies: list[TargetFile] = []
+    if run_directory:
+        processes = options.world_size * len(origin.ranks)
+        copies, more = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
+        notes += more
+        files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
+    return TargetFiles(
+        [*files, *copies],
+        notes=notes,
+        restated=None,
+        copied=copied | {one.name for one in copies},
+        replaceable=is_trainers_own if copies else lambda _: False,
+    )
+
+
+def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
+    check_world_size(options.world_size)
+    topology = checkpoint.topology
+    same = {
+        "tensor_parallel_size": topology.tp,
+        "expert_parallel_size": topology.ep,
+        "pipeline_parallel_size": topology.pp,
+    }
+    flat = ("stage", "elastic", "round_robin", "parameter_alignment", "padded_vocab_size")
+    staged = ("partition_method", "stage_bounds", "pipeline_layers")
+    asked = [name for name in (*flat, *staged, *same) if getattr(options, name) not in (None, False, same.get(name))]
+    if asked:
+        raise UnsupportedError(
+            f"stage 0 is resharded for another number of data-parallel ranks alone, not for another {asked[0]}",
+            path=checkpoint.source,
+            advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
+        )
+    if options.world_size % topology.ep:
+        raise UsageError(
+            f"experts spread over {topology.ep} ranks cannot be those of {options.world_size} data-parallel ranks",
+            path=checkpoint.source,
+            expected=f"a multiple of {topology.ep}",
+        )
+
+
+def _paths(checkpoint: Checkpoint) -> list[str]:
+    """Return the files of the ranks; what other programs put next to them is not among them."""
+    return [file.path for file in checkpoint.files if file.role != METADATA_ROLE]
+
+
+def _file(folder: str, path: str, model: ModelShard | None, options: RecutOptions) -> TargetFile:
+    name = f"{folder}{Path(path).name}"
+    if model is None:
+        return copy_of(Path(path), name)
+    ranks = {"dp_world_size": options.world_size, "ds_config": _config(model, options.world_size)}
+    content = {
+        key: ranks[key] if key in ranks else FromFile.of(model.file, value) for key, value in model.content.items()
+    }
+    return torch_writer.lay_out(name, content)
+
+
+def _config(model: ModelShard, world_size: int) -> object:
+    config = model.content.get("ds_config")
+    if not isinstance(config, dict):
+        return FromFile.of(model.file, config)
+    return FromFile.of(model.file, {**config, **batch_of(config, world_size)})

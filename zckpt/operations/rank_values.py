@@ -1,0 +1,53 @@
+"""State that each rank has of its own, left out where a user says so: no other number of ranks has a place for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from zckpt.errors import UnsupportedError
+from zckpt.state import Checkpoint
+from zckpt.state.checkpoint import RankValue, keys_listed
+
+
+def without_rank_values(
+    checkpoint: Checkpoint, drop: Sequence[str]
+) -> tuple[Checkpoint, tuple[str, ...], tuple[str, ...]]:
+    """Return a checkpoint without the state that `drop` names by the optimizer's keys.
+
+    Parameters
+    ----------
+    drop : sequence of str
+        Patterns, with shell wildcards; those that name no such key are others'.
+
+    Returns
+    -------
+    (Checkpoint, tuple of str, tuple of str)
+        And what is dropped, and the patterns that are others'.
+
+    Raises
+    ------
+    UnsupportedError
+        What is named is more than single values: without its moments, an optimizer that has a step stops.
+    """
+    gone = [value for value in checkpoint.per_rank if any(fnmatchcase(value.key, pattern) for pattern in drop)]
+    if not gone:
+        return checkpoint, (), tuple(drop)
+    moments = [value for value in gone if not value.is_single]
+    if moments:
+        raise UnsupportedError(
+            f"{keys_listed(moments)}: is the optimizer's state itself, and not dropped by itself",
+            path=checkpoint.source,
+            advice="`zckpt consolidate` writes the model without the optimizer",
+        )
+    kept = [value for value in checkpoint.per_rank if value not in gone]
+    others = tuple(p for p in drop if not any(fnmatchcase(value.key, p) for value in gone))
+    return replace(checkpoint, per_rank=kept), tuple(_named(gone)), others
+
+
+def _named(values: Sequence[RankValue]) -> list[str]:
+    ranks: dict[str, set[tuple[int, int]]] = {}
+    for value in values:
+        ranks.setdefault(value.key, set()).add((value.mp_rank, value.rank))
+    return [f"{key} (a value of its own on each of {len(found)} ranks)" for key, found in ranks.items()]
