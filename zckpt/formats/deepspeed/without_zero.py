@@ -7,6 +7,7 @@ its parameters, so that neither their names nor their order need be known.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -79,9 +80,8 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
         "expert_parallel_size": topology.ep,
         "pipeline_parallel_size": topology.pp,
     }
-    flat = ("stage", "elastic", "round_robin", "parameter_alignment", "padded_vocab_size")
-    staged = ("partition_method", "stage_bounds", "pipeline_layers")
-    asked = [name for name in (*flat, *staged, *same) if getattr(options, name) not in (None, False, same.get(name))]
+    names = [one.name for one in fields(options) if one.name != "world_size"]
+    asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if asked:
         raise UnsupportedError(
             f"stage 0 is resharded for another number of data-parallel ranks alone, not for another {asked[0]}",
