@@ -44,6 +44,10 @@ class Options:
         bool, None, "As parameter_alignment of the training. Default: as SOURCE, or no.",
         opposite="no-parameter-alignment",
     )  # fmt: skip
+    hyperparameters: str | None = option(
+        str, None, "JSON list, an object for each param group: for what an elastic SOURCE does not hold.",
+        metavar="FILE",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

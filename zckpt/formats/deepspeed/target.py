@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
 from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
+from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
 from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
@@ -226,6 +228,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
         if options.parameter_alignment is None
         else options.parameter_alignment
     )
+    given = _given(checkpoint, first, options, needed=stage == 3 or not elastic)
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     _refuse_degrees(checkpoint, origin, options, stage=stage)
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
@@ -236,7 +239,7 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     for number, files in enumerate(states):
         own = files.state
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [])
-        for unit in units(checkpoint, origin, own.groups, rank.parameters, options):
+        for unit in units(checkpoint, origin, with_hyperparameters(own.groups, given), rank.parameters, options):
             rank.groups.append(_group(target, len(rank.groups), unit, rank.parameters))
         target.ranks.append(rank)
     refuse_to_cut(target)
@@ -257,16 +260,39 @@ def _group(target: Target, index: int, unit: Unit, known: dict[str, Parameter]) 
     return TargetGroup(index, unit.values, experts, pads, shared_by)
 
 
+def is_bare(first: OptimizerShard) -> bool:
+    """Tell whether a checkpoint's files hold no hyperparameters."""
+    return first.elastic and not first.groups
+
+
+def _given(
+    checkpoint: Checkpoint, first: OptimizerShard, options: RecutOptions, *, needed: bool
+) -> list[dict[str, object]] | None:
+    """Return the hyperparameters that a user gave for a checkpoint that has none."""
+    if options.hyperparameters is None:
+        return None
+    path = Path(options.hyperparameters)
+    if not is_bare(first):
+        raise UsageError("the checkpoint has hyperparameters, and they are carried", path=checkpoint.source,
+                         found=f"--hyperparameters {path}")  # fmt: skip
+    if not needed:
+        raise UsageError("the elastic form holds no hyperparameters", path=path, expected="--rigid, or --stage 3")
+    return read_hyperparameters(path, len(checkpoint.param_groups))
+
+
 def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int, elastic: bool) -> None:
     path = checkpoint.source
     if origin.members[0].bf16_optimizer and (
         stage != 1 or elastic or options.round_robin or options.parameter_alignment
     ):
         raise UnsupportedError("a checkpoint of BF16_Optimizer stays one: stage 1, rigid, in order", path=path)
-    bare = origin.members[0].elastic and not origin.members[0].groups
-    if bare and (stage == 3 or not elastic):
+    if is_bare(origin.members[0]) and options.hyperparameters is None and (stage == 3 or not elastic):
         needs = "ZeRO-3" if stage == 3 else "the rigid form"
-        raise UnsupportedError(f"the elastic form holds no hyperparameters, which {needs} needs", path=path)
+        raise UnsupportedError(
+            f"the elastic form holds no hyperparameters, which {needs} needs",
+            path=path,
+            advice="give them with --hyperparameters FILE, a JSON list with an object for each param group",
+        )
     if elastic and stage != 3 and is_of_muon(checkpoint, origin.model.config):
         raise UnsupportedError(
             "the elastic form takes padding off each tensor, and Muon's momentum of whole matrices has none",

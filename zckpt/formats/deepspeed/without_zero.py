@@ -77,7 +77,15 @@ def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     same = {"tensor_parallel_size": topology.tp, "expert_parallel_size": topology.ep}
     asked = [
         name
-        for name in ("stage", "elastic", "round_robin", "parameter_alignment", "padded_vocab_size", *same)
+        for name in (
+            "stage",
+            "elastic",
+            "round_robin",
+            "parameter_alignment",
+            "padded_vocab_size",
+            "hyperparameters",
+            *same,
+        )
         if getattr(options, name) not in (None, False, same.get(name))
     ]
     if asked:

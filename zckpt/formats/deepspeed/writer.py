@@ -99,7 +99,9 @@ def _known_stage(checkpoint: Checkpoint) -> int | None:
 
 
 def _recut(options: Options, world_size: int, stage: int | None) -> RecutOptions:
-    return RecutOptions(world_size, stage, options.elastic, options.round_robin, options.parameter_alignment)
+    return RecutOptions(
+        world_size, stage, options.elastic, options.round_robin, options.parameter_alignment, options.hyperparameters
+    )
 
 
 def recut(job: Job) -> TargetFiles:

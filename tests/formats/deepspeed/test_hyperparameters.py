@@ -1,0 +1,49 @@
+"""What the elastic form does not hold, from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zckpt
+from tests.formats.deepspeed.contents import run_of
+from tests.truth import Truth
+
+ELASTIC, RIGID = "s2_bf16_dp2_elastic", "s2_bf16_dp2"
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    file = tmp_path / "groups.json"
+    file.write_text(json.dumps(Truth(run_of(ELASTIC)).facts["param_groups"]))
+    return file
+
+
+@pytest.mark.parametrize("options", [{"elastic": False}, {"stage": 3}])
+def test_they_are_those_of_the_groups(given: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, hyperparameters=str(given), verify=True, **options)
+    expected = [group.hyperparameters for group in zckpt.open(run_of(RIGID)).param_groups]
+    assert [group.hyperparameters for group in zckpt.open(tmp_path / "cut").param_groups] == expected
+    assert zckpt.fingerprint(tmp_path / "cut").text == zckpt.fingerprint(run_of(ELASTIC)).text
+
+
+@pytest.mark.parametrize("content", ["[]", "[{}, {}, {}]", '{"lr": 1}', "[1, 2, 3]", "no JSON"])
+def test_files_that_are_none(content: str, given: Path, tmp_path: Path) -> None:
+    given.write_text(content)
+    with pytest.raises(zckpt.UsageError) as error:
+        zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False, hyperparameters=str(given))
+    assert str(given) in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "options"), [(RIGID, {}), (RIGID, {"stage": 3}), (ELASTIC, {}), ("s0_bf16_dp2", {})])
+def test_what_has_no_need_of_them_refuses_them(name: str, options: dict[str, Any], given: Path, tmp_path: Path) -> None:
+    with pytest.raises(zckpt.ZckptError, match="hyperparameters"):
+        zckpt.reshard(run_of(name), tmp_path / "cut", world_size=3, hyperparameters=str(given), **options)
+
+
+def test_without_them_the_message_says_how(tmp_path: Path) -> None:
+    with pytest.raises(zckpt.UnsupportedError, match="--hyperparameters FILE"):
+        zckpt.reshard(run_of(ELASTIC), tmp_path / "cut", world_size=3, elastic=False)

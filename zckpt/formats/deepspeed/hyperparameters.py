@@ -1,0 +1,55 @@
+"""Hyperparameters from a user's file, for the elastic form, which holds none: a JSON list, an object for each group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.errors import SourceError, UsageError
+from zckpt.state import ParamGroup
+from zckpt.storage.files import read_whole
+
+MAXIMUM_NBYTES = 1 << 20
+"""A few numbers for each group; a larger file is something else."""
+
+TUPLES = frozenset({"betas", "etas", "step_sizes"})
+"""What torch's optimizers have as tuples, and JSON as lists."""
+
+Group = dict[str, object]
+
+
+def read_hyperparameters(path: Path, count: int) -> list[Group]:
+    """Return the hyperparameters of each of `count` param groups.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(read_whole(str(path), most=MAXIMUM_NBYTES))
+    except SourceError as error:
+        raise UsageError(error.message, path=path, expected=error.expected, found=error.found) from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError("is no JSON document", path=path, found=str(error)[:80]) from error
+    if not isinstance(found, list) or len(found) != count or not all(isinstance(one, dict) and one for one in found):
+        raise UsageError(
+            "does not hold the hyperparameters of each param group",
+            path=path,
+            expected=f'a list of {count} objects, such as [{{"lr": 0.001, "betas": [0.9, 0.95], ...}}]',
+            found=f"a list of {len(found)}" if isinstance(found, list) else type(found).__name__,
+        )
+    return [
+        {key: tuple(value) if key in TUPLES and isinstance(value, list) else value for key, value in one.items()
+         if key != "params"}
+        for one in found
+    ]  # fmt: skip
+
+
+def with_hyperparameters(groups: Sequence[ParamGroup], given: Sequence[Group] | None) -> list[ParamGroup]:
+    """Return param groups with what was given for them; as they are, if nothing was."""
+    if given is None:
+        return list(groups)
+    return [replace(group, hyperparameters=dict(own)) for group, own in zip(groups, given, strict=True)]
