@@ -43,6 +43,9 @@ _JOINED = (
 
 _LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)([0-9]+)\.(.*)")
 
+BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
+"""Tensors of floating point that are none of the parameters."""
+
 _FIRST = ("embedding", "encoder", "decoder", "mtp")
 _LAST = ("output_layer",)
 
