@@ -106,7 +106,7 @@ class VocabularyPadding:
                 parameter = state.parameters[name]
                 rows = _outside(shares, parameter.shape[rule.dim])
                 for key, slot in parameter.slots.items():
-                    for span in moved(slot.spans, rule.dim, rows):
+                    for span in moved(slot.spans, rule.dim, rows) if slot.shape else ():
                         low, high = reach(span)
                         yield PaddingSpan(key, span.path, low, high - low)
 
@@ -141,7 +141,7 @@ def _parts_kept_by(states: Sequence[RankState], merged: Parameter, rule: Rule | 
     for state, copies in zip(states, rule.copies, strict=False):
         parameter = state.parameters[merged.name]
         for key, slot in parameter.slots.items():
-            for source, target, size in copies if key in merged.slots else ():
+            for source, target, size in copies if key in merged.slots and slot.shape else ():
                 copy = _part(slot, rule.dim, source, size)
                 yield Duplicate("parameter", merged.name, merged.name, copy,
                                 _part(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
@@ -186,6 +186,8 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
     first = slots[0]
     if len(slots) != ranks:
         raise LayoutError(f"{first.name} of {name} is missing on some tensor-parallel ranks")
+    if not first.shape and rule.shape:  # a step that each parameter has by itself, without ZeRO
+        return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
