@@ -78,12 +78,12 @@ def universal_info(spec: Spec) -> dict[str, Any]:
     def patterns(rule: str) -> list[str]:
         return [rf"{pattern}$" for pattern, its in RULES.items() if its == rule and pattern not in absent]
 
-    absent = {r"alpha" if spec.pipeline_parallel > 1 else r"\d+\.(weight|bias)"}  # unused ones are refused
+    absent = {r"alpha" if spec.is_pipeline else r"\d+\.(weight|bias)"}  # unused ones are refused
     if spec.model != "moe_megatron":
         absent |= {pattern for pattern in RULES if "experts" in pattern}
     elif not spec.sliced_experts:
         absent |= {pattern for pattern in RULES if "deepspeed_moe\\.experts" in pattern}
-    tied = [r"tied_modules\.embed\.weight$"] if spec.pipeline_parallel > 1 else []
+    tied = [r"tied_modules\.embed\.weight$"] if spec.is_pipeline else []
 
     weight, bias = (rf"\w+\.query_key_value\.{kind}$" for kind in ("weight", "bias"))
     info = {

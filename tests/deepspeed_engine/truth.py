@@ -187,7 +187,7 @@ def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> N
         live.slots = {_global_expert(name, firsts): value for name, value in live.slots.items()}
         live.weights = {_global_expert(name, firsts): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
-    if not of_experts and "megatron" not in spec.model and spec.pipeline_parallel == 1 and not spec.auto_tp:
+    if not of_experts and "megatron" not in spec.model and not spec.is_pipeline and not spec.auto_tp:
         return
     parts = _gather((live.slots, live.weights, live.buffers))
     live.slots = {

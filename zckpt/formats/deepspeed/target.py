@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zckpt.errors import UnsupportedError, UsageError
 from zckpt.formats.deepspeed import STAGES, RecutOptions
-from zckpt.formats.deepspeed.affine import KEY as AFFINE_KEY
 from zckpt.formats.deepspeed.expert_ranks import Placement, is_data_first
 from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
-from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
-from zckpt.formats.deepspeed.tp_rules import INFO_KEY
+from zckpt.formats.deepspeed.restage import check_stage, stage_states
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
+from zckpt.formats.deepspeed.stages import Stages
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.dtypes import itemsize
@@ -32,44 +31,6 @@ from zckpt.state.partition import (
     shard_numel,
     sub_groups,
 )
-
-_GROUP_NAME = re.compile(r"param_groups\[\d+\]\.name")
-_SLICES = (
-    "metadata.ds_config.tensor_parallel.autotp_size",
-    *(f"metadata.{INFO_KEY}.{key}" for key in (AFFINE_KEY, "sub_param_shard_widths", "padded_vocab_size")),
-)
-_EXPERT_GROUP = re.compile(r"ep_size_\d+")
-
-
-def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:
-    """Tell whether a setting that differs follows from how state is cut, or is one that only DeepSpeed needs.
-
-    Notes
-    -----
-    Source: DeepSpeed 0.19. The batch of one rank is the batch of all, over the ranks; ZeRO-3 files hold no `clip_grad`;
-    groups of experts are named by the ranks that share them; rules for slices say where each rank's are.
-    """
-    a, b = sides
-    if a.format != b.format and None in values and _is_bookkeeping(key):
-        return True
-    if key == "metadata.lr_scheduler" and values == (None, None):  # no scheduler, which only one of them says
-        return True
-    if key.startswith("metadata.ds_config.zero_optimization.") or (
-        key.startswith(_SLICES) and a.topology.tp != b.topology.tp
-    ):
-        return True
-    if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
-        return a.world_size != b.world_size
-    if _GROUP_NAME.fullmatch(key):
-        return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
-    return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
-
-
-def _is_bookkeeping(key: str) -> bool:
-    """Tell whether DeepSpeed writes a setting for itself, and no other format needs it."""
-    top, _, rest = key.partition(".")
-    return top == "metadata" and re.split(r"[.\[]", rest, maxsplit=1)[0] in BOOKKEEPING
-
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """DeepSpeed's default of `sub_group_size`, in elements."""
@@ -178,6 +139,10 @@ class Target:
     ----------
     world_size : int
         Data-parallel ranks.
+    pp, tp : int
+        Stages of a pipeline, and tensor-parallel ranks of each.
+    stages : Stages or None
+        How the layers of a pipeline are dealt; None: as they are.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -193,9 +158,18 @@ class Target:
     alignment: bool
     bf16_optimizer: bool
     rules: Mapping[str, object] | None = None
+    pp: int = 1
+    tp: int = 1
+    stages: Stages | None = None
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether a model-parallel rank of it is none of the source's: rank 0's files are carried to all."""
+        topology = self.checkpoint.topology
+        return bool(self.origin.ranks) and (self.stages is not None or (self.pp, self.tp) != (topology.pp, topology.tp))
 
     @property
     def sub_group_size(self) -> int:
@@ -248,11 +222,12 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     _refuse_degrees(checkpoint, origin, options, stage=stage)
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    states = local_states(checkpoint, origin, degree, options.padded_vocab_size)
+    states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
-    for number, files in enumerate(states):
+                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
+                    len(states), degree, dealt)  # fmt: skip
+    for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [], own.lanes)
         for unit in units(checkpoint, replace(own, groups=with_hyperparameters(own.groups, given)), options):
@@ -324,20 +299,21 @@ def _refuse(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, st
 
 def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOptions, *, stage: int) -> None:
     """Raise where experts, slices or stages of a pipeline would have to be put together in a way that is not known."""
-    path, topology = checkpoint.source, checkpoint.topology
+    path = checkpoint.source
     for name, value in (
         ("expert-parallel", options.expert_parallel_size),
         ("tensor-parallel", options.tensor_parallel_size),
     ):
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
-    if topology.pp > 1:
-        raise UnsupportedError("pipeline-parallel checkpoints are not resharded", path=path, found=f"pp={topology.pp}")
+    check_stage(origin, options, stage, path)
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
     if not experts:
         if options.expert_parallel_size is not None:
             raise UsageError("the checkpoint has no experts, so an expert-parallel size does not apply", path=path)
         return
+    if origin.layers:
+        raise UnsupportedError("experts in the stages of a pipeline are not resharded", path=path)
     if stage == 3:
         raise UnsupportedError("DeepSpeed has no experts under ZeRO-3", path=path, expected="stage 1 or 2")
 
@@ -363,6 +339,7 @@ def is_cut_alike(target: Target) -> bool:
     details, first = target.checkpoint.details, target.origin.members[0]
     same = (
         len(target.ranks) == len(target.origin.ranks)
+        and not target.regrouped
         and (target.stage == 3) == (first.stage == 3)
         and target.elastic == first.elastic
         and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)

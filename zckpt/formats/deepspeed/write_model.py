@@ -30,8 +30,14 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         "ds_config": config_tree(target),
     }
     dimensions = source.content.get("checkpoint_parallel_dimensions")
-    if isinstance(dimensions, dict) and "tp_degree" in dimensions:
-        written["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": len(target.ranks)}
+    if isinstance(dimensions, dict):
+        degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
+        known = {key: degree for key, degree in degrees.items() if key in dimensions}
+        written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
+    if target.origin.layers:
+        written["module"] = None
+    if target.stages is not None:
+        written["buffer_names"] = list(mp.buffers)
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
     if target.stage == 1 or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None

@@ -23,6 +23,7 @@ from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
 from zckpt.formats.deepspeed.write_experts import ExpertFile, expert_files, optimizer_files
+from zckpt.formats.deepspeed.write_layers import layer_count, layer_files, stage_notes
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -127,7 +128,7 @@ def recut(job: Job) -> TargetFiles:
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
-        check=lambda: check_slices(target.origin, len(target.ranks)),
+        check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
     )
 
 
@@ -155,6 +156,7 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
     experts, optimizers = expert_files(target), optimizer_files(target)
     count += len(experts) + len(optimizers) + run_directory + len(copies)
+    count += layer_count(target)
 
     def one_by_one() -> Iterator[TargetFile]:
         yield from _files(target, f"{tag}/" if run_directory else "", experts, optimizers)
@@ -180,6 +182,8 @@ def _files(
             yield file
     for one in experts:
         yield torch_writer.lay_out(f"{folder}{one.name}", one.tree(target))
+    for name, tree in layer_files(target):
+        yield torch_writer.lay_out(f"{folder}{name}", tree)
     for name, empty in optimizers:
         yield torch_writer.lay_out(f"{folder}{name}", FromFile.of(empty, empty.root))
     prefix = Path(target.origin.members[0].path).name.partition("zero_pp_rank")[0]  # `bf16_` for bf16 models
@@ -213,7 +217,7 @@ def rank_notes(target: Target) -> list[str]:
     ranks = target.origin.ranks
     old = len(ranks[0].models) if ranks else 1
     found: dict[str, str] = {}
-    if len(ranks) not in (0, len(target.ranks)):
+    if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
     if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
@@ -222,16 +226,16 @@ def rank_notes(target: Target) -> list[str]:
             f"if the number of ranks, {len(target.ranks)}, does not divide that of them"
         )
     if old > 1 and not (target.stage == 3 and target.world_size == old):
-        kept = len(target.ranks) if len(ranks) == len(target.ranks) else 1
+        kept = 1 if target.regrouped else len(ranks)
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
             found[key] = f"{key} differs between ranks: {_fate(target, old)}"
-    if target.world_size != target.checkpoint.topology.dp or len(target.ranks) != max(len(ranks), 1):
+    if target.world_size != target.checkpoint.topology.dp or target.regrouped:
         content = target.origin.model.content
         named = [key for key in content if "rng" in key.lower() or "random" in key.lower()]
         for key in dict.fromkeys([*_OF_THE_RANKS, *named]):
             if content.get(key) is not None and key not in found:
                 found[key] = f"{key} is carried over as it was saved at another number of ranks"
-    return list(found.values())
+    return [*stage_notes(target), *found.values()]
 
 
 def _fate(target: Target, old: int) -> str:
