@@ -84,6 +84,10 @@ def test_run_iteration_and_file_of_it(tmp_path: Path) -> None:
     with pytest.raises(UnknownFormatError, match="is one file of a checkpoint of Megatron-Core"):
         zckpt.open(run / "iter_0000004" / ".metadata")
     shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "iter_0000004").rename(tmp_path / "run" / "release")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
+    assert zckpt.fingerprint(tmp_path / "run").text == same
+    (tmp_path / "run" / "release").rename(tmp_path / "run" / "iter_0000004")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12")
     with pytest.raises(UnknownFormatError, match=r"names no checkpoint.*iter_0000004"):
         zckpt.open(tmp_path / "run")
@@ -220,6 +224,14 @@ def test_chunk_of_several_layers_is_taken_apart() -> None:
     assert {one.strides for [one] in split([strided], 1).values()} == {(8, 1)}
 
 
+def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:
+    names = ["a.empty", f"decoder.layers.{'9' * 5000}.x", "decoder.layers.0.mlp.experts.local_experts.x.y"]
+    tensors = {name: counted(3) for name in names} | {"a.empty": torch.zeros(0, 4)}
+    opened = zckpt.open(write(tmp_path / "d", tensors))
+    assert set(opened.parameters) == set(names)
+    assert opened.read("a.empty").shape == (0, 4)
+
+
 def test_names_are_in_the_models_order() -> None:
     given = ["output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.10.b", "decoder.layers.2.b",
              "decoder.layers.2.a.local_experts.1.x", "decoder.layers.2.a.local_experts.0.y",
@@ -353,8 +365,10 @@ def test_missing_and_unknown_files_are_named(damage: Any, error: type[Exception]
         ({"x.linear_fc1.weight_w": counted(3), "x.linear_fc1.weight_v": counted(3),
           "optimizer.state.exp_avg.x.linear_fc1.weight_w": counted(3)}, LayoutError, "is not whole"),
         ({"decoder.layers.mlp.scalar": torch.tensor(1.0)}, LayoutError, "no axis for each layer"),
+        ({"decoder.layers.mlp.empty": torch.zeros(2, 0)}, UnsupportedError, "has no elements"),
+        ({"x.linear_fc1.bias_w": counted(3), "x.linear_fc1.bias_v": counted(3).half()}, LayoutError, "fit together"),
     ],
-    ids=["shape", "flat", "nameless", "twice", "same", "parts", "half", "scalar"],
+    ids=["shape", "flat", "nameless", "twice", "same", "parts", "half", "scalar", "empty", "types"],
 )  # fmt: skip
 def test_tensors_that_contradict_each_other_are_refused(
     tensors: dict[str, Any], error: type[Exception], said: str, tmp_path: Path

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import zckpt
-from tests.deepspeed_engine import resume
+from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
+from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
 
@@ -28,3 +29,17 @@ def test_deepspeed_resumes_it(name: str, world_size: int, ranks: int, tmp_path: 
     verdict = resume(tmp_path / "cut", SPECS[name].at(ranks), FIXTURES / name)
     assert [verdict.slots, verdict.weights, verdict.hyperparameters, verdict.steps] == [[], [], [], []]
     assert verdict.loss_difference <= (2e-3 if "moe" in name else verdict.loss_tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+def test_slices_have_their_optimizer(dtype: str, tmp_path: Path) -> None:
+    """Each tensor-parallel rank numbers its own slices; they are read as whole parameters, and resumed as slices."""
+    spec = Spec("tp2_s0", model="megatron", tensor_parallel=2, stage=0, dtype=dtype, groups=2, universal_info=True,
+                invariant=True, steps=2, steps_after=2)  # fmt: skip
+    made = train(spec, tmp_path)
+    assert_consolidated(made, Truth(made), tmp_path)
+    assert not zckpt.open(made).warnings
+    assert zckpt.verify(made, deep=True).sound
+    zckpt.reshard(made, tmp_path / "cut", world_size=2, verify=True)
+    verdict = resume(tmp_path / "cut", spec.at(4), made)
+    assert verdict.ok, verdict

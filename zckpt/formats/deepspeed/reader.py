@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.directory import (
 from zckpt.formats.deepspeed.experts import attach_experts, check_empty
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
+from zckpt.formats.deepspeed.pipeline import Copy, Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
@@ -30,12 +30,12 @@ from zckpt.formats.deepspeed.shards import (
     read_models,
     read_optimizer,
 )
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer
+from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, attach_to_slices, keep_other_state
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
-from zckpt.formats.torch_files.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, SourceFile, Topology
+from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
 EXTRA_STATE_KEY = "module_extra_state"
@@ -99,6 +99,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
+    by_slices = not optimizers and not of_experts and pp == 1 < tp and models[0].content.get("optimizer") is not None
+    reasons = attach_to_slices(checkpoint.source, ranks, names) if by_slices else []
     info = _info(models[0]) if given is None else given
     rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
@@ -113,27 +115,55 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
-        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules)
-    )
+        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
+        [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
+    )  # fmt: skip
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     _keep_others(checkpoint, models, optimizers, members, of_experts)
+    checkpoint.warnings += reasons
     if not optimizers:
-        for parameter in checkpoint.parameters.values():
-            parameter.frozen = False  # a file without groups does not say
-    if not optimizers and (of_experts or models[0].content.get("optimizer") is not None):
-        if len(states) > 1:
-            checkpoint.warnings.append(
-                "without ZeRO, each model-parallel rank numbers its optimizer's parameters by itself; "
-                "the optimizer's state is left out"
-            )
-        elif of_experts:
-            attach_experts(checkpoint, of_experts, models[0], names)
-        else:
-            attach_optimizer(checkpoint, models[0], names)
-    elif names is not None and optimizers:
+        _attach_without_zero(checkpoint, models, of_experts, names, by_slices=by_slices, ranks=len(states))
+    elif names is not None:
         checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
     return checkpoint
+
+
+def _attach_without_zero(
+    checkpoint: Checkpoint,
+    models: Sequence[ModelShard],
+    of_experts: Sequence[tuple[Shard, TorchFile]],
+    names: Sequence[str] | None,
+    *,
+    by_slices: bool,
+    ranks: int,
+) -> None:
+    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its slices do not have one already.
+
+    Parameters
+    ----------
+    by_slices : bool
+        Whether slices have been looked at, each with the optimizer of its rank.
+    ranks : int
+        Model-parallel ranks.
+    """
+    content = models[0].content.get("optimizer")
+    if by_slices and checkpoint.param_groups and isinstance(content, dict):
+        keep_other_state(checkpoint, content, models[0].file)
+        return
+    for parameter in checkpoint.parameters.values():
+        parameter.frozen = False  # a file without groups does not say
+    if by_slices or (content is None and not of_experts):
+        return
+    if ranks > 1:
+        checkpoint.warnings.append(
+            "without ZeRO, each pipeline stage numbers its optimizer's parameters by itself; the optimizer's state is "
+            "left out"
+        )
+    elif of_experts:
+        attach_experts(checkpoint, of_experts, models[0], names)
+    else:
+        attach_optimizer(checkpoint, models[0], names)
 
 
 def _expert_weights(files: Sequence[tuple[Shard, TorchFile]], mp_rank: int) -> Weights:
@@ -180,7 +210,7 @@ def _ranks(
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
-    weights = stage_weights(layers, firsts, tp) if layers else {}
+    weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
     ranks: list[RankFiles] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
@@ -195,7 +225,17 @@ def _ranks(
         files = _model_members(directory, own, members)
         outer = {**_expert_weights(outside, mp_rank), **weights.get(mp_rank, {})}
         ranks.append(RankFiles(files, members, read_rank(mp_rank, files, members, outer, shared)))
+    _note_copies(ranks, copies)
     return ranks
+
+
+def _note_copies(ranks: Sequence[RankFiles], copies: Sequence[Copy]) -> None:
+    """Note what further files of a tied layer hold."""
+    for mp_rank, name, path, tensor in copies:
+        state, copy = ranks[mp_rank].state, slot_of(WEIGHT, tensor, path)
+        used = state.parameters[name].slots.get(WEIGHT) if name in state.parameters else None
+        if used is not None and used.shape == copy.shape:
+            state.duplicates.append(Duplicate("tied", name, name, copy, used))
 
 
 def _model_members(
@@ -299,7 +339,9 @@ def _keep_others(
         rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
         rules[lead.path] = shard_rules(first=True)
     else:
-        plain_ones = [(file, file.root) for _, file in of_experts] + [(m.file, m.content) for m in models if of_experts]
+        plain_ones = [(file, file.root) for _, file in of_experts] + [
+            (m.file, m.content) for m in models if of_experts or checkpoint.param_groups
+        ]
         contents = [(file, root["optimizer"]) for file, root in plain_ones
                     if isinstance(root, dict) and isinstance(root.get("optimizer"), dict)]  # fmt: skip
         kept = dict.fromkeys(str(key) for _, one in contents for key in one if key not in STATE_KEYS)

@@ -9,8 +9,10 @@ optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.errors import DamagedFileError
+from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.torch_files.optimizer import Sample, attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
@@ -46,6 +48,43 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
         return
     attach(checkpoint, optimizer, path, names=names, sample=rounds_to_weight(checkpoint, path, optimizer))
     mark_frozen(checkpoint)
+
+
+def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
+    """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
+
+    Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
+    none of them gets an optimizer.
+
+    Returns
+    -------
+    list of str
+        Why they have none; empty where they have one.
+
+    Raises
+    ------
+    DamagedFileError
+        One is none that DeepSpeed writes.
+    """
+    found: list[Checkpoint] = []
+    for files in ranks:
+        one = Checkpoint(source, "deepspeed")
+        one.parameters = {name: replace(p, slots=dict(p.slots)) for name, p in files.state.parameters.items()}
+        path = files.models[0].shard.path
+        if not isinstance(files.models[0].content.get("optimizer"), dict):
+            return [f"{path}: holds no optimizer, as other tensor-parallel ranks do; its state is left out"]
+        attach_optimizer(one, files.models[0], names)
+        groups = [group.parameters for group in one.param_groups]
+        if one.unnamed or not groups or (found and groups != [group.parameters for group in found[0].param_groups]):
+            return [
+                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out (give "
+                f"--names FILE, one name a line in the optimizer's order)"
+            ]
+        found.append(one)
+    for files, one in zip(ranks, found, strict=True):
+        files.state.parameters.update(one.parameters)
+        files.state.groups[:] = one.param_groups
+    return []
 
 
 def of_content(content: Mapping[object, object], path: str) -> OptimizerState | None:

@@ -106,7 +106,7 @@ class VocabularyPadding:
                 parameter = state.parameters[name]
                 rows = _outside(shares, parameter.shape[rule.dim])
                 for key, slot in parameter.slots.items():
-                    for span in moved(slot.spans, rule.dim, rows):
+                    for span in moved(slot.spans, rule.dim, rows) if slot.shape else ():
                         low, high = reach(span)
                         yield PaddingSpan(key, span.path, low, high - low)
 
@@ -141,7 +141,7 @@ def _parts_kept_by(states: Sequence[RankState], merged: Parameter, rule: Rule | 
     for state, copies in zip(states, rule.copies, strict=False):
         parameter = state.parameters[merged.name]
         for key, slot in parameter.slots.items():
-            for source, target, size in copies if key in merged.slots else ():
+            for source, target, size in copies if key in merged.slots and slot.shape else ():
                 copy = _part(slot, rule.dim, source, size)
                 yield Duplicate("parameter", merged.name, merged.name, copy,
                                 _part(merged.slots[key], rule.dim, target, size), state.mp_rank)  # fmt: skip
@@ -186,6 +186,8 @@ def _merge_slot(slots: Sequence[Slot], rule: Rule, name: str, ranks: int) -> Slo
     first = slots[0]
     if len(slots) != ranks:
         raise LayoutError(f"{first.name} of {name} is missing on some tensor-parallel ranks")
+    if not first.shape and rule.shape:  # a step that each parameter has by itself, without ZeRO
+        return first
     if rule.kind == AVERAGED:
         return Slot(first.name, first.dtype, rule.shape, first.spans, tuple(s.spans for s in slots[1:]))
     if rule.kind != SLICED:
@@ -264,7 +266,7 @@ SAMPLED_EXTENTS = 4
 SAMPLED_NUMEL = 16
 
 
-def check_slices(origin: Origin, degree: int) -> int:
+def check_slices(origin: Origin, tp: int, degree: int) -> int:
     """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
 
     A rule that is missing cannot be seen in shapes: a norm that every rank has whole looks like slices of one twice as
@@ -272,6 +274,8 @@ def check_slices(origin: Origin, degree: int) -> int:
 
     Parameters
     ----------
+    tp : int
+        Tensor-parallel ranks of the source.
     degree : int
         Tensor-parallel ranks of the target; at the source's own nothing is put together.
 
@@ -280,14 +284,14 @@ def check_slices(origin: Origin, degree: int) -> int:
     WeightMismatchError
         Copies of a parameter differ, or what no rule names is the same on every rank.
     """
-    ranks = origin.ranks
-    if origin.rules is None or len(ranks) in (0, 1, degree):
+    if origin.rules is None or not origin.ranks or tp in (1, degree):
         return 0
+    stages = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     path = origin.rules_path or origin.model.shard.path
     rules = Rules(origin.rules, path)
     compared = 0
     with Sources() as sources:
-        for name in ranks[0].state.parameters:
+        for ranks, name in ((one, name) for one in stages for name in one[0].state.parameters):
             rule = rules.matching(name)
             slots = [files.state.parameters[name].slots.get(MASTER) for files in ranks]
             masters = [slot for slot in slots if slot is not None]

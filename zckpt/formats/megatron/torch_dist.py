@@ -8,11 +8,12 @@ DIR/common.pt                   what is not sharded: iteration, arguments, sched
 optimizer.distributed....                          state of flat buffers, without names
 <key>/shard_<offset>_<shape>                       an object: `_extra_state` of a module, random states
 
-Source: megatron-core 0.13 and 0.16, and checkpoints that they wrote.
+Source: megatron-core 0.13, 0.15 and 0.16, and checkpoints that they wrote.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -172,9 +173,9 @@ def _pieces(
     """Return shape and spans of every tensor of the model that is stored together, by its layer and expert."""
     axes = len(one.axes)
     every = [_inner(key, items[key], model[key].shape, axes, path) for key in one.parts]
-    counts = {model[key].shape[:axes] for key in one.parts}
-    if len(counts) > 1:
-        raise LayoutError(f"the tensors of {one.key} are not of as many layers", path=path, found=sorted(counts))
+    alike = {(model[key].shape[:axes], items[key].dtype) for key in one.parts}
+    if len(alike) > 1:
+        raise LayoutError(f"the tensors of {one.key} do not fit together", path=path, found=sorted(alike))
     return {
         index: joined([(model[key].shape[axes:], its[index]) for key, its in zip(one.parts, every, strict=True)],
                       one.key, path)
@@ -188,7 +189,9 @@ def _inner(key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: 
     flat = item.shape != shape
     if flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], shape[axes:])):
         raise LayoutError(f"{item.key} is not of the shape of its weight", path=path, expected=shape, found=item.shape)
-    found = split(item.spans, axes)
+    if axes and not math.prod(item.shape):
+        raise UnsupportedError(f"{item.key} has no elements", path=path, found=item.shape)
+    found: dict[Index, list[Span]] = split(item.spans, axes) if axes else {(): list(item.spans)}
     if flat:
         return {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
     return found
