@@ -73,8 +73,8 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         (["manifest.ocdbt", "d/0123"], "Orbax"),
         (["saved_model.pb", "variables/variables.index"], "TensorFlow"),
         (["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow"),
-        (["mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
-        (["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
+        (["mp_rank_00/model_rng.pt"], "Megatron-LM"),
+        (["mp_rank_00_000/model_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
         (["model.gguf", "README.md"], "GGUF"),
     ],
 )
