@@ -123,7 +123,7 @@ def strip(
     origin, path = named(checkpoint), Path(target)
     _check_request(checkpoint, origin, request)
     stripping = get(checkpoint.format).strip(checkpoint, origin, request)
-    dropped = check_nothing_lost(checkpoint, drop, copied={one.name for one in stripping.files})
+    dropped = check_nothing_lost(checkpoint, drop, kept={one.name for one in stripping.files})
     owned = Owned(frozenset(one.name for one in stripping.files).__contains__)
     _check_apart(checkpoint, origin, path, owned, overwrite=overwrite)
 

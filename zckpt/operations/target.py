@@ -33,7 +33,7 @@ from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.inventory import Item
+from zckpt.state.inventory import FILE, Item
 from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
@@ -276,7 +276,9 @@ SHOWN = 3
 """More things than this are counted in a message."""
 
 
-def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = ()) -> tuple[str, ...]:
+def check_nothing_lost(
+    checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = (), kept: Collection[str] = ()
+) -> tuple[str, ...]:
     """Raise unless everything in a source arrives, or is to be dropped; return what is dropped, and why it is not read.
 
     Parameters
@@ -286,6 +288,8 @@ def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: C
         Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
     copied : collection of str
         Files that arrive as they are, whatever is in them, by their names within the source.
+    kept : collection of str
+        Files that arrive or are known to go; what is in them may still be lost.
 
     Raises
     ------
@@ -295,7 +299,7 @@ def check_nothing_lost(checkpoint: Checkpoint, drop: Sequence[str], *, copied: C
         A pattern names nothing that is left out.
     """
     dropped, lost, idle = take_inventory(checkpoint).without(drop)
-    others = [item for item in lost if item.file not in copied]
+    others = [item for item in lost if item.file not in copied and (item.kind != FILE or item.file not in kept)]
     if others:
         raise LeftOutError(
             f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",

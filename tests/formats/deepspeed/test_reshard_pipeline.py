@@ -36,6 +36,7 @@ def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
         (PLAIN, 500, {}),  # more ranks than elements
         (PLAIN, 2, THREE),
         ("pp2_s1_bf16_dp1", 2, ONE),
+        (SLICED, 2, ONE),  # as many ranks in all
         (SLICED, 2, {**ONE, "tensor_parallel_size": 1}),
         (SLICED, 1, {"tensor_parallel_size": 4}),
         ("pp2_tp1_s1_fp32_dp2", 1, {**ONE, "tensor_parallel_size": 2}),
@@ -57,6 +58,7 @@ def test_everything_arrives(name: str, world_size: int, options: dict[str, Any],
     assert [g.hyperparameters for g in found.param_groups] == [g.hyperparameters for g in source.param_groups]
     assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
     assert zckpt.verify(tag, deep=True).sound
+    assert zckpt.diff(run_of(name), tag).equal
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     ):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
-        return a.world_size != b.world_size
+        return (a.world_size, a.topology.dp) != (b.world_size, b.topology.dp)
     if _GROUP_NAME.fullmatch(key):
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
