@@ -19,6 +19,9 @@ too. Extra memory is what a rank grows by at its peak.
 That training stands still is the time until an asynchronous save returns, where there has been one before, and the last
 one has ended; dcp.async_save also with a stager that keeps its memory, which it does not by default.
 
+What `Checkpointer.step` takes where nothing is to be saved ("step") is the median of many calls, of all ranks at the
+same time; and of one call, where another rank makes its own 20 ms later.
+
 torch's own ZeroRedundancyOptimizer consolidates 2% of the model only, and ours as many: it would take minutes.
 
 Bytes read are what the kernel has counted for all threads of a rank while it loaded an optimizer's state, those of gloo
@@ -51,6 +54,8 @@ LAYERS, WIDTH, WORDS = 24, 1024, 4000  # 300M parameters
 HEADS = 8
 PART = 0.02  # of the elements, which torch's ZeroRedundancyOptimizer consolidates in seconds
 FAMILIES = ("zero", "redundancy")
+CALLS = 1000  # of step
+LATE = 0.02  # seconds that a rank is late
 
 # The targets.
 SAVE_RATIO = 1.0  # ours / DCP's, at most
@@ -58,6 +63,7 @@ LOAD_RATIO = 1.0
 STALL_RATIO = 0.5
 CONSOLIDATION_RATIO = 1.0
 BYTES_RATIO = 1.02  # read / owned, at most
+LATE_RATIO = 0.1  # of the time that another rank is late, what step waits, at most
 
 Act = Callable[[Path], Any]
 
@@ -69,7 +75,7 @@ class Match:
     Parameters
     ----------
     kind : str
-        How the model is trained; or "bytes", where checkpoints of all FAMILIES are loaded.
+        How the model is trained; "bytes", where checkpoints of all FAMILIES are loaded; "step", where none is.
     saved : str
         The folder of the checkpoints that are loaded.
     saves : bool
@@ -369,8 +375,8 @@ class Rank:
 
     def play(self) -> None:
         """Play a heat."""
-        if self.match.kind == "bytes":
-            self.bytes()
+        if self.match.kind in ("bytes", "step"):
+            getattr(self, self.match.kind)()
             return
         training = Training(self.match, self.match.kind, self.rank)
         if self.match.kind == "redundancy":
@@ -430,6 +436,28 @@ class Rank:
             self.time(f"save of {PART:.0%}, consolidated by {name}", consolidated.save, self.work / "saved-part")
         self.clear()
 
+    def step(self) -> None:
+        """Time steps of a Checkpointer after which nothing is saved."""
+        import zckpt
+
+        checkpointer = zckpt.Checkpointer(self.work / "run")
+        for _ in range(self.match.repeat):
+            self.dist.barrier()
+            seconds = []
+            for number in range(CALLS):
+                started = time.perf_counter()
+                checkpointer.step(number)
+                seconds.append(time.perf_counter() - started)
+            self.note("step, us", statistics.median(seconds) * 1e6)
+            self.dist.barrier()
+            if self.rank == 0:
+                time.sleep(LATE)
+            started = time.perf_counter()
+            checkpointer.step(CALLS)
+            waited = time.perf_counter() - started
+            self.note(f"step, another rank {LATE * 1e3:.0f} ms late, ms", waited * 1e3 if self.rank else 0.0)
+        checkpointer.close()
+
     def bytes(self) -> None:
         """Load the optimizer's state of checkpoints, and count what is read; save them before, if that is wanted."""
         import zckpt
@@ -465,7 +493,7 @@ def play(rank: int, match: Match) -> None:
 
     join(rank, match.world_size, match.work)
     contest = Rank(rank, match)
-    with torch.no_grad() if match.kind not in ("zero", "bytes") else torch.enable_grad():
+    with torch.no_grad() if match.kind not in ("zero", "bytes", "step") else torch.enable_grad():
         contest.play()
     if rank == 0:
         Path(match.work, "figures.json").write_text(json.dumps(contest.figures))
@@ -506,7 +534,8 @@ def judge(figures: Figures, heat: str) -> list[Target]:
         "stall": ("stall, DCP's own stager, zckpt", "stall, DCP's own stager, DCP", STALL_RATIO),
         "save / consolidated": ("save, zckpt", "save, consolidated", CONSOLIDATION_RATIO),
     }
-    return [
+    late = [statistics.median(values) for key, values in figures.items() if "late" in key]
+    return [Target(f"{heat}: waited / late", one / (LATE * 1e3), LATE_RATIO) for one in late] + [
         Target(f"{heat}: {what}", ratio(ours, theirs), limit)
         for what, (ours, theirs, limit) in pairs.items()
         if f"{theirs}, s" in figures
@@ -521,13 +550,13 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of elements (default: 1.0)")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()), help="folder for files of 10 GB")
     parser.add_argument(
-        "--only", choices=["sharded", "replicated", "redundancy", "bytes"], nargs="+", help="these only"
+        "--only", choices=["sharded", "replicated", "redundancy", "step", "bytes"], nargs="+", help="these only"
     )
     arguments = parser.parse_args()
     touch_memory()
     targets: list[Target] = []
     for world_size in arguments.ranks:
-        for kind in ("sharded", "replicated", "redundancy"):
+        for kind in ("sharded", "replicated", "redundancy", "step"):
             if arguments.only and kind not in arguments.only:
                 continue
             match = Match(world_size, arguments.repeat, arguments.scale, str(arguments.work), kind)

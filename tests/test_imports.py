@@ -50,7 +50,7 @@ print(json.dumps(done))
 
 EVERYTHING = ("torch", "deepspeed", "transformers", "safetensors")
 MODULES = sorted((ROOT / "zckpt").rglob("*.py"))
-MAY_IMPORT_TORCH = ("operations/open.py", "operations/tensors.py", "optim/", "training/", "dcp/", "hf.py")
+MAY_IMPORT_TORCH = ("operations/open.py", "operations/tensors.py", "optim/", "training/", "dcp/", "deepspeed/", "hf.py")
 
 SOURCES = [
     "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_client", "s3_bf16_dp2", "moe_ep2_s2_bf16_dp2",
@@ -191,9 +191,9 @@ def at_module_level(tree: ast.Module) -> ast.Module:
 
 
 FLOORS = [
-    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf", "dcp"}, {"training"}, {"optim"}, {"operations"}, {"naming"},
-    {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"}, {"state"},
-    {"errors", "codes", "version"},
+    {"__main__", "__init__"}, {"cli"}, {"report"}, {"hf"}, {"dcp", "deepspeed"}, {"training"}, {"optim"},
+    {"operations"}, {"naming"}, {"formats"}, {"compare"}, {"torchfile"}, {"executors"}, {"engine"}, {"storage"},
+    {"state"}, {"errors", "codes", "version"},
 ]  # fmt: skip
 """The rooms of the house, from the roof down."""
 
@@ -202,7 +202,7 @@ def test_torch_is_imported_only_where_it_may_be_and_pickle_nowhere() -> None:
     for path in MODULES:
         inside = path.relative_to(ROOT / "zckpt").as_posix()
         tree = ast.parse(path.read_text())
-        assert not {"deepspeed", "pickle"} & imported(tree), inside
+        assert not {"deepspeed", "pickle"} & imported(tree), inside  # `zckpt.deepspeed` finds it where it is loaded
         if not inside.startswith(MAY_IMPORT_TORCH):
             assert "torch" not in imported(at_module_level(tree)), inside
 

@@ -30,7 +30,7 @@ def test_exported_names() -> None:
         "ShardError", "Slot", "SourceError", "Span", "Stripped", "TargetError", "TargetExistsError", "Topology",
         "UnknownFormatError", "UnsupportedError", "UsageError", "Verification", "WeightMismatchError", "WorkerError",
         "Written", "ZckptError", "__version__",
-        "average", "consolidate", "convert", "dcp", "diff", "fingerprint", "hf", "inspect", "load", "map",
+        "average", "consolidate", "convert", "dcp", "deepspeed", "diff", "fingerprint", "hf", "inspect", "load", "map",
         "merge_adapter", "open", "optim", "reshard", "save", "series", "strip", "verify",
     ]  # fmt: skip
 
@@ -51,10 +51,11 @@ def test_the_face_is_what_dir_lists() -> None:
 
 def test_modules_are_there_without_a_further_import() -> None:
     program = "import zckpt; print(zckpt.hf.prepare_resume.__name__, zckpt.dcp.Reader.__name__, zckpt.optim.__name__)"
+    program += "; print(zckpt.deepspeed.any_world_size.__name__)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=True
     )
-    assert done.stdout.split() == ["prepare_resume", "Reader", "zckpt.optim"]
+    assert done.stdout.split() == ["prepare_resume", "Reader", "zckpt.optim", "any_world_size"]
 
 
 def test_a_checkpoint_shows_itself_in_two_lines() -> None:

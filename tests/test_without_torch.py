@@ -70,6 +70,7 @@ lacks = {
     "optim": lambda: zckpt.optim,
     "dcp": lambda: zckpt.dcp,
     "hf": lambda: zckpt.hf,
+    "deepspeed": lambda: zckpt.deepspeed,
     "import": lambda: __import__("zckpt.optim.zero"),
 }
 said = {}
@@ -161,6 +162,6 @@ def test_what_needs_torch_says_so_in_one_line(python: Path, tmp_path: Path) -> N
     assert said == {
         "read": training.replace("training", "read()"),
         **dict.fromkeys(("save", "load", "Checkpointer"), training),
-        **{name: training.replace("training", f"zckpt.{name}") for name in ("optim", "dcp", "hf")},
+        **{name: training.replace("training", f"zckpt.{name}") for name in ("optim", "dcp", "hf", "deepspeed")},
         "import": training.replace("training", "zckpt.optim"),
     }

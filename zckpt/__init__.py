@@ -21,6 +21,7 @@
     zckpt.load("run/step7", model=model, optimizer=optimizer)              # any format, at any number of ranks
 
     zckpt.optim, zckpt.dcp, zckpt.hf       the sharded optimizers, torch.distributed.checkpoint, Hugging Face's Trainer
+    zckpt.deepspeed                        stock DeepSpeed resumes from any of them, in place
 
 The names below are the whole public face; they are loaded when first used, so that importing zckpt is cheap. Without
 torch (`pip install zckpt` alone) everything works but `read()`, `save`, `load`, `Checkpointer` and these modules.
@@ -51,7 +52,7 @@ from zckpt.errors import (
 from zckpt.version import __version__
 
 if TYPE_CHECKING:
-    from zckpt import dcp, hf, optim
+    from zckpt import dcp, deepspeed, hf, optim
     from zckpt.compare.digests import Fingerprint
     from zckpt.operations.average import Averaged, average
     from zckpt.operations.consolidate import Consolidated, consolidate
@@ -92,7 +93,7 @@ _HOMES = {
 }
 """The module of each name that is loaded when it is first used."""
 
-_MODULES = ("dcp", "hf", "optim")
+_MODULES = ("dcp", "deepspeed", "hf", "optim")
 """Modules that are there without a further import; they need torch."""
 
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -142,6 +143,7 @@ __all__ = [
     "consolidate",
     "convert",
     "dcp",
+    "deepspeed",
     "diff",
     "fingerprint",
     "hf",

@@ -1,11 +1,17 @@
 """Resume Hugging Face's Trainer at another number of processes.
 
     trainer = Trainer(...)
+    with zckpt.hf.any_world_size():
+        trainer.train(resume_from_checkpoint=True)
+
+The Trainer asks DeepSpeed to load `checkpoint-N`, which DeepSpeed does at the number of ranks that saved it only.
+`any_world_size`, which is `zckpt.deepspeed`'s, lets it load in place. For those who want files, there is a copy for the
+present number of ranks:
+
     trainer.train(resume_from_checkpoint=zckpt.hf.prepare_resume("out"))
 
-The Trainer asks DeepSpeed to load `checkpoint-N`, which DeepSpeed does at the number of ranks that saved it only; a
-copy is written for the present number. It must be there before `train` begins: when callbacks are first called, the
-Trainer has loaded. What a Trainer without DeepSpeed saves, any number of processes loads.
+It must be there before `train` begins: when callbacks are first called, the Trainer has loaded. What a Trainer without
+DeepSpeed saves, any number of processes loads.
 
 OUTPUT/checkpoint-N/                 as the Trainer saved it
 OUTPUT/_resharded-P/checkpoint-N/    for P processes; `_`, so that it is not uploaded with the model
@@ -26,6 +32,7 @@ require_torch("zckpt.hf")
 
 import torch.distributed as dist
 
+from zckpt.deepspeed import any_world_size
 from zckpt.formats import open_checkpoint
 from zckpt.formats.companions import files_below
 from zckpt.formats.deepspeed.directory import find
@@ -36,7 +43,7 @@ from zckpt.state import Topology
 from zckpt.storage.durable import written_files
 from zckpt.storage.files import read_whole
 
-__all__ = ["prepare_resume"]
+__all__ = ["any_world_size", "prepare_resume"]
 
 MAXIMUM_NBYTES = 1 << 26
 """Of the file that says what a copy was copied from: some hundred bytes for each file."""

@@ -29,11 +29,15 @@ def build_pipeline(spec: Spec) -> Any:
     """Build this rank's stage; collective."""
     from deepspeed.pipe import PipelineModule
 
-    layers = _megatron_layers() if spec.model == "pipeline_megatron" else _layers()
+    layers = _megatron_layers(invariant=spec.invariant) if spec.model == "pipeline_megatron" else _layers()
     return PipelineModule(
-        layers, topology=_topology(spec), loss_fn=token_loss, partition_method="uniform",
-        seed_layers=True, base_seed=torch.initial_seed(),
+        layers, topology=_topology(spec), loss_fn=token_loss, partition_method=spec.partition_method,
+        seed_layers=True, base_seed=torch.initial_seed(), seed_fn=_seed,
     )  # fmt: skip
+
+
+def _seed(seed: Any) -> None:
+    torch.manual_seed(int(seed))  # of bounds by weight DeepSpeed makes a number of numpy, and `random` takes none
 
 
 def _topology(spec: Spec) -> Any:
@@ -60,15 +64,15 @@ def _layers() -> list[Any]:
     ]
 
 
-def _megatron_layers() -> list[Any]:
+def _megatron_layers(*, invariant: bool) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     from tests.deepspeed_engine.tensor_parallel import Embedding, Layer, logits_of
 
     return [
         TiedLayerSpec("embed", Embedding),
-        LayerSpec(Layer),
-        LayerSpec(Layer),
+        LayerSpec(Layer, invariant=invariant),
+        LayerSpec(Layer, invariant=invariant),
         LayerSpec(nn.LayerNorm, HIDDEN),
         TiedLayerSpec("embed", Embedding, forward_fn=logits_of),
     ]

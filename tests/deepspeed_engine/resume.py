@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,27 +45,33 @@ def resume(
     *,
     tag: str | None = None,
     universal: bool = False,
+    in_place: bool = False,
 ) -> Verdict:
     """Load `run_directory` into the engine of `spec` and train the next steps.
 
     `spec` is that of the saved run, with the world size (`spec.at(6)`) or stage wanted now. The model starts
-    from another seed than the saved one, so that nothing is right by accident.
+    from another seed than the saved one, so that nothing is right by accident. With `in_place`, zckpt serves it the
+    checkpoint, which may be of any format.
     """
     if universal:
         spec = spec.at(spec.world_size, config={**spec.config, "checkpoint": {"load_universal": True}})
-    return gloo.run(_resume, spec.world_size, spec, Path(run_directory), Path(truth_folder), tag)[0]
+    return gloo.run(_resume, spec.world_size, spec, Path(run_directory), Path(truth_folder), tag, in_place)[0]
 
 
-def _resume(rank: int, world_size: int, spec: Spec, run: Path, folder: Path, tag: str | None) -> Verdict:
+def _resume(
+    rank: int, world_size: int, spec: Spec, run: Path, folder: Path, tag: str | None, in_place: bool
+) -> Verdict:
     from safetensors.torch import load_file
 
     from tests.deepspeed_engine.training import build_engine, train_step
     from tests.deepspeed_engine.truth import machine, read_live
+    from zckpt.deepspeed import any_world_size
 
     about = json.loads((folder / "truth.json").read_text())
     truth = load_file(folder / "truth.safetensors")
     engine = build_engine(spec, seed=models.MODEL_SEED + 1)
-    path, _ = engine.load_checkpoint(str(run), tag=tag)
+    with any_world_size(engine) if in_place else nullcontext():
+        path, _ = engine.load_checkpoint(str(run), tag=tag)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint in {run}")
     live = read_live(engine, spec)

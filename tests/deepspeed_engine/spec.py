@@ -63,8 +63,13 @@ class Spec:
     auto_tp: bool = False  # DeepSpeed itself slices the model
     invariant: bool = False  # megatron computes the same at any tensor-parallel degree, and nothing drifts apart
     pipeline_parallel: int = 1
+    partition_method: str = "uniform"  # of a pipeline
     zero: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_pipeline(self) -> bool:
+        return self.model.startswith("pipeline")
 
     @property
     def data_parallel(self) -> int:

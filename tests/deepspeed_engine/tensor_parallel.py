@@ -76,8 +76,8 @@ def universal_info(spec: Spec) -> dict[str, Any]:
     def patterns(rule: str) -> list[str]:
         return [rf"{pattern}$" for pattern, its in RULES.items() if its == rule and pattern != absent]
 
-    absent = r"alpha" if spec.pipeline_parallel > 1 else r"\d+\.(weight|bias)"  # unused ones are refused
-    tied = [r"tied_modules\.embed\.weight$"] if spec.pipeline_parallel > 1 else []
+    absent = r"alpha" if spec.is_pipeline else r"\d+\.(weight|bias)"  # unused ones are refused
+    tied = [r"tied_modules\.embed\.weight$"] if spec.is_pipeline else []
 
     weight, bias = (rf"\w+\.query_key_value\.{kind}$" for kind in ("weight", "bias"))
     info = {

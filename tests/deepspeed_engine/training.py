@@ -68,7 +68,7 @@ def build_engine(spec: Spec, seed: int = models.MODEL_SEED) -> Any:
         from tests.deepspeed_engine.tensor_parallel import use_grid
 
         mpu = use_grid(spec)
-    if spec.pipeline_parallel > 1:
+    if spec.is_pipeline:
         mpu = None  # the pipeline brings its own
     model = models.build_model(spec, seed)
     own = spec.optimizer not in optimizers.BY_CONFIGURATION
@@ -103,7 +103,7 @@ def batch(spec: Spec, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train_step(engine: Any, spec: Spec, step: int) -> list[float]:
     """Train on the data of `step` and return every rank's loss; collective."""
     ids, labels = batch(spec, step)
-    if spec.pipeline_parallel > 1:
+    if spec.is_pipeline:
         loss = engine.train_batch(iter([(ids, labels)]))
     else:
         if spec.model in models.HUGGING_FACE:

@@ -186,7 +186,7 @@ def _merge_ranks(live: Live, spec: Spec, maps: dict[str, Any]) -> None:
         live.slots = {_global_expert(name, first): value for name, value in live.slots.items()}
         live.weights = {_global_expert(name, first): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
-    if spec.model != "moe" and "megatron" not in spec.model and spec.pipeline_parallel == 1 and not spec.auto_tp:
+    if spec.model != "moe" and "megatron" not in spec.model and not spec.is_pipeline and not spec.auto_tp:
         return
     parts = _gather((live.slots, live.weights, live.buffers))
     live.slots = {

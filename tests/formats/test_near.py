@@ -73,8 +73,8 @@ def test_arrays_of_numpy(tmp_path: Path) -> None:
         (["manifest.ocdbt", "d/0123"], "Orbax"),
         (["saved_model.pb", "variables/variables.index"], "TensorFlow"),
         (["checkpoint", "ckpt-1.index", "ckpt-1.data-00000-of-00001"], "TensorFlow"),
-        (["mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
-        (["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
+        (["mp_rank_00/model_rng.pt"], "Megatron-LM"),
+        (["mp_rank_00_000/model_rng.pt", "mp_rank_01_000/distrib_optim.pt"], "Megatron-LM"),
         (["model.gguf", "README.md"], "GGUF"),
     ],
 )
@@ -130,8 +130,10 @@ def test_file_of_torch_without_a_state_dict_is_intact_and_not_supported(tmp_path
 
 
 def test_what_another_verb_does_is_named(tmp_path: Path) -> None:
-    refused(5, "reshard", FIXTURES / "pp2_s1_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
-    refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, words=("zckpt convert",))
+    refused(5, "reshard", FIXTURES / "pp2_s1_fp32_dp2", tmp_path / "out", "--world-size", 3, "--stage", 2,
+            words=("zckpt convert",))  # fmt: skip
+    refused(5, "reshard", FIXTURES / "s0_fp32_dp2", tmp_path / "out", "--world-size", 3, "--stage", 2,
+            words=("zckpt convert",))  # fmt: skip
     refused(5, "strip", FIXTURES / "other" / "dcp_fsdp2_dp2_flatopt" / "ckpt", tmp_path / "out", "--optimizer",
             words=("zckpt consolidate",))  # fmt: skip
     assert list(tmp_path.iterdir()) == []

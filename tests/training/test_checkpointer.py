@@ -62,11 +62,13 @@ def test_a_run_that_is_ended_resumes_where_it_was(async_: bool, tmp_path: Path) 
     whole = run(train, 2, tmp_path / "whole", 9, options, None)[0]
     assert whole["names"] == [RECORD, "latest", "step-00000006", "step-00000008"]
     began = run(train, 2, tmp_path / "run", 9, options, 4)
-    assert {told["names"][-1] for told in began} == {"step-00000005"}  # after the step in which it was told
-    assert (tmp_path / "run" / "latest").read_text() == "step-00000005"
-    assert zckpt.open(tmp_path / "run").step == 5
+    [latest] = {told["names"][-1] for told in began}
+    assert latest in ("step-00000005", "step-00000006")  # after the step in which one rank was told, or the next
+    assert (tmp_path / "run" / "latest").read_text() == latest
+    last = zckpt.open(tmp_path / "run").step
+    assert latest == f"step-{last:08d}"
     ended = run(train, 2, tmp_path / "run", 9, options, None)[0]
-    assert ended["extra"] == {"seen": 5}
+    assert ended["extra"] == {"seen": last}
     assert began[0]["losses"] + ended["losses"] == whole["losses"]
     assert ended["names"] == [RECORD, "latest", "step-00000006", "step-00000008"]
 
@@ -127,14 +129,17 @@ def test_the_last_sound_one_is_never_removed(tmp_path: Path) -> None:
     checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
     for step in (1, 2, 3):
         checkpointer.save(step, model=model)
+        checkpointer.close()
         assert names(tmp_path) == [RECORD, "latest", f"step-0000000{step}"]
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000009")
     damage_one = tmp_path / "step-00000009" / "checkpoint.json"
     damage_one.write_bytes(damage_one.read_bytes()[:-9])
     checkpointer.save(4, model=model)
+    checkpointer.close()
     assert names(tmp_path) == [RECORD, "latest", "step-00000004", "step-00000009"]
     (tmp_path / ".step-00000001.zckpt-removed").mkdir()  # left by a run that was killed
     checkpointer.save(5, model=model)
+    checkpointer.close()
     assert names(tmp_path) == [RECORD, "latest", "step-00000005", "step-00000009"]
 
 

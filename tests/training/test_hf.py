@@ -16,7 +16,7 @@ import zckpt
 from tests.gloo import run
 from tests.truth import Truth, assert_same
 from zckpt.errors import SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.hf import prepare_resume
+from zckpt.hf import any_world_size, prepare_resume
 
 pytestmark = pytest.mark.interop
 
@@ -122,6 +122,26 @@ def test_trainer_resumes_at_another_number_of_processes(
         for step, loss in its.losses.items():
             assert found.losses[step] == pytest.approx(loss, rel=1e-4), (kind, step)
         assert (output / kind / f"checkpoint-{STEPS}" / "trainer_state.json").is_file()
+
+
+def resume_in_place(rank: int, world_size: int, output: Path) -> dict[int, float]:
+    """Go on with the Trainer and DeepSpeed from the directory as it is; return the losses of all steps."""
+    trainer = trainer_of(world_size, output, deepspeed=True)
+    with any_world_size() as loading:
+        trainer.train(resume_from_checkpoint=True)
+    assert loading.in_place == [str(output / f"checkpoint-{SAVED}")]
+    return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
+
+
+def test_trainer_resumes_in_place_without_a_copy(whole: tuple[Path, dict[str, Trained]], tmp_path: Path) -> None:
+    saved, expected = whole
+    output = tmp_path / "output"
+    shutil.copytree(saved / "deepspeed", output)
+    for told in run(resume_in_place, 3, output):
+        assert told.keys() == expected["deepspeed"].losses.keys()
+        for step, loss in expected["deepspeed"].losses.items():
+            assert told[step] == pytest.approx(loss, rel=1e-4), step
+    assert not [path for path in output.iterdir() if not path.name.startswith("checkpoint-")]
 
 
 def resume_without_deepspeed(rank: int, world_size: int, output: Path) -> dict[int, float]:

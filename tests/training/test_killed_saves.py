@@ -23,6 +23,7 @@ def save_third_again(here: Path) -> None:
     """After a rollback, with other weights."""
     run = checkpointer(here, keep=2)
     run.save(3, model=model_of(30))
+    run.close()
 
 
 @pytest.mark.parametrize(

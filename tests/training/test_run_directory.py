@@ -32,7 +32,13 @@ def saved(directory: Path, *steps: int, **options: int | None) -> zckpt.Checkpoi
     made = checkpointer(directory, **options)
     for step in steps:
         made.save(step, model=model_of(step))
+    made.close()  # what is no longer kept is gone
     return made
+
+
+def saved_and_pruned(run: zckpt.Checkpointer, step: int) -> None:
+    run.save(step, model=model_of(step))
+    run.close()
 
 
 def resumed(directory: Path) -> int | None:
@@ -118,7 +124,7 @@ def test_a_copy_of_ours_under_another_name_stays(tmp_path: Path) -> None:
     run = saved(tmp_path, 1, keep=1)
     shutil.copytree(tmp_path / name_of(1), tmp_path / name_of(9))
     run.save(2, model=model_of(2))
-    run.save(3, model=model_of(3))
+    saved_and_pruned(run, 3)
     assert steps_in(tmp_path) == [3, 9]
 
 
@@ -127,7 +133,7 @@ def test_what_takes_the_place_of_ours_stays(tmp_path: Path) -> None:
     run = saved(tmp_path, 1, keep=1)
     shutil.rmtree(tmp_path / name_of(1))
     another_runs(tmp_path / name_of(1))
-    run.save(2, model=model_of(2))
+    saved_and_pruned(run, 2)
     assert steps_in(tmp_path) == [1, 2]
 
 
@@ -135,10 +141,10 @@ def test_ours_with_something_of_the_users_in_it_stays_and_is_told(tmp_path: Path
     run = saved(tmp_path, 1, keep=1)
     (tmp_path / name_of(1) / "notes.txt").write_text("precious")
     with pytest.warns(UserWarning, match=r"step-00000001 is not removed: .*notes\.txt"):
-        run.save(2, model=model_of(2))
+        saved_and_pruned(run, 2)
     assert (tmp_path / name_of(1) / "notes.txt").read_text() == "precious"
     (tmp_path / name_of(1) / "notes.txt").unlink()
-    run.save(3, model=model_of(3))
+    saved_and_pruned(run, 3)
     assert steps_in(tmp_path) == [3]
 
 
@@ -192,7 +198,7 @@ def test_after_a_rollback_what_is_saved_is_kept_and_resumed_from(keep: int | Non
     assert zckpt.load(tmp_path / name_of(300), model=model).step == 300
     order = [100, 200, 300, 400, 500]
     for step in (350, 400, 450):
-        run.save(step, model=model_of(step))
+        saved_and_pruned(run, step)
         order = [*(one for one in order if one != step), step]
         assert (tmp_path / "latest").read_text() == name_of(step)
         assert steps_in(tmp_path) == sorted(order if keep is None else order[-keep:])

@@ -9,6 +9,7 @@ saving        `save`, and saving while training goes on
 loading       `load`
 other_state   schedulers, random states and the program's own values
 checkpointer  a run's directory: when to save, what to keep, where to resume
+ending        SIGTERM, and the step in which all ranks end
 run_record    which checkpoints a Checkpointer wrote
 """
 

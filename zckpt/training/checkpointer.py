@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from zckpt.storage.durable import recover, target_of_old
 from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.directory import new_identity
+from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.loading import Restored, load
 from zckpt.training.run_record import NAME, Record, Saved
 from zckpt.training.saving import Saving, save_given
@@ -52,9 +52,12 @@ class Checkpointer:
                 break
         checkpointer.close()
 
-    All ranks make one and call its methods together. The order of checkpoints is that of saving, whatever their steps:
-    who goes back to step 300 of 500 and saves step 400 has saved that last. Only what a Checkpointer wrote into the
-    directory, which its record tells by name and id, is ever replaced or removed.
+    All ranks make one and call its methods together; `with` closes it, too. Where nothing is to be saved, `step` sends
+    nothing and waits for no other rank, and what is no longer kept is removed by a thread.
+
+    The order of checkpoints is that of saving, whatever their steps: who goes back to step 300 of 500 and saves step
+    400 has saved that last. Only what a Checkpointer wrote into the directory, which its record tells by name and id,
+    is ever replaced or removed.
 
     Parameters
     ----------
@@ -67,8 +70,10 @@ class Checkpointer:
     async_ : bool
         Save while training goes on.
     on_sigterm : bool
-        Let SIGTERM, on any rank, be answered by a save after the next step. Its handler can be set in the main thread
-        only.
+        Let SIGTERM, on any rank, be answered by a save after the step that is being taken, or the one after it, on all.
+        A handler that was there before is called at once; an exception that it raises, such as SystemExit, is raised
+        when that save is done. Without a save, SIGTERM is what it was for the process before, from `close` on. Its
+        handler can be set in the main thread only.
     fingerprint : bool
         Record the fingerprint of each checkpoint with it.
     process_group : ProcessGroup, optional
@@ -107,16 +112,24 @@ class Checkpointer:
         self._process_group = process_group
         self._ranks = Ranks(process_group)
         self._ranks.of_first(lambda: run_record.check_directory(self.directory))
-        self._is_asked_to_end = False
-        self._listens = on_sigterm
-        self._before: Any = None
-        self._saving: tuple[Saving, Saved] | None = None
-        if on_sigterm and threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._saving: Saving | None = None
+        self._pruning: threading.Thread | None = None
+        self._told_of: list[str] = []
+        self._sigterm = Sigterm()
+        self._ending: Ending | None = None
+        if on_sigterm:
+            self._ending = Ending(self._ranks, self._sigterm)
+            self._sigterm.listen()
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._is_asked_to_end = True
+    def __enter__(self) -> Checkpointer:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
 
     # --- saving
 
@@ -134,14 +147,14 @@ class Checkpointer:
 
         Parameters are those of `zckpt.save`, and so are errors.
         """
-        self._publish(wait=False)
-        ending = self._listens and self._ranks.any(self._is_asked_to_end)
+        ending = self._ending is not None and self._ending.is_due()
         if not ending and (self.every is None or step % self.every):
             return False
         self.save(step, model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=grad_scaler, extra=extra)
         if ending:
-            self._publish(wait=True)
+            self._finish()
             self.is_ending = True
+            self._sigterm.answer()
         return True
 
     def save(
@@ -158,9 +171,9 @@ class Checkpointer:
 
         Parameters and errors are those of `zckpt.save`.
         """
-        self._publish(wait=True)
+        self._finish()
         checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
-        saving = save_given(
+        self._saving = save_given(
             self.directory / checkpoint.name,
             model,
             optimizer,
@@ -170,11 +183,8 @@ class Checkpointer:
             overwrite=overwrite,
             fingerprint=self.fingerprint,
             identity=checkpoint.identity,
+            then=lambda: self._name_and_prune(checkpoint),
         )
-        if saving is None:
-            self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
-        else:
-            self._saving = (saving, checkpoint)
 
     def _begun(self, name: str) -> tuple[Saved, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
@@ -194,7 +204,7 @@ class Checkpointer:
         return checkpoint, is_own
 
     def close(self) -> None:
-        """Wait for a save that is going on, and no longer answer SIGTERM.
+        """Wait for a save and for removals that are going on, and no longer answer SIGTERM.
 
         Raises
         ------
@@ -202,30 +212,40 @@ class Checkpointer:
             The save has failed.
         """
         try:
-            self._publish(wait=True)
+            self._finish()
         finally:
-            if self._before is not None:
-                signal.signal(signal.SIGTERM, self._before)
-                self._before = None
+            if self._ending is not None:
+                self._ending.close()
+            self._sigterm.close()
 
-    def _publish(self, *, wait: bool) -> None:
-        """Name what has been saved in the meantime as the latest, if all ranks have it."""
-        if self._saving is None:
-            return
-        saving, checkpoint = self._saving
-        if not wait and not self._ranks.all(saving.done()):
-            return
-        self._saving = None
-        saving.result()
-        self._ranks.of_first(lambda: self._name_and_prune(checkpoint))
+    def _finish(self) -> None:
+        """Wait for what is going on in other threads."""
+        saving, self._saving = self._saving, None
+        try:
+            if saving is not None:
+                saving.result()
+        finally:
+            if self._pruning is not None:
+                self._pruning.join()
+            while self._told_of:
+                warnings.warn(self._told_of.pop(0), stacklevel=3)
 
     def _name_and_prune(self, checkpoint: Saved) -> None:
+        """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
         run_record.write_latest(self.directory, checkpoint.name)
         record = run_record.read_record(self.directory).with_saved(checkpoint)
         run_record.write_record(self.directory, record)
-        pruned = self._pruned(record)
-        if pruned != record:
-            run_record.write_record(self.directory, pruned)
+        self._pruning = threading.Thread(target=self._prune, args=(record,), name="zckpt-prune")
+        self._pruning.start()
+
+    def _prune(self, record: Record) -> None:
+        """Remove what is no longer kept; a failure has spoiled nothing, and the next save tries again."""
+        try:
+            pruned = self._pruned(record)
+            if pruned != record:
+                run_record.write_record(self.directory, pruned)
+        except Exception as error:  # noqa: BLE001  # told by the thread that trains
+            self._told_of.append(f"{self.directory}: checkpoints that are no longer kept are still there: {error}")
 
     def _pruned(self, record: Record) -> Record:
         """Remove sound checkpoints beyond those to keep, and what is unsound and was saved before them."""
@@ -254,7 +274,7 @@ class Checkpointer:
         try:
             check_replaceable(path, OWNED)
         except TargetError as error:
-            warnings.warn(f"{path.name} is not removed: {error}", stacklevel=2)
+            self._told_of.append(f"{path.name} is not removed: {error}")
             return
         hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like a checkpoint
         path.rename(hidden)
@@ -295,6 +315,7 @@ class Checkpointer:
         UsageError
             The checkpoint is of another model.
         """
+        self._finish()
         passed: list[str] = []
         for path in self._ranks.of_first(self._candidates):
             why = self._ranks.from_first(_unsound(path) if self._ranks.rank == 0 else None)

@@ -10,7 +10,7 @@ If a rank fails, all are informed; then none has saved, and nothing is left behi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,6 +185,7 @@ def save_given(
     overwrite: bool,
     fingerprint: bool,
     identity: str | None = None,
+    then: Callable[[], None] | None = None,
 ) -> Saving | None:
     """Save as `save` does, with the id of the checkpoint given.
 
@@ -197,6 +198,8 @@ def save_given(
         `scheduler`, `grad_scaler`, `extra` and `step`.
     identity : str, optional
         The id that the document gets, of the first rank; by default a new one.
+    then : callable, optional
+        What the first rank does when the checkpoint is there; if it fails, all have failed.
     """
     _BACKGROUND.finish()
     check_directory(path)
@@ -216,6 +219,8 @@ def save_given(
         if fingerprint:
             raise _no_fingerprint("a DistributedOptimizer")
         save_workers(path, workers, given, overwrite=overwrite, identity=identity)
+        if then is not None:
+            then()
         return None
     group = process_group or process_group_of(optimizer)
     ranks = Ranks(group, purpose="save" if async_ else "")
@@ -225,10 +230,16 @@ def save_given(
     except Exception as error:  # noqa: BLE001  # all ranks learn of it
         prepared = error
     options: dict[str, Any] = {"overwrite": overwrite, "fingerprint": fingerprint, "identity": identity}
-    if not async_:
+
+    def written() -> None:
         write(ranks, path, prepared, **options)
+        if then is not None:
+            ranks.of_first(then)
+
+    if not async_:
+        written()
         return None
-    future = _BACKGROUND.pool.submit(write, ranks, path, prepared, **options)
+    future = _BACKGROUND.pool.submit(written)
     _BACKGROUND.saving = Saving(future, path, Ranks(group))
     return _BACKGROUND.saving
 

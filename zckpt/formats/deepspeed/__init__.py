@@ -61,6 +61,29 @@ class RecutOptions(Options):
     tensor_parallel_size: int | None = option(
         int, None, "Ranks over which parameters are sliced. Default: as SOURCE.", metavar="T"
     )
+    pipeline_parallel_size: int | None = option(
+        int, None, "Stages over which a pipeline's layers are dealt. Default: as SOURCE.", metavar="P"
+    )
+    partition_method: str | None = option(
+        str,
+        None,
+        "As partition_method of the training's PipelineModule: uniform, parameters or type:REGEX. Default: the one "
+        "that gave SOURCE's stages.",
+        metavar="METHOD",
+    )
+    stage_bounds: str | None = option(
+        str,
+        None,
+        "Instead of a method: 0, the first layer of each further stage, and the number of layers.",
+        metavar="0,N,...",
+    )
+    pipeline_layers: str | None = option(
+        str,
+        None,
+        "The layers that PipelineModule gets, where files leave that open: Embedding=KEY,Block*24,relu,...; KEY of a "
+        "TiedLayerSpec.",
+        metavar="LAYER,...",
+    )
     padded_vocab_size: int | None = option(
         int,
         None,

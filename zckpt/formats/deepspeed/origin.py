@@ -63,6 +63,8 @@ class Origin:
         Files of experts' weights.
     expert_optimizers : sequence of (Shard, TorchFile)
         Files for the optimizer of experts, which under ZeRO hold nothing.
+    layers : sequence of (Shard, TorchFile)
+        Files of a pipeline's layers.
     rules : mapping or None
         How tensor-parallel slices make up parameters: the content of `universal_checkpoint_info`, or what a user gave.
     rules_path : str or None
@@ -77,6 +79,7 @@ class Origin:
     expert_optimizers: Sequence[tuple[Shard, TorchFile]] = ()
     rules: Mapping[str, object] | None = None
     rules_path: str | None = None
+    layers: Sequence[tuple[Shard, TorchFile]] = ()
 
 
 def origin_of(checkpoint: Checkpoint) -> Origin | None:

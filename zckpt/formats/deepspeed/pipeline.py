@@ -10,18 +10,22 @@ A tied layer's weights lie in the file of its first use only; every stage that u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.origin import RankState
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.state import Duplicate, Parameter, ParamGroup
-from zckpt.torchfile import Tensor, TorchFile
+from zckpt.torchfile import Digests, Tensor, TorchFile
 
 TIED = "tied_modules."
 
 Weights = dict[str, tuple[str, Tensor]]
 """File and tensor by parameter name."""
+
+Copy = tuple[int, str, str, Tensor]
+"""Model-parallel rank, parameter name, file and tensor."""
 
 
 def degrees(model: ModelShard, layers: Sequence[Shard], mp_ranks: int) -> tuple[int, int]:
@@ -51,8 +55,10 @@ def degrees(model: ModelShard, layers: Sequence[Shard], mp_ranks: int) -> tuple[
 
 def stage_weights(
     files: Sequence[tuple[Shard, TorchFile]], models: Sequence[ModelShard], tp: int
-) -> dict[int, Weights]:
-    """Return the weights of each model-parallel rank, under the names that its groups have for them.
+) -> tuple[dict[int, Weights], list[Copy]]:
+    """Return the weights of each model-parallel rank, under the names that its groups have for them, and their copies.
+
+    A tied layer that no function wraps has a file for each of its uses: of these the first is read.
 
     What no stage's groups or buffers name (frozen parameters) goes to the first stage.
 
@@ -71,23 +77,46 @@ def stage_weights(
         A layer's weights could be those of several tied layers.
     """
     found: dict[int, Weights] = {rank: {} for rank in range(len(models))}
-    for tp_rank in range(tp):
+    copies: list[Copy] = []
+    named = [_names(model) for model in models]
+    for shard, file in files:
+        tp_rank = shard.mp_rank or 0
+        if tp_rank >= tp:
+            continue
         stages = range(tp_rank, len(models), tp)
-        named = {rank: _names(models[rank]) for rank in stages}
-        known: dict[str, tuple[int, ...] | None] = {}
-        for names in named.values():
-            known.update(names)
-        for shard, file in files:
-            if (shard.mp_rank or 0) != tp_rank or not isinstance(file.root, dict):
+        content = file.root if isinstance(file.root, dict) else {}
+        for key, name in layer_names(shard, file, models[tp_rank::tp]).items():
+            owners = [rank for rank in stages if name in named[rank]] or [tp_rank]
+            if name in found[owners[0]]:
+                copies.append((owners[0], name, shard.path, content[key]))
                 continue
-            for key, tensor in file.root.items():
-                if not isinstance(tensor, Tensor):
-                    continue
-                name = _full_name(shard, str(key), tensor, known)
-                owners = [rank for rank in stages if name in named[rank]] or [tp_rank]
-                for rank in owners:
-                    found[rank][name] = (shard.path, tensor)
-    return found
+            for rank in owners:
+                found[rank][name] = (shard.path, content[key])
+    return found, copies
+
+
+def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:
+    """Return the model's name for each tensor of a layer file, by its key there.
+
+    Parameters
+    ----------
+    models : sequence of ModelShard
+        One for each stage, of the file's tensor-parallel rank.
+
+    Raises
+    ------
+    UnsupportedError
+        The weights could be those of several tied layers.
+    """
+    known: dict[str, tuple[int, ...] | None] = {}
+    for model in models:
+        known.update(_names(model))
+    content = file.root if isinstance(file.root, dict) else {}
+    return {
+        key: _full_name(shard, key, tensor, known)
+        for key, tensor in content.items()
+        if isinstance(key, str) and isinstance(tensor, Tensor)
+    }
 
 
 def _names(model: ModelShard) -> dict[str, tuple[int, ...] | None]:
@@ -119,6 +148,29 @@ def _kept_by(name: str, parameter: Parameter, used: Parameter, mp_rank: int) -> 
             yield Duplicate("parameter", name, name, slot, first, mp_rank)
 
 
+def align_groups(stages: Sequence[Sequence[ParamGroup]]) -> list[list[ParamGroup | None]]:
+    """Return the param groups of all stages: for each group of the training what each stage has of it.
+
+    A stage of which a group would be empty may lack it. So what has the same hyperparameters is the same group, and
+    where several have, the one in the same place.
+    """
+    digests = Digests()
+    rows: list[list[ParamGroup | None]] = []
+    marks: list[bytes] = []
+    for number, groups in enumerate(stages):
+        for index, group in enumerate(groups):
+            mark = digests.of(group.hyperparameters)
+            free = [row for row, known in enumerate(marks) if known == mark and len(rows[row]) == number]
+            row = index if index in free else next(iter(free), len(rows))
+            if row == len(rows):
+                rows.append([None] * number)
+                marks.append(mark)
+            rows[row].append(group)
+        for one in rows:
+            one.extend([None] * (number + 1 - len(one)))
+    return rows
+
+
 def join(stages: Sequence[RankState], path: str) -> RankState:
     """Return one state for all stages; of a tied layer, the first stage's.
 
@@ -142,10 +194,13 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         for name in [name for name in stage.parameters if name in joined.parameters]:
             joined.duplicates += _kept_by(name, stage.parameters[name], joined.parameters[name], stage.mp_rank)
         joined.warnings += stage.warnings
-        for index, group in enumerate(stage.groups):
-            if index == len(joined.groups):
-                joined.groups.append(ParamGroup(group.hyperparameters, [], group.state))
-            joined.groups[index].parameters += [n for n in group.parameters if n not in joined.parameters]
         for name, parameter in stage.parameters.items():
             joined.parameters.setdefault(name, parameter)
+    for row, groups in enumerate(align_groups([stage.groups for stage in stages])):
+        own = [group for group in groups if group is not None]
+        names = list(dict.fromkeys(name for group in own for name in group.parameters))
+        joined.groups.append(ParamGroup(own[0].hyperparameters, names, own[0].state))
+        for name in names:
+            if joined.parameters[name].group != row:
+                joined.parameters[name] = replace(joined.parameters[name], group=row)
     return joined

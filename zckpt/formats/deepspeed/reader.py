@@ -19,7 +19,7 @@ from zckpt.formats.deepspeed.directory import (
 from zckpt.formats.deepspeed.experts import attach_experts, check_empty
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import Weights, degrees, join, stage_weights
+from zckpt.formats.deepspeed.pipeline import Copy, Weights, degrees, join, stage_weights
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
@@ -34,8 +34,8 @@ from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, attach_
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
-from zckpt.formats.torch_files.tensors import by_name, carried, describe
-from zckpt.state import Checkpoint, SourceFile, Topology
+from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
+from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
 from zckpt.torchfile import Object, Tensor, TorchFile, plain, read_torchfile
 
 EXTRA_STATE_KEY = "module_extra_state"
@@ -115,8 +115,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.per_rank = state.per_rank
     experts = [(shard, file) for shard, file in outside if shard.role == EXPERT]
     checkpoint.origin = Origin(
-        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules)
-    )
+        directory, models[0], members, ranks, experts, of_experts, info, None if tp_rules is None else str(tp_rules),
+        [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER],
+    )  # fmt: skip
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     _keep_others(checkpoint, models, optimizers, members, of_experts)
@@ -209,7 +210,7 @@ def _ranks(
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
     firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
-    weights = stage_weights(layers, firsts, tp) if layers else {}
+    weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
     ranks: list[RankFiles] = []
     for mp_rank in mp_ranks:
         own = [m for m in models if (m.shard.mp_rank or 0) == mp_rank]
@@ -224,7 +225,17 @@ def _ranks(
         files = _model_members(directory, own, members)
         outer = {**_expert_weights(outside, mp_rank), **weights.get(mp_rank, {})}
         ranks.append(RankFiles(files, members, read_rank(mp_rank, files, members, outer, shared)))
+    _note_copies(ranks, copies)
     return ranks
+
+
+def _note_copies(ranks: Sequence[RankFiles], copies: Sequence[Copy]) -> None:
+    """Note what further files of a tied layer hold."""
+    for mp_rank, name, path, tensor in copies:
+        state, copy = ranks[mp_rank].state, slot_of(WEIGHT, tensor, path)
+        used = state.parameters[name].slots.get(WEIGHT) if name in state.parameters else None
+        if used is not None and used.shape == copy.shape:
+            state.duplicates.append(Duplicate("tied", name, name, copy, used))
 
 
 def _model_members(

@@ -14,8 +14,10 @@ from zckpt.formats.deepspeed.experts import is_expert
 from zckpt.formats.deepspeed.groups import is_of_muon
 from zckpt.formats.deepspeed.hyperparameters import read_hyperparameters, with_hyperparameters
 from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.restage import check_stage, stage_states
 from zckpt.formats.deepspeed.shards import BOOKKEEPING, ModelShard, OptimizerShard
-from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, local_states, units, written_rules
+from zckpt.formats.deepspeed.stages import Stages
+from zckpt.formats.deepspeed.target_groups import Unit, local_parameters, units, written_rules
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.checkpoint import how_to_drop, keys_listed
@@ -58,7 +60,7 @@ def follows(key: str, values: tuple[object, object], sides: tuple[Checkpoint, Ch
     ):
         return True
     if key == "metadata.ds_config.train_micro_batch_size_per_gpu":
-        return a.world_size != b.world_size
+        return (a.world_size, a.topology.dp) != (b.world_size, b.topology.dp)
     if _GROUP_NAME.fullmatch(key):
         return all(_EXPERT_GROUP.fullmatch(str(one)) for one in values)
     return key == "optimizer.clip_grad" and None in values and a.zero_stage != b.zero_stage
@@ -162,6 +164,10 @@ class Target:
     ----------
     world_size : int
         Data-parallel ranks.
+    pp, tp : int
+        Stages of a pipeline, and tensor-parallel ranks of each.
+    stages : Stages or None
+        How the layers of a pipeline are dealt; None: as they are.
     shards : dict of int to object
         What the writer of optimizer files has worked out of a sub-group, by its identity.
     rules : mapping or None
@@ -177,9 +183,18 @@ class Target:
     alignment: bool
     bf16_optimizer: bool
     rules: Mapping[str, object] | None = None
+    pp: int = 1
+    tp: int = 1
+    stages: Stages | None = None
     ranks: list[TargetRank] = field(default_factory=list)
     shards: dict[int, object] = field(default_factory=dict, repr=False, compare=False)
     _sub_groups: dict[int, list[list[Parameter]]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether a model-parallel rank of it is none of the source's: rank 0's files are carried to all."""
+        topology = self.checkpoint.topology
+        return bool(self.origin.ranks) and (self.stages is not None or (self.pp, self.tp) != (topology.pp, topology.tp))
 
     @property
     def sub_group_size(self) -> int:
@@ -232,11 +247,12 @@ def decide(checkpoint: Checkpoint, options: RecutOptions) -> Target:
     _refuse(checkpoint, origin, options, stage=stage, elastic=elastic)
     _refuse_degrees(checkpoint, origin, options, stage=stage)
     degree = checkpoint.topology.tp if options.tensor_parallel_size is None else options.tensor_parallel_size
-    states = local_states(checkpoint, origin, degree, options.padded_vocab_size)
+    states, dealt = stage_states(checkpoint, origin, degree, options)
     flat = stage != 3
     target = Target(checkpoint, origin, options.world_size, stage, elastic and flat, round_robin and flat,
-                    aligned and flat, first.bf16_optimizer, written_rules(origin, states))  # fmt: skip
-    for number, files in enumerate(states):
+                    aligned and flat, first.bf16_optimizer, written_rules(origin, states, checkpoint.topology.tp),
+                    len(states), degree, dealt)  # fmt: skip
+    for number, files in enumerate(files for of_stage in states for files in of_stage):
         own = files.state
         rank = TargetRank(number, files.models, files.members, own.parameters, own.buffers, [])
         for unit in units(checkpoint, origin, with_hyperparameters(own.groups, given), rank.parameters, options):
@@ -310,8 +326,7 @@ def _refuse_degrees(checkpoint: Checkpoint, origin: Origin, options: RecutOption
     ):
         if value is not None and value < 1:
             raise UsageError(f"unusable {name} size", expected="at least 1", found=value)
-    if topology.pp > 1:
-        raise UnsupportedError("pipeline-parallel checkpoints are not resharded", path=path, found=f"pp={topology.pp}")
+    check_stage(origin, options, stage, path)
     experts = bool(origin.experts) or any(is_expert(name) for name in checkpoint.parameters)
     if not experts:
         if options.expert_parallel_size is not None:
@@ -346,6 +361,7 @@ def is_cut_alike(target: Target) -> bool:
     details, first = target.checkpoint.details, target.origin.members[0]
     same = (
         len(target.ranks) == len(target.origin.ranks)
+        and not target.regrouped
         and (target.stage == 3) == (first.stage == 3)
         and target.elastic == first.elastic
         and target.round_robin == (bool(details.get("round_robin_gradients")) and first.stage != 3)

@@ -172,8 +172,10 @@ def local_parameters(unit: Unit, known: Mapping[str, Parameter]) -> list[list[Pa
     ]
 
 
-def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int | None) -> list[RankFiles]:
-    """Return the state of each model-parallel rank of the target, and the source's files that the rest is carried from.
+def local_states(
+    checkpoint: Checkpoint, origin: Origin, degree: int, rows: int | None, ranks: Sequence[RankFiles] = ()
+) -> list[RankFiles]:
+    """Return the state of each tensor-parallel rank of the target, with the source's files to carry the rest from.
 
     Parameters
     ----------
@@ -182,6 +184,8 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
     rows : int or None
         Rows of vocabulary parameters in the target, padding included; by default as many as the source has, or the
         next number that divides by `degree`.
+    ranks : sequence of RankFiles
+        Those of one stage of a pipeline; by default all.
 
     Raises
     ------
@@ -193,7 +197,7 @@ def local_states(checkpoint: Checkpoint, origin: Origin, degree: int, rows: int 
         A parameter does not divide among the ranks.
     """
     whole = RankState(0, checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups)
-    ranks = origin.ranks or [RankFiles([origin.model], origin.members, whole)]
+    ranks = ranks or origin.ranks or [RankFiles([origin.model], origin.members, whole)]
     if degree == len(ranks) and rows is None:
         return list(ranks)
     path = origin.rules_path or origin.model.shard.path
@@ -265,35 +269,45 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
 
 
-def written_rules(origin: Origin, states: Sequence[RankFiles]) -> Mapping[str, object] | None:
-    """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged."""
-    degree = len(states)
+def written_rules(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int) -> Mapping[str, object] | None:
+    """Return the rules that the target's files are to carry; None where they are those of the source's, unchanged.
+
+    Parameters
+    ----------
+    stages : sequence of sequence of RankFiles
+        By stage and tensor-parallel rank; where there is no pipeline, one stage.
+    tp : int
+        Tensor-parallel ranks of the source.
+    """
+    degree = len(stages[0])
     given = origin.rules_path is not None
-    if origin.rules is None or (not given and degree == max(len(origin.ranks), 1) and not _resized(origin, states)):
+    if origin.rules is None or (not given and degree == tp and not _resized(origin, stages, tp)):
         return None
     own = origin.model.content.get(INFO_KEY)
     node = origin.rules if given or not isinstance(own, dict) else own
-    written = info_for(node, _rows(origin, states), degree)
+    written = info_for(node, _rows(origin, stages), degree)
     if AFFINE_KEY in written:
         rules = Rules(origin.rules, origin.rules_path or origin.model.shard.path)
-        written[AFFINE_KEY] = rules.maps_for(list(states[0].state.parameters), degree)
+        names = dict.fromkeys(name for of_stage in stages for name in of_stage[0].state.parameters)
+        written[AFFINE_KEY] = rules.maps_for(list(names), degree)
     return written
 
 
-def _resized(origin: Origin, states: Sequence[RankFiles]) -> bool:
-    """Tell whether some parameter of the first rank has another shape than in the source."""
-    old = origin.ranks[0].state.parameters if origin.ranks else {}
-    return any(name in old and p.shape != old[name].shape for name, p in states[0].state.parameters.items())
+def _resized(origin: Origin, stages: Sequence[Sequence[RankFiles]], tp: int) -> bool:
+    """Tell whether some parameter of a first rank has another shape than in the source."""
+    old = {name: p.shape for files in origin.ranks[::tp] for name, p in files.state.parameters.items()}
+    return any(p.shape != old.get(n, p.shape) for of_stage in stages for n, p in of_stage[0].state.parameters.items())
 
 
-def _rows(origin: Origin, states: Sequence[RankFiles]) -> int | None:
+def _rows(origin: Origin, stages: Sequence[Sequence[RankFiles]]) -> int | None:
     """Return the padded size of the vocabularies; None where they do not have the same."""
     rules = (
         Rules({key: origin.rules[key] for key in VOCABULARY_KEYS if key in origin.rules}, "") if origin.rules else None
     )
     found = {
-        sum(files.state.parameters[name].shape[0] for files in states)
-        for name, p in states[0].state.parameters.items()
+        sum(files.state.parameters[name].shape[0] for files in of_stage)
+        for of_stage in stages
+        for name, p in of_stage[0].state.parameters.items()
         if rules is not None and rules.is_vocabulary(name) and p.shape
     }
     return found.pop() if len(found) == 1 else None

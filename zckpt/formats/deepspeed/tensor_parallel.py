@@ -266,7 +266,7 @@ SAMPLED_EXTENTS = 4
 SAMPLED_NUMEL = 16
 
 
-def check_slices(origin: Origin, degree: int) -> int:
+def check_slices(origin: Origin, tp: int, degree: int) -> int:
     """Compare a sample of each master over the ranks whose slices are put together; return how many elements.
 
     A rule that is missing cannot be seen in shapes: a norm that every rank has whole looks like slices of one twice as
@@ -274,6 +274,8 @@ def check_slices(origin: Origin, degree: int) -> int:
 
     Parameters
     ----------
+    tp : int
+        Tensor-parallel ranks of the source.
     degree : int
         Tensor-parallel ranks of the target; at the source's own nothing is put together.
 
@@ -282,14 +284,14 @@ def check_slices(origin: Origin, degree: int) -> int:
     WeightMismatchError
         Copies of a parameter differ, or what no rule names is the same on every rank.
     """
-    ranks = origin.ranks
-    if origin.rules is None or len(ranks) in (0, 1, degree):
+    if origin.rules is None or not origin.ranks or tp in (1, degree):
         return 0
+    stages = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
     path = origin.rules_path or origin.model.shard.path
     rules = Rules(origin.rules, path)
     compared = 0
     with Sources() as sources:
-        for name in ranks[0].state.parameters:
+        for ranks, name in ((one, name) for one in stages for name in one[0].state.parameters):
             rule = rules.matching(name)
             slots = [files.state.parameters[name].slots.get(MASTER) for files in ranks]
             masters = [slot for slot in slots if slot is not None]

@@ -7,6 +7,7 @@ its parameters, so that neither their names nor their order need be known.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -74,20 +75,13 @@ def recut(job: Job) -> TargetFiles:
 def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
     check_world_size(options.world_size)
     topology = checkpoint.topology
-    same = {"tensor_parallel_size": topology.tp, "expert_parallel_size": topology.ep}
-    asked = [
-        name
-        for name in (
-            "stage",
-            "elastic",
-            "round_robin",
-            "parameter_alignment",
-            "padded_vocab_size",
-            "hyperparameters",
-            *same,
-        )
-        if getattr(options, name) not in (None, False, same.get(name))
-    ]
+    same = {
+        "tensor_parallel_size": topology.tp,
+        "expert_parallel_size": topology.ep,
+        "pipeline_parallel_size": topology.pp,
+    }
+    names = [one.name for one in fields(options) if one.name != "world_size"]
+    asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if asked:
         raise UnsupportedError(
             f"stage 0 is resharded for another number of data-parallel ranks alone, not for another {asked[0]}",

@@ -30,8 +30,14 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         "ds_config": config_tree(target),
     }
     dimensions = source.content.get("checkpoint_parallel_dimensions")
-    if isinstance(dimensions, dict) and "tp_degree" in dimensions:
-        written["checkpoint_parallel_dimensions"] = {**dimensions, "tp_degree": len(target.ranks)}
+    if isinstance(dimensions, dict):
+        degrees = {"pp_degree": target.pp, "tp_degree": target.tp}
+        known = {key: degree for key, degree in degrees.items() if key in dimensions}
+        written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
+    if target.origin.layers:
+        written["module"] = None
+    if target.stages is not None:
+        written["buffer_names"] = list(mp.buffers)
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
     if target.stage == 1 or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
@@ -121,9 +127,9 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
         elif name in mp.parameters and (name in source.module or not is_expert(name)):
             owner = mp.owner(name)
             if owner.name not in weights and not apart:
-                weights[owner.name] = _single(target, owner)
+                weights[owner.name] = single(target, owner)
             # Each name gets a tensor of its own, as a view of what it shares with others.
-            module[name] = replace(weights[owner.name]) if not apart else _single(target, owner)
+            module[name] = replace(weights[owner.name]) if not apart else single(target, owner)
     for name, value in source.extra.items():
         module[name] = FromFile.of(source.file, value)
     return module
@@ -138,7 +144,7 @@ def _buffer(target: Target, mp: TargetRank, source: ModelShard, name: str) -> Sl
     return slot
 
 
-def _single(target: Target, parameter: Parameter) -> Tensor:
+def single(target: Target, parameter: Parameter) -> Tensor:
     """Return a weight that lies in a storage of its own; under ZeRO-3 an empty one."""
     if target.stage == 3:
         return view(new_storage(parameter.dtype, 0), (0,))

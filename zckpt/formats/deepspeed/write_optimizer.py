@@ -91,7 +91,7 @@ def config_tree(target: Target) -> object:
     changed |= batch_of(changed, target.world_size)
     sliced = changed.get("tensor_parallel")
     if isinstance(sliced, dict) and type(sliced.get("autotp_size")) is int:
-        changed["tensor_parallel"] = {**sliced, "autotp_size": len(target.ranks)}
+        changed["tensor_parallel"] = {**sliced, "autotp_size": target.tp}
     return FromFile.of(target.origin.model.file, changed)
 
 

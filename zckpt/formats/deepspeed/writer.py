@@ -22,6 +22,7 @@ from zckpt.formats.deepspeed.target import Target, TargetRank, decide
 from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY
 from zckpt.formats.deepspeed.values import is_same
+from zckpt.formats.deepspeed.write_layers import layer_count, layer_files, stage_notes
 from zckpt.formats.deepspeed.write_model import alike, model_tree
 from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
 from zckpt.formats.format import Job, TargetFiles
@@ -120,7 +121,7 @@ def recut(job: Job) -> TargetFiles:
         restated=None,
         copied={one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
-        check=lambda: check_slices(target.origin, len(target.ranks)),
+        check=lambda: check_slices(target.origin, checkpoint.topology.tp, target.tp),
     )
 
 
@@ -147,6 +148,7 @@ def target_files(target: Target, copies: Sequence[TargetFile] = (), *, run_direc
     tag = target.origin.directory.tag
     count = sum(len([*_models(target, mp)]) + target.world_size for mp in target.ranks)
     count += len(target.origin.experts) + _expert_files(target) + run_directory + len(copies)
+    count += layer_count(target)
 
     def one_by_one() -> Iterator[TargetFile]:
         yield from _files(target, f"{tag}/" if run_directory else "")
@@ -177,6 +179,8 @@ def _files(target: Target, folder: str) -> Iterator[TargetFile]:
     for shard, file_of in target.origin.experts:
         # Named and numbered over all ranks, they are the same at any number of ranks.
         yield torch_writer.lay_out(f"{folder}{Path(shard.path).name}", FromFile.of(file_of, file_of.root))
+    for name, tree in layer_files(target):
+        yield torch_writer.lay_out(f"{folder}{name}", tree)
     of_experts = target.origin.expert_optimizers
     for rank in range(_expert_files(target)):
         shard, file_of = of_experts[min(rank, len(of_experts) - 1)]  # they hold nothing
@@ -213,7 +217,7 @@ def rank_notes(target: Target) -> list[str]:
     ranks = target.origin.ranks
     old = len(ranks[0].models) if ranks else 1
     found: dict[str, str] = {}
-    if len(ranks) not in (0, len(target.ranks)):
+    if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"
     if target.origin.rules is not None and AFFINE_KEY in target.origin.rules and max(len(ranks), 1) % len(target.ranks):
@@ -222,16 +226,16 @@ def rank_notes(target: Target) -> list[str]:
             f"if the number of ranks, {len(target.ranks)}, does not divide that of them"
         )
     if old > 1 and not (target.stage == 3 and target.world_size == old):
-        kept = len(target.ranks) if len(ranks) == len(target.ranks) else 1
+        kept = 1 if target.regrouped else len(ranks)
         for key in dict.fromkeys(key for files in ranks[:kept] for key in _differing(files.models)):
             found[key] = f"{key} differs between ranks: {_fate(target, old)}"
-    if target.world_size != target.checkpoint.topology.dp or len(target.ranks) != max(len(ranks), 1):
+    if target.world_size != target.checkpoint.topology.dp or target.regrouped:
         content = target.origin.model.content
         named = [key for key in content if "rng" in key.lower() or "random" in key.lower()]
         for key in dict.fromkeys([*_OF_THE_RANKS, *named]):
             if content.get(key) is not None and key not in found:
                 found[key] = f"{key} is carried over as it was saved at another number of ranks"
-    return list(found.values())
+    return [*stage_notes(target), *found.values()]
 
 
 def _fate(target: Target, old: int) -> str:

@@ -4,6 +4,7 @@ RUN/latest_checkpointed_iteration.txt      "4": the directory that was saved las
 RUN/iter_0000004/                          `torch_dist`: metadata.json, .metadata, __R_N.distcp, common.pt
 NAME/weights/, NAME/context/               NeMo 2: the same in `weights`
 NAME/model_weights/, model_config.yaml     NeMo 1, unpacked
+RUN/iter_0000004/mp_rank_TT[_PPP][_EEE]/   legacy: model_optim_rng.pt, distrib_optim.pt
 
 directory     which of these a path is
 names         what the tensors on disk are of the model that they were cut from
@@ -11,6 +12,16 @@ stacked       the spans of one layer, or expert, of a tensor that holds all of t
 torch_dist    from `.metadata` and `common.pt` to a Checkpoint
 optimizer     its slots and param groups
 objects       values that are no tensors
+flat          the distributed optimizer's flat buffers as slots of parameters
+lines         those buffers as lines of elements
+order         the order of a model's parameters in memory
+legacy        from ranks' files to a Checkpoint
+ranks         which ranks there are, and what each has by the whole model's names
+local         what the optimizer of one rank has of its parameters
+buckets       where the distributed optimizer has a parameter in buffers without names
+proof         whether every master there is its weight, rounded
+cut           how ranks' slices make up a parameter
+heads         the order of query, key and value in old files
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
-from zckpt.formats.megatron.directory import find_place
+from zckpt.formats.megatron.directory import LEGACY, find_place
 
 if TYPE_CHECKING:
     from zckpt.formats.survey import Survey
@@ -34,10 +45,20 @@ class Megatron(Format):
         (
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
-            "distributed one's `fully_reshardable` and `fully_sharded_model_space`",
+            "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
+            "`dp_reshardable`",
+        ),
+        (
+            "Megatron's legacy `mp_rank_XX`",
+            "tensor, pipeline (virtual, too) and expert ranks as one model; optimizers by number; `distrib_optim.pt`, "
+            "proven by the weights; old orders of query, key and value",
         ),
     )
     takes = frozenset({TAG})
+    own_metadata = frozenset({
+        "args", "checkpoint_version", "content_metadata", "iteration", "num_floating_point_operations_so_far",
+        "opt_param_scheduler", "rng_state",
+    })  # fmt: skip
 
     def find(self, search: Search) -> Found | NearMiss | None:
         """Find a directory with `metadata.json` and `.metadata`, or the one that a run or NeMo's directory holds."""
@@ -46,9 +67,11 @@ class Megatron(Format):
 
     def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
         """Read `.metadata`, the headers of the items, and `common.pt`."""
-        from zckpt.formats.megatron.torch_dist import read
+        from zckpt.formats.megatron import legacy, torch_dist
 
-        return read(found.place)
+        if found.place.kind == LEGACY:
+            return legacy.read(found.place.path, found.place.tracker)
+        return torch_dist.read(found.place)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""
@@ -57,9 +80,25 @@ class Megatron(Format):
         from zckpt.formats.survey import survey_files
 
         surveyed = survey_files(search.path if found is None else found.place.path)
-        if found is not None:
+        if found is not None and found.place.kind != LEGACY:
             surveyed.errors += faults(found.place.path, read_metadata(found.place.path))
         return surveyed
 
+    def follows(self, key: str, values: tuple[object, object], sides: tuple[Checkpoint, Checkpoint]) -> bool:  # noqa: ARG002
+        """Tell what only says how many ranks there were, and how they wrote."""
+        top, _, rest = key.partition(".")
+        kind, _, argument = rest.partition(".")
+        if top != "metadata" or any(one.format != self.name for one in sides):
+            return False
+        return kind == "content_metadata" or (kind == "args" and argument in OF_RANKS)
+
+
+OF_RANKS = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "transformer_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "data_parallel_size", "world_size", "rank",
+    "local_rank", "ckpt_fully_parallel_save", "dist_ckpt_optim_fully_reshardable", "use_distributed_optimizer",
+})  # fmt: skip
+"""Arguments of Megatron-LM that say on how many ranks it ran, and how these share out the state."""
 
 FORMATS = (Megatron(),)

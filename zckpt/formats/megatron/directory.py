@@ -3,16 +3,18 @@
 RUN/latest_checkpointed_iteration.txt     "4" for iter_0000004, or "release"; no newline
 DIR/metadata.json                         {"sharded_backend": "torch_dist", ...}: the mark of such a directory
 DIR/weights/, DIR/model_weights/          NeMo 2 and 1, with the mark in there
+DIR/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     legacy: the directories of ranks are the mark
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
-from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError
+from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
 from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
@@ -25,10 +27,18 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MARK = "metadata.json"
 COMMON = "common.pt"
 
+FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+
+FOLDER = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
+"""The directory of a model-parallel rank, and what is in it."""
+
 INSIDE = ("weights", "model_weights")
 """Where NeMo 2 and NeMo 1 keep the directory."""
 
-TORCH_DIST = "torch_dist"
+FORMAT = "megatron"
+
+TORCH_DIST, LEGACY = "torch_dist", "legacy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +53,13 @@ class Place:
         The file that named it.
     version : int
         Of `torch_dist`.
+    kind : {"torch_dist", "legacy"}
     """
 
     path: Path
     tracker: Path | None = None
     version: int = 1
+    kind: str = TORCH_DIST
 
 
 def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
@@ -57,33 +69,72 @@ def find_place(path: Path, tag: str | None = None) -> Place | NearMiss | None:
     ----------
     path : Path
     tag : str, optional
-        Which of a run: the name of a directory, or an iteration.
+        Which of a run: the name of a directory.
 
     Raises
     ------
     SourceError
         It is one for certain, and a file that is needed is missing or unreadable.
     """
-    if path.is_file():
-        beside = is_marked(path.parent) and (
-            path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None
-        )
-        return (
-            NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {path.parent}")
-            if beside
-            else None
-        )
+    if path.is_file() or FOLDER.fullmatch(path.name):
+        return _of_rank(path) or _beside(path)
     if not path.is_dir():
         return None
     if tag is not None:
-        names = [tag, folder_of(tag)] if tag.isdecimal() else [tag]
-        return next((_place(path / name) for name in names if is_name(name) and is_marked(path / name)), None)
-    if is_marked(path):
-        return _place(path)
+        return _here(path / tag) if is_name(tag) else None
+    here = _here(path)
+    if here is not None:
+        return here
     inside = next((path / name for name in INSIDE if is_marked(path / name)), None)
     if inside is not None:
         return _place(inside)
     return _tracked(path)
+
+
+def _beside(path: Path) -> NearMiss | None:
+    """Return what to say of a file that is one of a checkpoint."""
+    if not path.is_file() or not is_marked(path.parent):
+        return None
+    if path.name in (METADATA_NAME, COMMON, MARK) or rank_of(path.name) is not None:
+        return NearMiss("is one file of a checkpoint of Megatron-Core", f"give its directory, {path.parent}")
+    return None
+
+
+def _here(directory: Path, tracker: Path | None = None) -> Place | NearMiss | None:
+    """Return the checkpoint that a directory is; None if it is none."""
+    if is_marked(directory):
+        return _place(directory, tracker)
+    return Place(directory, tracker, kind=LEGACY) if folders(directory) else None
+
+
+def folders(directory: Path) -> dict[str, Path]:
+    """Return the directories of model-parallel ranks in a directory that have a rank's file, by name."""
+    if not directory.is_dir():
+        return {}
+    found = (path for path in directory.iterdir() if FOLDER.fullmatch(path.name))
+    return {path.name: path for path in sorted(found) if is_file(path / FILE)}
+
+
+def _of_rank(path: Path) -> Place | None:
+    """Return the checkpoint of which a path is the only rank's directory, or a file in it; None for another path.
+
+    Raises
+    ------
+    ShardError
+        There are other ranks.
+    """
+    folder = path.parent if path.is_file() else path
+    is_own = path is folder or path.name in (FILE, OPTIMIZER_FILE)
+    if not FOLDER.fullmatch(folder.name) or not is_own or not is_file(folder / FILE):
+        return None
+    ranks = folders(folder.parent)
+    if len(ranks) == 1:
+        return Place(folder.parent, kind=LEGACY)
+    raise ShardError(
+        f"is one rank's part of a checkpoint of Megatron, which has {len(ranks)}",
+        path=path,
+        advice=f"give its directory, {folder.parent}",
+    )
 
 
 def folder_of(text: str) -> str:
@@ -107,11 +158,12 @@ def _tracked(run: Path) -> Place | NearMiss | None:
         return None
     text = read_head(str(tracker), LATEST_NBYTES).decode("utf-8", "replace").strip()
     folder = folder_of(text)
-    if is_name(folder) and is_marked(run / folder):
-        return _place(run / folder, tracker)
+    here = _here(run / folder, tracker) if is_name(folder) else None
+    if here is not None:
+        return here
     if (is_name(folder) and (run / folder).is_dir()) or (run / "latest").exists():
         return None
-    others = sorted(one.name for one in run.iterdir() if is_marked(one))
+    others = sorted(one.name for one in run.iterdir() if is_marked(one) or folders(one))
     if not others:
         return None
     raise UnknownFormatError(
@@ -124,7 +176,7 @@ def _tracked(run: Path) -> Place | NearMiss | None:
     )
 
 
-def _place(path: Path, tracker: Path | None = None) -> Place | NearMiss:
+def _place(path: Path, tracker: Path | None = None) -> Place:
     mark = path / MARK
     try:
         found = json.loads(read_head(str(mark), HEAD_NBYTES))
@@ -133,11 +185,11 @@ def _place(path: Path, tracker: Path | None = None) -> Place | NearMiss:
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     version = found.get("sharded_backend_version", 1) if isinstance(found, dict) else None
     if backend != TORCH_DIST or version != 1:
-        return NearMiss(
-            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}, which zckpt does "
-            "not read",
-            "write it as torch_dist with the program that wrote it",
-            intact=True,
+        raise UnsupportedError(
+            f"is a checkpoint of Megatron-Core in its format {str(backend)[:40]} {str(version)[:8]}",
+            path=path,
+            expected=f"{TORCH_DIST} 1",
+            advice="write it as torch_dist with the program that wrote it",
         )
     for name in (METADATA_NAME, COMMON):
         if not is_file(path / name):

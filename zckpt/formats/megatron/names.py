@@ -25,7 +25,7 @@ LAYER, EXPERT = "layer", "expert"
 _LAYERS = re.compile(r"((?:^|\.)layers)\.(?![0-9]+\.)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(?![0-9]+\.)")
 _ONE_EXPERT = re.compile(r"\.experts\.experts\.(?=[0-9]+\.)")
-_NUMBERED = re.compile(r"(.*?(?:^|\.)layers\.)([0-9]+)\.(.*)")
+_NUMBERED = re.compile(r"(.*?(?:^|\.)layers\.)([0-9]{1,9})\.(.*)")
 
 _JOINED = (
     (re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_(w|v)"), (("w", "v"),)),
@@ -41,7 +41,10 @@ _JOINED = (
 )
 """Tensors that are written as several, in the order in which they lie in the whole along its first axis."""
 
-_LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)([0-9]+)\.(.*)")
+_LOCAL_EXPERT = re.compile(r"(.*\.local_experts\.)([0-9]{1,9})\.(.*)")
+
+BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
+"""Tensors of floating point that are none of the parameters."""
 
 _FIRST = ("embedding", "encoder", "decoder", "mtp")
 _LAST = ("output_layer",)

@@ -91,13 +91,15 @@ def attach(checkpoint: Checkpoint, common: Common) -> None:
             "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
             "groups are kept as they are"
         )
-        for held in every:
-            _carry(checkpoint, common, held, (GROUPS,), rules)
     for group, names in zip(groups, members or (), strict=False):
         checkpoint.param_groups.append(ParamGroup(group.hyperparameters, names, group.state))
         rules.append(Rule((*group.steps, ANY, REST), STATE, "hyperparameters"))
+    taken = {STATES, OPTIMIZER, *([] if members is None else [GROUPS])}
     for held in every:
-        _carry(checkpoint, common, held, None, rules)
+        for node, steps in ((held.node, held.steps), (held.outer, held.outer_steps)):
+            for key, value in node.items():
+                if key not in taken:
+                    _keep(checkpoint, common, (*steps, str(key)), value, rules)
     others = {key: value for key, value in common.content.items() if key != OPTIMIZER}
     checkpoint.metadata |= {key: carried(common.file, value) for key, value in others.items()}
     checkpoint.files.append(describe(common.file, "metadata", rules=rules))
@@ -162,8 +164,10 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
             ruled = True
         if len(fitting) != 1:
             return None
-        one.group = fitting[0]
         found[fitting[0]].append(one.name)
+    for at, names in enumerate(found):
+        for name in names:
+            checkpoint.parameters[name].group = at
     if ruled:
         checkpoint.details["param groups"] = (
             "of which parameters is not in the files: by Megatron's default rule, those of one axis and biases are in "
@@ -172,26 +176,19 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
     return found
 
 
-def _carry(checkpoint: Checkpoint, common: Common, held: Held, keys: Sequence[str] | None, rules: list[Rule]) -> None:
-    """Keep what an optimizer has besides; of a further one under keys of its own, unless the value is the same."""
-    known = {GROUPS, STATES, STEP}
-    parts = [(held.node, held.steps), (held.outer, held.outer_steps)]
-    for node, steps in parts:
-        for key, value in node.items():
-            name = str(key)
-            if (name not in keys) if keys is not None else (name in known or name == OPTIMIZER):
-                continue
-            if name == SHARDING:
-                checkpoint.details["optimizer sharding"] = str(value)[:SHOWN]
-                rules.append(Rule((*steps, name), IMPLIED, "how the state of the optimizer is cut"))
-                continue
-            kept = checkpoint.optimizer_metadata
-            if name in kept and type(value) in (str, int, float, bool) and kept[name] == value:
-                pass
-            else:
-                name = name if name not in kept else ".".join([*steps[1:], name])
-                kept[name] = carried(common.file, value)
-            rules.append(Rule((*steps, str(key), REST), CARRIED, name))
+def _keep(checkpoint: Checkpoint, common: Common, steps: Steps, value: object, rules: list[Rule]) -> None:
+    """Keep what an optimizer has besides; of a further one under a longer key, unless the value is the same."""
+    key = steps[-1]
+    if key == SHARDING:
+        checkpoint.details["optimizer sharding"] = str(value)[:SHOWN]
+        rules.append(Rule(steps, IMPLIED, "how the optimizer's state is cut"))
+        return
+    kept = checkpoint.optimizer_metadata
+    is_same = key in kept and type(value) in (str, int, float, bool) and kept[key] == value
+    if key in kept and not is_same:
+        key = ".".join(steps[1:])
+    kept[key] = carried(common.file, value)
+    rules.append(Rule((*steps, REST), CARRIED, key))
 
 
 def _loss_scale(every: Sequence[Held], common: Common) -> float | None:

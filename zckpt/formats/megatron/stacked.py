@@ -61,22 +61,17 @@ def unflattened(spans: Iterable[Span], shape: Shape, of: Shape, key: str, path: 
     Raises
     ------
     UnsupportedError
-        A chunk has some of several blocks, or is not stored end to end.
+        A chunk is not stored end to end.
     """
     block = tuple(whole // n for whole, n in zip(of, shape, strict=False))
     found = []
-    for span in spans:
-        *at, start = span.extent.offsets
-        *several, numel = span.extent.sizes
-        if any(n != 1 for n in several) or not span.is_contiguous:
-            raise UnsupportedError(
-                f"a chunk of {key} has some of several tensor-parallel slices",
-                path=path,
-                expected=f"a range of one slice of {block}",
-                found=f"{span.extent.sizes} at {span.extent.offsets}",
-            )
-        offsets = tuple(i * n for i, n in zip(at, block, strict=True))
-        found.append(replace(span, extent=Extent(offsets, block, start, numel)))
+    for index, its in split(spans, len(of)).items():
+        offsets = tuple(at * n for at, n in zip(index, block, strict=True))
+        for span in its:
+            if not span.is_contiguous:
+                raise UnsupportedError(f"holds {key}, flattened, but not end to end", path=path, found=span.strides)
+            ((start,), (numel,)) = span.extent.offsets, span.extent.sizes
+            found.append(replace(span, extent=Extent(offsets, block, start, numel)))
     return found
 
 

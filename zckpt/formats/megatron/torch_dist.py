@@ -8,11 +8,12 @@ DIR/common.pt                   what is not sharded: iteration, arguments, sched
 optimizer.distributed....                          state of flat buffers, without names
 <key>/shard_<offset>_<shape>                       an object: `_extra_state` of a module, random states
 
-Source: megatron-core 0.13 and 0.16, and checkpoints that they wrote.
+Source: megatron-core 0.13, 0.15 and 0.16, and checkpoints that they wrote.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
 from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
-from zckpt.formats.megatron.directory import COMMON, MARK, Place
-from zckpt.formats.megatron.names import Stored, in_order, stored
+from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
+from zckpt.formats.megatron.flat import with_flat
+from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
 from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
@@ -31,8 +33,6 @@ from zckpt.state.dtypes import is_floating
 from zckpt.state.inventory import IMPLIED, Claim
 from zckpt.state.names import bare_names
 
-FORMAT = "megatron"
-
 MASTERS = frozenset({"param", "fp32_param"})
 """What the distributed optimizer, and the others, call the parameters that they step."""
 
@@ -40,9 +40,6 @@ _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
 _NEMO = "model."
 """Before every key of NeMo 1."""
-
-_BUFFERS = re.compile(r".*\.(?:expert_bias|inv_freq|running_mean|running_var|local_tokens_per_expert)")
-"""Tensors of floating point that are none of the parameters."""
 
 
 @dataclass(slots=True)
@@ -84,10 +81,10 @@ def read(place: Place) -> Checkpoint:
     keys = sorted_keys(items.tensors, metadata.path)
     add_tensors(checkpoint, keys, metadata.path)
     carry_objects(checkpoint, items.objects)
-    attach(checkpoint, common)
+    attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common))
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     checkpoint.step = common.step
-    _say_flat(checkpoint, keys, items.objects)
+    _say_flat(checkpoint, items.objects)
     return checkpoint
 
 
@@ -154,7 +151,7 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str) -> None:
     for name in in_order(found):
         parameter = found[name]
         parameter.name = names[name]
-        is_buffer = not is_floating(parameter.dtype) or (bool(_BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
+        is_buffer = not is_floating(parameter.dtype) or (bool(BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
         parameter.frozen = bool(keys.slots) and not is_buffer and len(parameter.slots) == 1
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[parameter.name] = parameter
         if names[name] != name:
@@ -176,9 +173,9 @@ def _pieces(
     """Return shape and spans of every tensor of the model that is stored together, by its layer and expert."""
     axes = len(one.axes)
     every = [_inner(key, items[key], model[key].shape, axes, path) for key in one.parts]
-    counts = {model[key].shape[:axes] for key in one.parts}
-    if len(counts) > 1:
-        raise LayoutError(f"the tensors of {one.key} are not of as many layers", path=path, found=sorted(counts))
+    alike = {(model[key].shape[:axes], items[key].dtype) for key in one.parts}
+    if len(alike) > 1:
+        raise LayoutError(f"the tensors of {one.key} do not fit together", path=path, found=sorted(alike))
     return {
         index: joined([(model[key].shape[axes:], its[index]) for key, its in zip(one.parts, every, strict=True)],
                       one.key, path)
@@ -192,7 +189,9 @@ def _inner(key: str, item: TensorItem, shape: tuple[int, ...], axes: int, path: 
     flat = item.shape != shape
     if flat and (item.shape[:axes] != shape[:axes] or not is_flattened(item.shape[axes:], shape[axes:])):
         raise LayoutError(f"{item.key} is not of the shape of its weight", path=path, expected=shape, found=item.shape)
-    found = split(item.spans, axes)
+    if axes and not math.prod(item.shape):
+        raise UnsupportedError(f"{item.key} has no elements", path=path, found=item.shape)
+    found: dict[Index, list[Span]] = split(item.spans, axes) if axes else {(): list(item.spans)}
     if flat:
         return {i: unflattened(its, item.shape[axes:], shape[axes:], item.key, path) for i, its in found.items()}
     return found
@@ -207,10 +206,10 @@ def _check_all_used(keys: Keys, path: str) -> None:
             )
 
 
-def _say_flat(checkpoint: Checkpoint, keys: Keys, objects: Mapping[str, ObjectItem]) -> None:
+def _say_flat(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
     """Say what of an optimizer is not read: buffers of all parameters, in which nothing tells one from the other."""
     within = [key for key in objects if ".param_state/shard_" in key]
-    if keys.flat or within:
+    if within:
         checkpoint.warnings.append(
-            f"the optimizer's state is in {len(keys.flat) + len(within)} flat buffers without names, which are not read"
+            f"the optimizer's state is in {len(within)} flat buffers without names, which are not read"
         )

@@ -1,0 +1,254 @@
+"""Pipelines for other stages, slices and data-parallel ranks: every value, what each stage says, what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.formats.deepspeed.contents import content_of, cut, form, run_of, state_of, tag_of, tensor_bytes
+from tests.formats.deepspeed.shards import FIXTURES, copy, edit, optimizer_file
+from tests.truth import Truth, assert_consolidated, assert_same
+from zckpt.errors import UnsupportedError, UsageError
+
+PLAIN, SLICED = "pp2_s1_fp32_dp2", "pp2_tp2_s1_bf16_dp1"
+LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
+THREE: dict[str, Any] = {"pipeline_parallel_size": 3, "partition_method": "uniform"}
+ONE: dict[str, Any] = {"pipeline_parallel_size": 1}
+
+
+def model_of(tag: Path, mp_rank: int) -> dict[str, Any]:
+    return content_of(tag / f"mp_rank_{mp_rank:02d}_model_states.pt")
+
+
+def names_of(tag: Path, mp_rank: int) -> list[list[str]]:
+    return [list(group) for group in model_of(tag, mp_rank)["param_shapes"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "options"),
+    [
+        (PLAIN, 3, {}),
+        (PLAIN, 500, {}),  # more ranks than elements
+        (PLAIN, 2, THREE),
+        ("pp2_s1_bf16_dp1", 2, ONE),
+        (SLICED, 2, ONE),  # as many ranks in all
+        (SLICED, 2, {**ONE, "tensor_parallel_size": 1}),
+        (SLICED, 1, {"tensor_parallel_size": 4}),
+        ("pp2_tp1_s1_fp32_dp2", 1, {**ONE, "tensor_parallel_size": 2}),
+    ],
+)
+def test_everything_arrives(name: str, world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
+    source = zckpt.open(run_of(name))
+    tag = cut(run_of(name), tmp_path / "cut", world_size, **options)
+    found, truth = zckpt.open(tag), Truth(FIXTURES / name)
+    assert found.topology.dp == world_size
+    assert found.topology.pp == options.get("pipeline_parallel_size", 2)
+    assert found.topology.tp == options.get("tensor_parallel_size", source.topology.tp)
+    for slot, expected in [("master", truth.masters), *((slot, truth.kind(slot)) for slot in truth.slots)]:
+        assert expected
+        for key, value in expected.items():
+            assert_same(found.read(key, slot), value, f"{slot}/{key}")
+    assert_consolidated(tag, truth, tmp_path)
+    assert [sorted(g.parameters) for g in found.param_groups] == [sorted(g.parameters) for g in source.param_groups]
+    assert [g.hyperparameters for g in found.param_groups] == [g.hyperparameters for g in source.param_groups]
+    assert [g.state for g in found.param_groups] == [g.state for g in source.param_groups]
+    assert zckpt.verify(tag, deep=True).sound
+    assert zckpt.diff(run_of(name), tag).equal
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "back"),
+    [(PLAIN, {}, {}), (PLAIN, THREE, {**THREE, "pipeline_parallel_size": 2}), (SLICED, {}, {})],
+)
+def test_there_and_back_gives_the_same_files(
+    name: str, between: dict[str, Any], back: dict[str, Any], tmp_path: Path
+) -> None:
+    original = tag_of(run_of(name))
+    dp = zckpt.open(original).topology.dp
+    cut(run_of(name), tmp_path / "between", 3, **between)
+    found = cut(tmp_path / "between", tmp_path / "back", dp, **back)
+    names = sorted(path.name for path in original.glob("*.pt"))
+    assert sorted(path.name for path in found.iterdir()) == names
+    for one in names:
+        assert form(content_of(found / one)) == form(content_of(original / one)), one
+        assert tensor_bytes(found / one) == tensor_bytes(original / one), one
+
+
+def test_each_stage_says_what_it_has(tmp_path: Path) -> None:
+    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
+    assert names_of(tag, 0) == [
+        ["tied_modules.embed.weight", "1.mix.weight"],
+        ["1.alpha", "1.norm.weight", "1.norm.bias", "1.mix.bias"],
+    ]
+    assert names_of(tag, 1) == [["3.up.weight", "3.down.weight"], ["3.up.bias"]]
+    assert names_of(tag, 2) == [["tied_modules.embed.weight"], ["4.weight", "4.bias"]]
+    models = [model_of(tag, rank) for rank in range(3)]
+    assert [model["buffer_names"] for model in models] == [["1.scale"], [], []]
+    for model in models:
+        assert (model["module"], model["mp_world_size"], model["dp_world_size"]) == (None, 3, 1)
+        assert model["checkpoint_parallel_dimensions"] == {"pp_degree": 3, "tp_degree": 1}
+    for rank in range(3):
+        mappings = state_of(optimizer_file(tag, 0, rank))["param_slice_mappings"]
+        assert [list(group) for group in mappings] == names_of(tag, rank)
+
+
+def test_tied_layers_have_the_same_state_on_all_their_stages(tmp_path: Path) -> None:
+    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **THREE)
+    first, last = (
+        torch.load(optimizer_file(tag, 0, rank), weights_only=False)["optimizer_state_dict"] for rank in (0, 2)
+    )
+    numel = zckpt.open(tag).parameters["tied_modules.embed.weight"].numel
+    for one, other in zip(
+        (first["single_partition_of_fp32_groups"][0], first["base_optimizer_state"]["state"][0]["exp_avg_sq"]),
+        (last["single_partition_of_fp32_groups"][0], last["base_optimizer_state"]["state"][0]["exp_avg_sq"]),
+        strict=True,
+    ):
+        assert torch.equal(one[:numel], other[:numel])
+        assert one.any()
+
+
+def test_bits_that_only_one_stage_has_stay_where_they_are(tmp_path: Path) -> None:
+    """Stages that stay as they are keep their own copies of a tied layer; at others the first one's counts."""
+    tag = copy(PLAIN, tmp_path)
+
+    def drift(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[0] = 17.0
+
+    edit(optimizer_file(tag, 0, 1), drift)
+    kept = cut(tag.parent, tmp_path / "kept", 1, weight_check=False)
+    assert _first_master(kept, 1) == 17
+    dealt = cut(tag.parent, tmp_path / "dealt", 1, weight_check=False, **THREE)
+    assert _first_master(dealt, 2) == _first_master(dealt, 0) != 17
+
+
+def _first_master(tag: Path, mp_rank: int) -> float:
+    content = torch.load(optimizer_file(tag, 0, mp_rank), weights_only=False)
+    return content["optimizer_state_dict"]["single_partition_of_fp32_groups"][0][0].item()
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ({"stage_bounds": "0,2,4,6", "pipeline_layers": LAYERS}, [[0, 1], [3], [0, 4]]),
+        ({"pipeline_parallel_size": 3, "partition_method": "parameters", "pipeline_layers": LAYERS}, None),
+        (
+            {"pipeline_parallel_size": 3, "partition_method": "type:norm|forward|block", "pipeline_layers": LAYERS},
+            [[0, 1], [3], [0, 4]],
+        ),
+        ({"stage_bounds": "0,4,7", "pipeline_layers": f"{LAYERS},softmax"}, [[0, 1, 3], [0, 4]]),
+    ],
+)
+def test_the_training_can_deal_layers_in_any_way(
+    options: dict[str, Any], stages: list[list[int]] | None, tmp_path: Path
+) -> None:
+    if stages is None:  # a heavy embedding at both ends
+        stages = [[0], [1, 3, 4], [0]]
+        with pytest.raises(UnsupportedError, match="waits for ever"):
+            cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+        return
+    tag = cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+    for rank, its in enumerate(stages):
+        names = [name.replace("tied_modules.embed", "0") for group in names_of(tag, rank) for name in group]
+        assert sorted({int(name.partition(".")[0]) for name in names}) == its
+
+
+def test_a_tied_layer_that_has_a_file_for_each_use(tmp_path: Path) -> None:
+    """As one that no function wraps where it is used again: then the files say where that is."""
+    tag = copy(PLAIN, tmp_path)
+    shutil.copy(tag / "layer_00-model_states.pt", tag / "layer_05-model_states.pt")
+    found = cut(tag.parent, tmp_path / "cut", 1, **THREE)
+    assert names_of(found, 2) == [["tied_modules.embed.weight"], ["4.weight", "4.bias"]]
+    assert tensor_bytes(found / "layer_05-model_states.pt") == tensor_bytes(tag / "layer_00-model_states.pt")
+    edit(tag / "layer_05-model_states.pt", lambda content: content["weight"].fill_(1.0))
+    assert not zckpt.verify(tag, deep=True).sound
+
+
+def test_where_files_leave_it_open_the_user_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"found 0,1,4,6 with embed in layers 0 and 5 or .*--partition-method"):
+        cut(run_of(PLAIN), tmp_path / "cut", 1, pipeline_parallel_size=3)
+    one = cut(run_of(PLAIN), tmp_path / "one", 1, **ONE).parent
+    with pytest.raises(UnsupportedError, match="embed, of which one use is known"):
+        cut(one, tmp_path / "cut", 1, pipeline_parallel_size=2, partition_method="uniform")
+    tag = cut(one, tmp_path / "two", 2, pipeline_parallel_size=2, partition_method="uniform", pipeline_layers=LAYERS)
+    for path in tag_of(run_of(PLAIN)).glob("zero_*"):
+        assert tensor_bytes(tag / path.name) == tensor_bytes(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_size": 0}, "at least 1"),
+        ({"pipeline_parallel_size": 2, "partition_method": "best"}, "unknown partition method"),
+        ({"partition_method": "uniform", "stage_bounds": "0,3,6"}, "one of both"),
+        ({"partition_method": "type:block"}, "--pipeline-layers"),
+        ({"partition_method": "type:x", "pipeline_layers": LAYERS}, "no layer is of that type"),
+        ({"partition_method": "type:(", "pipeline_layers": LAYERS}, "regular expression"),
+        ({"stage_bounds": "0,3,3,6"}, "bounds of stages"),
+        ({"stage_bounds": "0,3"}, "at least 5"),
+        ({"stage_bounds": "0,3,6", "pipeline_parallel_size": 3}, "4 numbers"),
+        ({"stage_bounds": "0,3,7", "pipeline_layers": LAYERS}, "6 last"),
+        ({"stage_bounds": "0,2,3,6", "pipeline_layers": LAYERS}, "nothing to train"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a*"}, "unusable list"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a*9999"}, "unusable list"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a*3"}, "at least 5 layers"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a*6"}, "tied layers embed"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a*4,a=embed*2"}, "embed in layer 0"),
+        ({"pipeline_parallel_size": 3, "pipeline_layers": "a=embed*2,a*4"}, "parameters of its own"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        cut(run_of(PLAIN), tmp_path / "cut", 1, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_pipeline_has_no_stages(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no pipeline's"):
+        cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=2)
+    cut(run_of("s1_fp32_dp2"), tmp_path / "cut", 1, pipeline_parallel_size=1)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stages_of_zero_that_have_no_pipelines_are_refused(stage: int, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no pipelines under ZeRO-2 and 3"):
+        cut(run_of(PLAIN), tmp_path / "cut", 2, stage=stage)
+
+
+def test_a_group_in_another_order_than_the_modules_is_dealt_only_where_its_order_is_known(tmp_path: Path) -> None:
+    """As of a training that lists some parameters of all layers first: with other layers the order would be unknown."""
+    tag = copy(PLAIN, tmp_path)
+    path = tag / "mp_rank_01_model_states.pt"
+
+    def swap(content: dict[str, Any]) -> None:
+        shapes = content["param_shapes"][1]
+        shapes.move_to_end("3.up.bias")
+
+    edit(path, swap)
+    for rank in (0, 1):
+        edit(optimizer_file(tag, rank, 1), _without_mappings)
+    with pytest.raises(UnsupportedError, match="order of the stage's modules"):
+        cut(tag.parent, tmp_path / "one", 1, **ONE)
+    dealt = cut(tag.parent, tmp_path / "two", 1, stage_bounds="0,2,6", weight_check=False)
+    assert names_of(dealt, 1)[1] == ["4.weight", "4.bias", "3.up.bias"]
+
+
+def _without_mappings(content: dict[str, Any]) -> None:
+    del content["optimizer_state_dict"]["param_slice_mappings"]
+
+
+@pytest.mark.parametrize("options", [THREE, ONE, {"stage_bounds": "0,3,6"}, {"partition_method": "uniform"}])
+def test_without_zero_stages_stay(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="data-parallel ranks alone"):
+        cut(run_of("pp2_s0_fp32_dp2"), tmp_path / "cut", 1, **options)
+
+
+def test_names_of_the_modules_by_renaming(tmp_path: Path) -> None:
+    """Back to one model whose names no pipeline gave."""
+    names = [("3.", "feed_forward."), ("4.", "norm."), ("1.", "block."), ("tied_modules.embed.", "embed.")]
+    zckpt.consolidate(run_of(PLAIN), tmp_path / "model.safetensors", rename=names)
+    assert set(zckpt.open(tmp_path / "model.safetensors").parameters) >= {"embed.weight", "norm.bias", "block.alpha"}

@@ -1,0 +1,385 @@
+"""Megatron-Core's `torch_dist`: layers, experts and flattened slices are the tensors of the model, or it is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import zckpt
+from tests.truth import Truth, assert_same
+from zckpt.codes import OTHER_RUN, WEIGHT_MISMATCH
+from zckpt.errors import LayoutError, ShardError, UnknownFormatError, UnsupportedError
+from zckpt.formats.account import take_inventory
+from zckpt.formats.megatron.names import in_order, stored
+from zckpt.formats.megatron.stacked import is_flattened, split, unflattened
+from zckpt.state import Extent, Span
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+NAMES = ["mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2"]
+MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+GROUP = {"lr": 0.5, "wd_mult": 1.0, "is_expert_parallel": False}
+
+
+def write(folder: Path, tensors: dict[str, Any], **common: Any) -> Path:
+    """Write a directory as Megatron-Core does: the keys are flat."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps(MARK))
+    torch.save({"iteration": 7, **common}, folder / "common.pt")
+    return folder
+
+
+def optimizer(*groups: dict[str, Any], step: float = 3.0) -> dict[str, Any]:
+    return {"optimizer": {"param_groups": [{**one, "step": step} for one in groups]}, "param_state_sharding_type": "x"}
+
+
+def counted(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def read_all(checkpoint: zckpt.OpenedCheckpoint, slot: str = "weight") -> dict[str, torch.Tensor]:
+    return {one.name: checkpoint.read(one.name, slot) for one in checkpoint.tensors()}
+
+
+# --- real checkpoints
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_real_checkpoint_says_what_its_program_knew(name: str) -> None:
+    truth, checkpoint = Truth(OTHER / name), zckpt.open(OTHER / name / "ckpt")
+    facts, spec = truth.facts, truth.facts["spec"]
+    assert (checkpoint.format, checkpoint.step) == ("megatron", facts["step"])
+    ranks = checkpoint.topology
+    assert (ranks.tp, ranks.pp, ranks.ep, checkpoint.world_size) == (spec["tp"], spec["pp"], spec["ep"], spec["ws"])
+    assert list(checkpoint.parameters) == facts["order_of_names"]
+    assert [sorted(one.parameters) for one in checkpoint.param_groups] == [
+        sorted(one["members"]) for one in facts["param_groups"]
+    ]
+    for group, its in zip(checkpoint.param_groups, facts["param_groups"], strict=True):
+        assert group.hyperparameters["lr"] == its["lr"]
+        assert getattr(group.state["step"], "value", group.state["step"]) == 4.0
+    assert {"args", "opt_param_scheduler", "rng_state"} <= set(checkpoint.metadata)
+    assert not any("_extra_state" in key for key in checkpoint.metadata)
+    assert not checkpoint.warnings
+    assert "default rule" in str(checkpoint.details["param groups"])
+
+
+def test_run_iteration_and_file_of_it(tmp_path: Path) -> None:
+    run = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
+    same = zckpt.fingerprint(run).text
+    assert zckpt.fingerprint(run / "iter_0000004").text == same
+    assert zckpt.open(run, tag="iter_0000004").source == zckpt.open(run).source
+    with pytest.raises(UnknownFormatError, match="is one file of a checkpoint of Megatron-Core"):
+        zckpt.open(run / "iter_0000004" / ".metadata")
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "iter_0000004").rename(tmp_path / "run" / "release")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
+    assert zckpt.fingerprint(tmp_path / "run").text == same
+    (tmp_path / "run" / "release").rename(tmp_path / "run" / "iter_0000004")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(UnknownFormatError, match=r"names no checkpoint.*iter_0000004"):
+        zckpt.open(tmp_path / "run")
+
+
+def test_nemo_keeps_it_in_a_folder_with_names_of_its_own(tmp_path: Path) -> None:
+    tensors = {f"module.{FC2}": counted(2, 3, 4), f"optimizer.state.exp_avg.module.{FC2}": counted(2, 3, 4) + 1,
+               "module.embedding.word_embeddings.weight": counted(5, 2)}  # fmt: skip
+    common = {"global_step": 9, "iteration": None, "optimizer": [optimizer(GROUP)], "lr_schedulers": [{"max_lr": 1}]}
+    (tmp_path / "model" / "context").mkdir(parents=True)
+    (tmp_path / "model" / "context" / "model.yaml").write_text("config: {num_layers: 2}")
+    write(tmp_path / "model" / "weights", tensors, **common)
+    opened = zckpt.open(tmp_path / "model")
+    names = [f"decoder.layers.{i}.mlp.linear_fc2.weight" for i in range(2)]
+    assert list(opened.parameters) == ["embedding.word_embeddings.weight", *names]
+    assert opened.wrapped[names[0]] == f"module.{names[0]}"
+    assert torch.equal(opened.read(names[1], "exp_avg"), counted(2, 3, 4)[1] + 1)
+    assert (opened.step, opened.param_groups[0].parameters) == (9, names)
+    assert opened.parameters["embedding.word_embeddings.weight"].frozen
+    assert take_inventory(opened).left_out == []
+    (tmp_path / "model" / "weights").rename(tmp_path / "model" / "model_weights")
+    assert list(zckpt.open(tmp_path / "model").parameters) == list(opened.parameters)
+
+
+def test_difference_of_ranks_is_none(tmp_path: Path) -> None:
+    tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
+    about = {"content_metadata": {"singleton_local_shards": False}, "optimizer": optimizer(GROUP)}
+    write(tmp_path / "a", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=1.0), **about)
+    about["content_metadata"] = {"singleton_local_shards": True}
+    apart = {"decoder.layers.0.mlp.linear_fc2.weight": counted(2, 3, 4)[0].clone(),
+             "decoder.layers.1.mlp.linear_fc2.weight": counted(2, 3, 4)[1].clone()}  # fmt: skip
+    apart |= {f"optimizer.state.exp_avg.{name}": value for name, value in apart.items()}
+    write(tmp_path / "b", apart, args=Namespace(tensor_model_parallel_size=2, world_size=4, lr=1.0), **about)
+    assert zckpt.diff(tmp_path / "a", tmp_path / "b").equal
+    assert zckpt.fingerprint(tmp_path / "a").text == zckpt.fingerprint(tmp_path / "b").text
+    write(tmp_path / "c", tensors, args=Namespace(tensor_model_parallel_size=1, world_size=1, lr=2.0), **about)
+    assert not zckpt.diff(tmp_path / "a", tmp_path / "c").equal
+
+
+# --- what is stored together, and apart
+
+
+def test_layers_and_experts_are_parameters_of_their_own(tmp_path: Path) -> None:
+    weight, moment = counted(2, 3, 4, 5), -counted(2, 3, 4, 5)
+    tensors = {EXPERTS: weight, f"chained_1.optimizer.state.exp_avg.{EXPERTS}": moment,
+               "decoder.layers.mlp.router.expert_bias": counted(2, 3),
+               "mtp.layers.0.hnorm.weight": counted(6)}  # fmt: skip
+    groups = {0: optimizer(GROUP), 1: optimizer({**GROUP, "is_expert_parallel": True, "lr": 0.25})}
+    opened = zckpt.open(write(tmp_path / "d", tensors, optimizer=groups))
+    for layer in range(2):
+        for expert in range(3):
+            name = f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight"
+            assert torch.equal(opened.read(name), weight[layer, expert])
+            assert torch.equal(opened.read(name, "exp_avg"), moment[layer, expert])
+            assert opened.parameters[name].group == 1
+        assert torch.equal(opened.read(f"decoder.layers.{layer}.mlp.router.expert_bias"), counted(2, 3)[layer])
+    assert list(opened.buffers) == [f"decoder.layers.{i}.mlp.router.expert_bias" for i in range(2)]
+    assert opened.parameters["mtp.layers.0.hnorm.weight"].frozen
+    assert opened.param_groups[1].hyperparameters["lr"] == 0.25
+    assert take_inventory(opened).left_out == []
+
+
+def test_tensors_that_are_written_as_several_are_one(tmp_path: Path) -> None:
+    at = "decoder.layers.0.mlp"
+    gate, up = counted(3, 4), counted(3, 4) + 50
+    parts = {"z": 4, "x": 4, "B": 2, "C": 2, "dt": 1}
+    tensors = {f"{at}.linear_fc1.weight_w": gate, f"{at}.linear_fc1.weight_v": up,
+               f"optimizer.state.exp_avg.{at}.linear_fc1.weight_w": gate * 2,
+               f"optimizer.state.exp_avg.{at}.linear_fc1.weight_v": up * 2,
+               f"{at}.experts.experts.1.linear_fc1.weight_w": gate, f"{at}.experts.experts.1.linear_fc1.weight_v": up,
+               f"{at}.other.weight_w": gate}  # fmt: skip
+    tensors |= {f"decoder.layers.1.mixer.in_proj.weight.{one}": counted(n, 2) + n for one, n in parts.items()}
+    opened = zckpt.open(write(tmp_path / "d", tensors))
+    found = read_all(opened)
+    assert torch.equal(found[f"{at}.linear_fc1.weight"], torch.cat([gate, up]))
+    assert torch.equal(found[f"{at}.experts.local_experts.1.linear_fc1.weight"], torch.cat([gate, up]))
+    assert torch.equal(opened.read(f"{at}.linear_fc1.weight", "exp_avg"), torch.cat([gate, up]) * 2)
+    assert torch.equal(found["decoder.layers.1.mixer.in_proj.weight"],
+                       torch.cat([counted(n, 2) + n for n in parts.values()]))  # fmt: skip
+    assert set(found) == {f"{at}.linear_fc1.weight", f"{at}.experts.local_experts.1.linear_fc1.weight",
+                          f"{at}.other.weight_w", "decoder.layers.1.mixer.in_proj.weight"}  # fmt: skip
+    zckpt.consolidate(opened, tmp_path / "m.safetensors")
+    written = zckpt.open(tmp_path / "m.safetensors")
+    assert all(torch.equal(written.read(name), one) for name, one in found.items())
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (2, 1), (1, 3), (4, 1), (2, 3)], ids=str)
+def test_flattened_slices_are_read_as_the_tensor(cut: tuple[int, int], tmp_path: Path) -> None:
+    """`fully_sharded_model_space`: [layers, X/x, Y/y, x*y]."""
+    rows, columns = 8 // cut[0], 6 // cut[1]
+    whole = counted(2, 8, 6)
+    stored_as = whole.reshape(2, cut[0], rows, cut[1], columns).transpose(2, 3).reshape(2, *cut, rows * columns)
+    tensors = {FC1: whole.bfloat16(), f"optimizer.state.fp32_param.{FC1}": stored_as.clone(),
+               "decoder.final_layernorm.weight": counted(6),
+               "optimizer.state.fp32_param.decoder.final_layernorm.weight": counted(1, 6)}  # fmt: skip
+    opened = zckpt.open(write(tmp_path / "d", tensors, optimizer=optimizer(GROUP)))
+    found = [opened.read(f"decoder.layers.{i}.mlp.linear_fc1.weight", "master") for i in range(2)]
+    assert torch.equal(torch.stack(found), whole)
+    assert torch.equal(opened.read("decoder.final_layernorm.weight", "master"), counted(6))
+
+
+@pytest.mark.parametrize("cuts", [(0, 12), (0, 5, 12), (0, 1, 7, 8, 12)], ids=str)
+def test_data_parallel_ranks_cut_a_flattened_slice_anywhere(cuts: tuple[int, ...]) -> None:
+    """[X, Y] = [4, 6] in slices of [2, 6] or [4, 3], and those where the ranks please."""
+    for blocks, block in (((2, 1), (2, 6)), ((1, 2), (4, 3))):
+        disk = []
+        for at in range(2):
+            index = (at, 0) if blocks[0] == 2 else (0, at)
+            disk += [Span(Extent((*index, low), (1, 1, high - low), 0, high - low), "f", 100 * at + 4 * low, "float32")
+                     for low, high in itertools.pairwise(cuts)]  # fmt: skip
+        assert is_flattened((*blocks, 12), (4, 6))
+        found = unflattened(disk, (*blocks, 12), (4, 6), "k", "f")
+        whole = torch.full((4, 6), -1)
+        for span in found:
+            box = span.extent
+            assert box.sizes == block
+            part = torch.full((12,), -1)
+            part[box.start : box.start + box.numel] = span.offset + 4 * torch.arange(box.numel)
+            place = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+            place[part.reshape(block) >= 0] = part.reshape(block)[part.reshape(block) >= 0]
+        expected = torch.stack([100 * at + 4 * torch.arange(12).reshape(block) for at in range(2)])
+        assert torch.equal(whole, torch.cat(list(expected), 0 if blocks[0] == 2 else 1))
+
+
+def test_chunk_of_several_layers_is_taken_apart() -> None:
+    span = Span(Extent((1, 2, 0), (2, 3, 4), 0, 24), "f", 1000, "float32")
+    found = split([span], 1)
+    assert {index: (one.extent.offsets, one.extent.sizes, one.offset, one.strides)
+            for index, [one] in found.items()} == {
+        (1,): ((2, 0), (3, 4), 1000, None), (2,): ((2, 0), (3, 4), 1000 + 12 * 4, None),
+    }  # fmt: skip
+    strided = Span(Extent((0, 0, 0), (2, 3, 4), 0, 24), "f", 0, "float32", (4, 8, 1))
+    assert [one.offset for [one] in split([strided], 1).values()] == [0, 16]
+    assert {one.strides for [one] in split([strided], 1).values()} == {(8, 1)}
+
+
+def test_empty_tensors_and_odd_numbers_are_names_as_any(tmp_path: Path) -> None:
+    names = ["a.empty", f"decoder.layers.{'9' * 5000}.x", "decoder.layers.0.mlp.experts.local_experts.x.y"]
+    tensors = {name: counted(3) for name in names} | {"a.empty": torch.zeros(0, 4)}
+    opened = zckpt.open(write(tmp_path / "d", tensors))
+    assert set(opened.parameters) == set(names)
+    assert opened.read("a.empty").shape == (0, 4)
+
+
+def test_names_are_in_the_models_order() -> None:
+    given = ["output_layer.weight", "decoder.final_layernorm.weight", "decoder.layers.10.b", "decoder.layers.2.b",
+             "decoder.layers.2.a.local_experts.1.x", "decoder.layers.2.a.local_experts.0.y",
+             "decoder.layers.2.a.local_experts.0.x", "mtp.layers.0.c", "embedding.word_embeddings.weight"]  # fmt: skip
+    assert in_order(given) == [
+        given[8], "decoder.layers.2.b", "decoder.layers.2.a.local_experts.0.x", "decoder.layers.2.a.local_experts.0.y",
+        "decoder.layers.2.a.local_experts.1.x", "decoder.layers.10.b", given[1], given[7], given[0],
+    ]  # fmt: skip
+    assert [one.axes for one in stored([EXPERTS, FC2, "decoder.layers.3.mlp.experts.experts.linear_fc2.weight", "a.b"])
+            ] == [("layer", "expert"), ("layer",), ("expert",), ()]  # fmt: skip
+
+
+# --- param groups
+
+
+def test_groups_that_the_rule_does_not_tell_apart_are_kept_without_parameters(tmp_path: Path) -> None:
+    tensors = {FC2: counted(2, 3, 4), f"optimizer.state.exp_avg.{FC2}": counted(2, 3, 4)}
+    own = optimizer(GROUP, {**GROUP, "lr_mult": 0.1})
+    source = write(tmp_path / "d", tensors, optimizer=own)
+    opened = zckpt.open(source)
+    assert opened.param_groups == []
+    assert any("does not tell" in one for one in opened.warnings)
+    assert [one["lr_mult"] for one in opened.optimizer_metadata["param_groups"] if "lr_mult" in one] == [0.1]
+    assert all(one.group is None for one in opened.parameters.values())
+    assert take_inventory(opened).left_out == []
+    zckpt.consolidate(source, tmp_path / "m.safetensors", slots="all")
+
+
+def test_norms_of_queries_and_keys_decay_where_the_arguments_say_so(tmp_path: Path) -> None:
+    names = ["decoder.layers.0.self_attention.q_layernorm.weight", "decoder.layers.0.self_attention.linear_proj.bias"]
+    tensors = {name: counted(4) for name in names} | {f"optimizer.state.exp_avg.{name}": counted(4) for name in names}
+    groups = optimizer(GROUP, {**GROUP, "wd_mult": 0.0})
+    for decays, expected in ((False, [[], names]), (True, [names[:1], names[1:]])):
+        at = write(tmp_path / str(decays), tensors, optimizer=groups, args=Namespace(apply_wd_to_qk_layernorm=decays))
+        assert [one.parameters for one in zckpt.open(at).param_groups] == expected
+
+
+def test_loss_scaler_is_carried(tmp_path: Path) -> None:
+    scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+    tensors = {"a.weight": counted(2, 2).half(), "optimizer.state.fp32_param.a.weight": counted(2, 2)}
+    whole = {"optimizer": {"param_groups": [GROUP], "state": {"common_step": torch.tensor(5.0)}}, "grad_scaler": scaler}
+    opened = zckpt.open(write(tmp_path / "d", tensors, optimizer=whole))
+    assert opened.loss_scale == 512.0
+    assert list(opened.optimizer_metadata) == ["grad_scaler"]
+    assert opened.param_groups[0].state["step"].value == 5.0
+    assert take_inventory(opened).left_out == []
+
+
+def test_state_of_modules_is_carried_where_there_is_any(tmp_path: Path) -> None:
+    tensors = {FC2: counted(2, 3, 4), "decoder.layers.mlp.linear_fc2._extra_state/shard_0_2": [None],
+               "decoder.layers.mlp.linear_fc2._extra_state/shard_1_2": [{"scale_fwd": counted(3)}],
+               "rng_state/shard_0.0_1.1": [[{"torch": torch.ones(5, dtype=torch.uint8)}]]}  # fmt: skip
+    opened = zckpt.open(write(tmp_path / "d", tensors))
+    assert list(opened.metadata["decoder.layers.mlp.linear_fc2._extra_state"]) == ["1_2"]
+    assert list(opened.metadata["rng_state"]) == ["0.0_1.1"]
+    assert take_inventory(opened).left_out == []
+    zckpt.convert(opened, tmp_path / "own", to="zckpt")
+    assert zckpt.diff(opened, tmp_path / "own").equal
+
+
+# --- what is not read, and what is wrong
+
+
+def test_flat_buffers_are_left_out_and_nothing_is_written(tmp_path: Path) -> None:
+    flat = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg"
+    source = write(tmp_path / "d", {FC2: counted(2, 3, 4), flat: counted(24)})
+    opened = zckpt.open(source)
+    assert torch.equal(opened.read("decoder.layers.1.mlp.linear_fc2.weight"), counted(2, 3, 4)[1])
+    assert [item.nbytes for item in take_inventory(opened).left_out] == [96]
+    with pytest.raises(zckpt.LeftOutError, match="would be lost"):
+        zckpt.convert(source, tmp_path / "out", to="zckpt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_master_of_another_place_is_noticed_and_nothing_is_written(tmp_path: Path) -> None:
+    """As megatron-core 0.16.1 writes it where a rank has two padded buckets: shifted, and the rest zero."""
+    torch.manual_seed(1)
+    master = torch.randn(2, 8, 40)
+    shifted = torch.cat([master.flatten()[64:], torch.zeros(64)]).reshape(2, 8, 40)
+    tensors = {FC2: master.bfloat16(), f"optimizer.state.param.{FC2}": shifted,
+               "decoder.final_layernorm.weight": torch.ones(8).bfloat16(),
+               "optimizer.state.param.decoder.final_layernorm.weight": torch.ones(8)}  # fmt: skip
+    source = write(tmp_path / "d", tensors, optimizer=optimizer(GROUP))
+    found = zckpt.verify(source)
+    assert {one.code for one in found.findings} <= {WEIGHT_MISMATCH, OTHER_RUN}
+    assert found.findings
+    for to in ("zckpt", "dcp"):
+        with pytest.raises(zckpt.SourceError):
+            zckpt.convert(source, tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def _drop(name: str) -> Any:
+    return lambda at: (at / name).unlink()
+
+
+def _say(**values: Any) -> Any:
+    return lambda at: (at / "metadata.json").write_text(json.dumps(MARK | values))
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "said"),
+    [
+        (_drop("common.pt"), ShardError, "file common.pt is missing"),
+        (_drop(".metadata"), ShardError, "file .metadata is missing"),
+        (_drop("__0_0.distcp"), ShardError, "file __0_0.distcp is missing"),
+        (_say(sharded_backend="zarr"), UnsupportedError, "format zarr 1"),
+        (_say(sharded_backend_version=2), UnsupportedError, "format torch_dist 2"),
+        (lambda at: (at / "metadata.json").write_text('{"sharded_backend": '), zckpt.SourceError, "cannot be read"),
+        (lambda at: torch.save([1], at / "common.pt"), zckpt.SourceError, "unexpected content"),
+    ],
+    ids=["common", "metadata", "items", "zarr", "version", "json", "list"],
+)
+def test_missing_and_unknown_files_are_named(damage: Any, error: type[Exception], said: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "d", {FC2: counted(2, 3, 4)})
+    damage(source)
+    with pytest.raises(error, match=said):
+        zckpt.open(source)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "said"),
+    [
+        ({f"optimizer.state.exp_avg.{FC2}": counted(2, 4, 4)}, LayoutError, "not of the shape of its weight"),
+        ({f"optimizer.state.exp_avg.{FC2}": counted(2, 2, 1, 7)}, LayoutError, "not of the shape of its weight"),
+        ({"optimizer.state.exp_avg.other": counted(3)}, UnsupportedError, "what is no tensor of the model"),
+        ({f"optimizer.state.param.{FC2}": counted(2, 3, 4), f"optimizer.state.fp32_param.{FC2}": counted(2, 3, 4)},
+         LayoutError, "two optimizers have"),
+        ({"decoder.layers.0.mlp.linear_fc2.weight": counted(3, 4)}, zckpt.SourceError, "two tensors are"),
+        ({"x.linear_fc1.weight_w": counted(3, 4), "x.linear_fc1.weight_v": counted(3, 5)}, LayoutError, "fit together"),
+        ({"x.linear_fc1.weight_w": counted(3), "x.linear_fc1.weight_v": counted(3),
+          "optimizer.state.exp_avg.x.linear_fc1.weight_w": counted(3)}, LayoutError, "is not whole"),
+        ({"decoder.layers.mlp.scalar": torch.tensor(1.0)}, LayoutError, "no axis for each layer"),
+        ({"decoder.layers.mlp.empty": torch.zeros(2, 0)}, UnsupportedError, "has no elements"),
+        ({"x.linear_fc1.bias_w": counted(3), "x.linear_fc1.bias_v": counted(3).half()}, LayoutError, "fit together"),
+    ],
+    ids=["shape", "flat", "nameless", "twice", "same", "parts", "half", "scalar", "empty", "types"],
+)  # fmt: skip
+def test_tensors_that_contradict_each_other_are_refused(
+    tensors: dict[str, Any], error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=said):
+        zckpt.open(write(tmp_path / "d", {FC2: counted(2, 3, 4), **tensors}))
+
+
+def test_what_is_read_is_the_truth_slot_by_slot() -> None:
+    truth = Truth(OTHER / "mcore_bf16_moe_freq")
+    checkpoint = zckpt.open(OTHER / "mcore_bf16_moe_freq" / "ckpt")
+    for key, value in truth.tensors.items():
+        slot, _, name = key.partition("/")
+        assert_same(checkpoint.read(name, "weight" if slot == "buffer" else slot), value, key)

@@ -1,0 +1,305 @@
+"""Megatron's legacy files: ranks' slices are the whole model with its optimizer, and what is not proven is refused."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zckpt
+from zckpt.errors import DamagedFileError, LayoutError, LeftOutError, ShardError, UnsupportedError
+from zckpt.formats.megatron.buckets import Layout, Member, Placed, fit, gaps, lay_out
+from zckpt.formats.megatron.order import orders
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+KINDS = {
+    "mcore_legacy_tp2_pp2": (2, 2, 1),
+    "mcore_legacy_dist_tp2_pp2_tied": (2, 2, 1),
+    "mcore_legacy_dist_ep2": (1, 1, 2),
+    "mcore_legacy_dist_vp2": (1, 2, 1),
+}
+ITERATION = "iter_0000003"
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OTHER / name / "ckpt" / ITERATION, tmp_path / "run"))
+
+
+def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_slot_is_bit_equal_to_the_live_optimizer(name: str) -> None:
+    opened = zckpt.open(OTHER / name / "ckpt")
+    truth = load_file(OTHER / name / "truth.safetensors")
+    found = {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots if slot != "step"}
+    assert found == truth.keys()
+    for key, tensor in truth.items():
+        slot, _, parameter = key.partition("/")
+        read = opened.read(parameter, slot=slot)
+        assert read.dtype == tensor.dtype, key
+        assert torch.equal(read, tensor), key
+    topology = opened.topology
+    assert (topology.tp, topology.pp, topology.ep) == KINDS[name]
+    assert opened.step == 3
+    assert sum(len(group.parameters) for group in opened.param_groups) == len(opened.parameters)
+    assert all(float(getattr(step, "value", step)) == 3 for g in opened.param_groups for step in [g.state["step"]])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_is_left_out_and_copies_agree(name: str) -> None:
+    source = OTHER / name / "ckpt"
+    items = zckpt.inspect(source, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+    assert [one for one in zckpt.verify(source, deep=True).findings if one.severity == "error"] == []
+
+
+def test_a_run_goes_to_one_file_and_back(tmp_path: Path) -> None:
+    source = OTHER / "mcore_legacy_dist_tp2_pp2_tied" / "ckpt"
+    zckpt.convert(source, tmp_path / "own", to="zckpt")
+    compared = zckpt.diff(source, tmp_path / "own")
+    assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
+
+
+def test_a_buffer_is_laid_out_from_its_end() -> None:
+    members = [Member("embedding", 192), Member("norm", 12), Member("fc", 240)]
+    layout = lay_out(members)
+    assert layout == Layout((Placed("fc", 0, 0), Placed("norm", 0, 256), Placed("embedding", 0, 320)), (512,))
+    assert gaps(layout, members) == [(0, 240, 16), (0, 268, 52)]
+    assert fit(members, layout.sizes) == layout
+
+
+def test_a_bucket_ends_where_it_has_reached_its_size_and_is_not_padded() -> None:
+    members = [Member(str(at), 100) for at in range(5)]
+    layout = lay_out(members, 200)
+    assert [(place.bucket, place.start) for place in layout.places] == [(0, 0), (0, 128), (1, 0), (1, 128), (2, 0)]
+    assert layout.sizes == (228, 228, 100)
+    assert fit(members, layout.sizes) == layout
+    assert fit(members, (228, 228, 101)) is None
+    assert fit(members[1:], layout.sizes) is None
+
+
+def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
+    members = [Member("embedding", 192, alone=True), Member("norm", 12)]
+    layout = lay_out(members)
+    assert layout == Layout((Placed("norm", 0, 0), Placed("embedding", 1, 0)), (64, 192))
+    assert gaps(layout, members) == [(0, 12, 52)]
+    assert fit(members, layout.sizes) == layout
+    last = [Member("norm", 12), Member("output", 192, alone=True)]
+    assert lay_out(last).sizes == (192, 12)
+
+
+BUCKETS = OTHER / "mcore_bf16_buckets_tp2_dp2"
+
+
+def test_flat_buffers_of_torch_dist_are_slots_of_parameters() -> None:
+    opened = zckpt.open(BUCKETS / "ckpt")
+    truth = load_file(BUCKETS / "truth.safetensors")
+    assert {f"{slot}/{one.name}" for one in opened.tensors() for slot in one.slots} == truth.keys()
+    for key, tensor in truth.items():
+        slot, _, parameter = key.partition("/")
+        assert torch.equal(opened.read(parameter, slot=slot), tensor), key
+    assert [len(group.parameters) for group in opened.param_groups] == [10, 5]
+    assert [group.state for group in opened.param_groups] == [{"step": 3.0}] * 2
+    assert not [warning for warning in opened.warnings if "buffers" in warning]
+
+
+def test_flat_buffers_that_prove_nothing_are_not_read(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(BUCKETS / "ckpt", tmp_path / "run"))
+    opened = zckpt.open(run)
+    (span,) = opened.parameters["decoder.final_layernorm.weight"].slots["weight"].spans
+    data = bytearray(Path(span.path).read_bytes())
+    data[span.offset + 1] ^= 0x40
+    Path(span.path).write_bytes(bytes(data))
+    broken = zckpt.open(run)
+    (said,) = [warning for warning in broken.warnings if "flat buffers" in warning]
+    assert "decoder.final_layernorm.weight does not round to its weight at element 0" in said
+    assert broken.slot_names() == ["weight"]
+    with pytest.raises(LeftOutError, match="would be lost"):
+        zckpt.convert(run, tmp_path / "own", to="zckpt")
+
+
+def test_orders_of_parameters_put_the_input_norm_before_attention_or_into_it() -> None:
+    front = "decoder.layers.0."
+    names = [f"{front}mlp.linear_fc2.weight", f"{front}self_attention.linear_proj.weight", "output_layer.weight",
+             f"{front}self_attention.linear_qkv.layer_norm_weight", "embedding.word_embeddings.weight"]  # fmt: skip
+    local, engine = orders(names)
+    assert local.layers == [[names[3], names[1], names[0]]]
+    assert engine.layers == [[names[1], names[3], names[0]]]
+    assert (local.front, local.back) == ([names[4]], [names[2]])
+    assert orders([*names, f"{front}mixer.in_proj.weight"]) == []
+
+
+def test_masters_that_are_not_the_weights_are_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_dist_ep2", tmp_path)
+
+    def shift(content: list) -> None:  # type: ignore[type-arg]
+        flat = next(iter(content[1][0].values()))["param"]
+        flat.copy_(flat.roll(1))
+
+    edit(run / "mp_rank_00_001" / "distrib_optim.pt", shift)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"not proven: that of .* does not round to its weight at element"):
+        zckpt.open(run)
+
+
+def test_two_parameters_of_one_shape_in_the_other_order_are_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_dist_vp2", tmp_path)
+
+    def swap(content: dict[str, dict[str, torch.Tensor]]) -> None:
+        model = content["model0"]
+        names = [name for name in model if name.endswith("linear_proj.weight")][:1]
+        model[names[0]] = model[names[0]].flip(0)
+
+    edit(run / "mp_rank_00_000" / "model_optim_rng.pt", swap)
+    with pytest.raises(UnsupportedError, match="not proven"):
+        zckpt.open(run)
+
+
+def test_buffers_that_the_model_does_not_fill_are_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_dist_tp2_pp2_tied", tmp_path)
+
+    def drop(content: dict[str, dict[str, object]]) -> None:
+        del content["model"]["decoder.layers.0.mlp.linear_fc1.bias"]
+
+    edit(run / "mp_rank_00_000" / "model_optim_rng.pt", drop)
+    with pytest.raises(LayoutError, match="do not fill"):
+        zckpt.open(run)
+
+
+def test_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_tp2_pp2", tmp_path)
+    shutil.rmtree(run / "mp_rank_01_001")
+    with pytest.raises(ShardError, match="none of rank 1 of stage 1"):
+        zckpt.open(run)
+
+
+def test_state_of_the_distributed_optimizer_that_is_missing_is_named(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_dist_ep2", tmp_path)
+    (run / "mp_rank_00_001" / "distrib_optim.pt").unlink()
+    with pytest.raises(ShardError, match=r"no file of the distributed optimizer's state.*distrib_optim\.pt"):
+        zckpt.open(run)
+
+
+def test_a_rank_of_another_step_is_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_tp2_pp2", tmp_path)
+    edit(run / "mp_rank_01_000" / "model_optim_rng.pt", lambda content: content.update(iteration=4))
+    with pytest.raises(ShardError, match="is of another iteration"):
+        zckpt.open(run)
+
+
+def test_numbers_that_may_be_several_parameters_are_refused(tmp_path: Path) -> None:
+    run = copied("mcore_legacy_tp2_pp2", tmp_path)
+
+    def thin(content: dict) -> None:  # type: ignore[type-arg]
+        inner = content["optimizer"].pop("optimizer")
+        content["optimizer"] = inner  # no masters
+        for group in inner["param_groups"]:
+            if group["wd_mult"] == 0:
+                del inner["state"][group["params"].pop(0)]
+
+    for path in sorted(run.glob("mp_rank_*/model_optim_rng.pt")):
+        edit(path, thin)
+    with pytest.raises(UnsupportedError, match=r"which parameters the optimizer's numbers .* are is not certain"):
+        zckpt.open(run)
+
+
+def test_a_layer_of_which_the_cut_is_not_known_is_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        torch.save({"model": {"adapter.weight": torch.ones(2, 2)}}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+    with pytest.raises(UnsupportedError, match=r"how tensor parallelism cuts adapter\.weight is not known"):
+        zckpt.open(tmp_path)
+
+
+def test_one_number_without_arguments_is_no_known_kind_of_rank(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
+        torch.save({"model": {"a": torch.ones(2)}}, tmp_path / f"mp_rank_00_{rank:03d}/model_optim_rng.pt")
+    with pytest.raises(UnsupportedError, match="pipeline or of expert parallelism"):
+        zckpt.open(tmp_path)
+
+
+def test_a_rank_alone_is_no_checkpoint() -> None:
+    folder = OTHER / "mcore_legacy_tp2_pp2" / "ckpt" / ITERATION / "mp_rank_00_000"
+    for path in (folder, folder / "model_optim_rng.pt"):
+        with pytest.raises(ShardError, match="one rank's part of a checkpoint of Megatron, which has 4"):
+            zckpt.open(path)
+
+
+HEADS, WIDTH, HIDDEN = 4, 3, 8
+
+
+def old_model(version: float, tp: int, whole: torch.Tensor) -> list[torch.Tensor]:
+    """Cut rows [heads, 3, width] for ranks and bring each rank's into the order of an old version."""
+    found = []
+    for part in whole.view(HEADS, 3, WIDTH, -1).chunk(tp, 0):
+        rows = part.permute(1, 0, 2, 3) if version == 0 else part.permute(0, 2, 1, 3) if version == 1 else part
+        found.append(rows.reshape(-1, part.shape[-1]).contiguous())
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+def test_old_orders_of_query_key_and_value_come_out_as_todays(version: float, tp: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3 * HEADS * WIDTH, HIDDEN).bfloat16()
+    bias, dense, words = torch.randn(3 * HEADS * WIDTH, 1), torch.randn(HIDDEN, HEADS * WIDTH), torch.randn(8, HIDDEN)
+    first, second = torch.randn(4 * HIDDEN, HIDDEN), torch.randn(HIDDEN, 4 * HIDDEN)
+    arguments = argparse.Namespace(num_attention_heads=HEADS, tensor_model_parallel_size=tp)
+    for rank in range(tp):
+        layer = "layers.0"
+        encoder = {
+            f"{layer}.input_layernorm.weight": torch.ones(HIDDEN),
+            f"{layer}.attention.query_key_value.weight": old_model(version, tp, weight)[rank],
+            f"{layer}.attention.query_key_value.bias": old_model(version, tp, bias)[rank][:, 0].contiguous(),
+            f"{layer}.attention.dense.weight": dense.chunk(tp, 1)[rank].contiguous(),
+            f"{layer}.mlp.dense_h_to_4h.weight": first.chunk(tp, 0)[rank].contiguous(),
+            f"{layer}.mlp.dense_4h_to_h.weight": second.chunk(tp, 1)[rank].contiguous(),
+        }
+        embedding = {"word_embeddings": {"weight": words.chunk(tp, 0)[rank].contiguous()}}
+        model = {"language_model": {"embedding": embedding, "encoder": encoder}}
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        content = {"args": arguments, "checkpoint_version": version, "iteration": 1, "model": model}
+        torch.save(content, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+    opened = zckpt.open(tmp_path)
+    front = "language_model.encoder.layers.0"
+    assert torch.equal(opened.read(f"{front}.attention.query_key_value.weight"), weight)
+    assert torch.equal(opened.read(f"{front}.attention.query_key_value.bias"), bias[:, 0])
+    assert torch.equal(opened.read(f"{front}.attention.dense.weight"), dense)
+    assert torch.equal(opened.read(f"{front}.mlp.dense_h_to_4h.weight"), first)
+    assert torch.equal(opened.read(f"{front}.mlp.dense_4h_to_h.weight"), second)
+    assert torch.equal(opened.read("language_model.embedding.word_embeddings.weight"), words)
+    zckpt.consolidate(tmp_path, tmp_path / "one.safetensors")
+    assert torch.equal(load_file(tmp_path / "one.safetensors")[f"{front}.attention.query_key_value.weight"], weight)
+
+
+def test_what_modules_keep_for_themselves_is_each_ranks_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        state = torch.full((3 + rank,), rank, dtype=torch.uint8)
+        model = {"output_layer.weight": torch.full((2, 2), float(rank)), "output_layer._extra_state": state}
+        torch.save({"model": model}, tmp_path / f"mp_rank_{rank:02d}/model_optim_rng.pt")
+    opened = zckpt.open(tmp_path)
+    assert torch.equal(opened.read("output_layer.weight"), torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1]]))
+    assert not opened.buffers
+    assert [key for key in opened.metadata if "_extra_state" in key] == [
+        "mp_rank_00.output_layer._extra_state",
+        "mp_rank_01.output_layer._extra_state",
+    ]
+    items = zckpt.inspect(tmp_path, include_inventory=True).as_dict()["inventory"]["items"]
+    assert [one for one in items if one["fate"] == "left out"] == []
+
+
+def test_a_model_that_is_none_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"model": 1}, tmp_path / "mp_rank_00/model_optim_rng.pt")
+    with pytest.raises(DamagedFileError, match="state dict"):
+        zckpt.open(tmp_path)

@@ -1,0 +1,259 @@
+"""Stock DeepSpeed engines load checkpoints of other world sizes, stages and formats in place."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.deepspeed_engine import SPECS, Spec, resume
+from tests.gloo import run
+from tests.truth import Truth, assert_same
+from zckpt.errors import UnsupportedError, UsageError, ZckptError
+
+pytestmark = pytest.mark.interop
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
+SOURCES = ("s0_fp32_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3")
+FAST = {
+    ("s0_fp32_dp2", 2, 3), ("s1_fp32_dp3", 3, 2), ("s2_bf16_dp4", 0, 3), ("s2_bf16_dp4", 3, 1),
+    ("s3_bf16_dp3", 1, 4), ("s3_bf16_dp3", 0, 1),
+}  # fmt: skip
+"""Every source, every stage and every number of ranks; the whole product is nightly."""
+
+
+def assert_resumes(run_directory: Path, spec: Spec, truth: Path) -> None:
+    """Let the engine of a description load a checkpoint, and hold its state and next losses against the truth."""
+    verdict = resume(run_directory, spec, truth, in_place=True)
+    assert verdict.slots == []
+    assert verdict.weights == []
+    assert verdict.hyperparameters == []
+    assert verdict.steps == []
+    assert verdict.losses
+    assert verdict.loss_difference <= TOLERANCE[spec.dtype], verdict.losses
+
+
+@pytest.mark.parametrize(
+    ("source", "stage", "world_size"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.nightly)
+        for case in ((s, stage, n) for s in SOURCES for stage in range(4) for n in (1, 2, 3, 4))
+    ],
+)
+def test_engine_goes_on_at_any_stage_and_number_of_ranks(source: str, stage: int, world_size: int) -> None:
+    spec = SPECS[source].at(world_size, stage=stage)
+    assert_resumes(FIXTURES / source, spec, FIXTURES / source)
+
+
+OTHERS = [
+    ("s2_bf16_dp2_rr", {"stage": 1, "world_size": 3}),
+    ("s1_fp32_dp3_palign", {"stage": 2, "world_size": 2}),
+    ("s2_bf16_dp2", {"round_robin": True, "world_size": 3}),
+    ("s1_bf16_dp2_bf16opt", {"world_size": 3}),
+    ("s1_bf16_dp2_bf16opt", {"stage": 2, "bf16_optimizer": False, "world_size": 1}),
+    ("s3_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 3}),
+    ("s0_bf16_dp2", {"stage": 1, "bf16_optimizer": True, "world_size": 1}),
+    ("s2_bf16_dp2_frozengroup", {"stage": 0, "world_size": 1}),
+    ("s2_bf16_dp2_zerodim", {"stage": 1, "world_size": 3}),
+    ("s1_bf16_dp2_empty", {"world_size": 3}),
+    ("s2_bf16_dp2_lion", {"stage": 3, "world_size": 1}),
+    ("s2_bf16_dp2_sgdm", {"stage": 0, "world_size": 3}),
+    ("s2_bf16_dp2_client", {"stage": 3, "world_size": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "changes"),
+    [pytest.param(*case, marks=[] if n in (3, 5) else pytest.mark.nightly) for n, case in enumerate(OTHERS)],
+)
+def test_engine_goes_on_with_other_forms_of_state(source: str, changes: dict[str, Any]) -> None:
+    changes = dict(changes)
+    spec = SPECS[source].at(changes.pop("world_size"), **changes)
+    assert_resumes(FIXTURES / source, spec, FIXTURES / source)
+
+
+def test_sub_groups_are_cut_as_the_engine_cuts_them() -> None:
+    source = "s2_bf16_dp4"
+    spec = SPECS[source].at(1, stage=3, sub_group_size=50)
+    verdict = resume(FIXTURES / source, spec, FIXTURES / source, in_place=True)
+    assert (verdict.slots, verdict.weights, verdict.hyperparameters) == ([], [], [])
+    assert verdict.loss_difference <= TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("target", "stage", "world_size"),
+    [
+        pytest.param(to, stage, n, marks=[] if (to, stage) in (("zckpt", 3), ("dcp", 2)) else pytest.mark.nightly)
+        for to in ("zckpt", "dcp", "universal", "consolidated")
+        for stage, n in ((0, 1), (1, 2), (2, 1), (3, 3))
+    ],
+)
+def test_engine_goes_on_with_other_formats(target: str, stage: int, world_size: int, tmp_path: Path) -> None:
+    source = "s2_bf16_dp4"
+    made = tmp_path / "one" / "made"  # beside it lies what DeepSpeed calls `latest_universal`
+    made.parent.mkdir()
+    zckpt.convert(FIXTURES / source, made, to=target)
+    assert_resumes(made, SPECS[source].at(world_size, stage=stage), FIXTURES / source)
+
+
+# --- what is asked for
+
+
+def engine_of(spec: Spec) -> Any:
+    from tests.deepspeed_engine.training import build_engine
+
+    return build_engine(spec, seed=5)
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    parameters = dict(engine.module.named_parameters())
+    held: AbstractContextManager[Any] = nullcontext()
+    if engine.zero_optimization_stage() == 3:
+        held = deepspeed.zero.GatheredParameters(list(parameters.values()))
+    with held:
+        return {name: one.detach().clone() for name, one in parameters.items()}
+
+
+def ask(rank: int, world_size: int, source: Path) -> dict[str, Any]:
+    """Load in several ways, at the stages in which they differ; return what there was then."""
+    told: dict[str, Any] = {}
+    spec = SPECS["s2_bf16_dp2_client"]
+    before = set(Path(tempfile.gettempdir()).glob("zckpt-names-*"))
+    for stage in (2, 3):
+        for name, how in (
+            ("module", {"load_module_only": True}),
+            ("without state", {"load_optimizer_states": False}),
+            ("all", {}),
+        ):
+            engine = engine_of(spec.at(world_size, stage=stage))
+            method = engine.load_checkpoint
+            with zckpt.deepspeed.any_world_size(engine) as loading:
+                path, client = engine.load_checkpoint(str(source), **how)
+                assert Path(path) == source
+                assert len(loading.in_place) == 1
+                assert loading.read_nbytes > 0
+                assert engine.load_checkpoint(str(source / "absent")) == (None, None)
+            assert engine.load_checkpoint == method
+            told[f"{name} {stage}"] = (
+                weights_of(engine), engine.global_steps, client,
+                engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
+            )  # fmt: skip
+    assert set(Path(tempfile.gettempdir()).glob("zckpt-names-*")) == before
+    return told
+
+
+def test_parts_of_a_checkpoint_are_loaded_as_asked() -> None:
+    source = FIXTURES / "s2_bf16_dp2_client"
+    truth = Truth(source)
+    for name, (weights, steps, client, scheduler) in run(ask, 1, source)[0].items():
+        for parameter, value in truth.kind("module").items():
+            if parameter in weights:
+                assert_same(weights[parameter], value, f"{name}: {parameter}")
+        assert steps == (0 if name.startswith("module") else 5), name
+        assert "note" in client or client.keys() & SPECS["s2_bf16_dp2_client"].client_state.keys(), name
+        if not name.startswith("module"):
+            assert scheduler["last_batch_iteration"] == 4, name
+
+
+def refuse(rank: int, world_size: int, sources: dict[str, Path]) -> dict[str, str]:
+    """Load what cannot be; return the errors, and whether the engine is as it was."""
+    told = {}
+    for kind, source in sources.items():
+        spec = SPECS["moe_ep1_s2_bf16_dp2"] if kind == "experts" else Spec("mine", stage=2)
+        if kind == "experts":
+            spec = spec.at(1)
+        if kind == "other groups":
+            spec = spec.at(1, groups=2)
+        engine = engine_of(spec.at(world_size))
+        before, stock = weights_of(engine), engine.checkpoint_engine
+        try:
+            with zckpt.deepspeed.any_world_size(engine):
+                engine.load_checkpoint(str(source))
+        except ZckptError as error:
+            told[kind] = f"{type(error).__name__}: {error}"
+        assert engine.checkpoint_engine is stock
+        assert all(torch.equal(value, before[name]) for name, value in weights_of(engine).items())
+    return told
+
+
+def test_what_cannot_be_loaded_is_refused_and_nothing_changed() -> None:
+    told = run(
+        refuse,
+        1,
+        {
+            "other model": FIXTURES / "hf_llama_s2_bf16_dp2",
+            "other groups": FIXTURES / "s2_bf16_dp2",
+            "experts": FIXTURES / "moe_ep1_s2_bf16_dp2",
+            "each rank's own": FIXTURES / "own_lamb_s2_fp32_dp2",
+        },
+    )[0]
+    assert told["other model"].startswith(UsageError.__name__)
+    assert "has no parameters" in told["other model"]
+    assert "load_module_only=True" in told["other model"]
+    assert "no param group" in told["other groups"]
+    assert told["experts"].startswith(UnsupportedError.__name__)
+    assert "zckpt reshard" in told["experts"]
+    assert told["each rank's own"].startswith(UnsupportedError.__name__)
+
+
+# --- programs that make the engine themselves
+
+
+def accelerated(rank: int, world_size: int, directory: Path, resumes: bool) -> tuple[list[float], float]:
+    """Train with Accelerate and DeepSpeed: three steps and a state, or from that state on; the next losses and lr."""
+    import os
+
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState, PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    config = {
+        "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "train_micro_batch_size_per_gpu": 12 // world_size, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    torch.manual_seed(int(resumes))
+    model: Any = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+
+    def step(number: int) -> float:
+        rows = torch.randn(12, 5, generator=torch.Generator().manual_seed(number)).chunk(world_size)[rank]
+        loss = model(rows).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        return float(total / world_size)
+
+    if resumes:
+        with zckpt.deepspeed.any_world_size() as loading:
+            accelerator.load_state(str(directory))
+        assert len(loading.in_place) == 1
+    else:
+        for number in range(3):
+            step(number)
+        accelerator.save_state(str(directory))
+    return [step(number) for number in range(3, 6)], optimizer.param_groups[0]["lr"]
+
+
+def test_accelerate_resumes_at_another_number_of_processes(tmp_path: Path) -> None:
+    losses, rate = run(accelerated, 2, tmp_path / "state", False, fresh=True)[0]
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    found, its = run(accelerated, 3, tmp_path / "state", True, fresh=True)[0]
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert its == pytest.approx(rate)
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == files

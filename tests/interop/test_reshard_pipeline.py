@@ -1,0 +1,115 @@
+"""Pipelines that `reshard` deals to other stages, slices and data-parallel ranks: stock DeepSpeed goes on from there.
+
+Compared as in `test_reshard_parallel`. And the bounds of stages against DeepSpeed's own arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zckpt
+from tests.deepspeed_engine import Spec, resume
+from zckpt.formats.deepspeed.stage_bounds import balanced, uniform
+
+pytestmark = pytest.mark.interop
+
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
+
+LAYERS = "Embedding=embed,_Block,relu,_FeedForward,LayerNorm,Embedding=embed"
+"""Of the model `pipeline`."""
+
+
+def pipeline(name: str, stages: int, dp: int = 1, **changes: Any) -> Spec:
+    known = {"model": "pipeline", "stage": 1, "groups": 2, "steps": 3, "steps_after": 2, "dtype": "fp32"}
+    ranks = stages * dp * changes.get("tensor_parallel", 1)
+    return Spec(name, **{**known, "pipeline_parallel": stages, "world_size": ranks, **changes})
+
+
+def sliced(name: str, stages: int, degree: int, **changes: Any) -> Spec:
+    return pipeline(name, stages, model="pipeline_megatron", tensor_parallel=degree, universal_info=True,
+                    invariant=True, **changes)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source, the options of `reshard`, and the method of the training that resumes."""
+
+    source: Spec
+    options: dict[str, Any]
+    method: str = "uniform"
+
+    def __str__(self) -> str:
+        return "-".join([self.source.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+    @property
+    def resumed(self) -> Spec:
+        stages = self.options.get("pipeline_parallel_size", self.source.pipeline_parallel)
+        degree = self.options.get("tensor_parallel_size", self.source.tensor_parallel)
+        ranks = self.options["world_size"] * stages * degree
+        return self.source.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, partition_method=self.method)
+
+
+def to(source: Spec, world_size: int, stages: int, method: str = "uniform", **options: Any) -> Case:
+    more = {"partition_method": method} if "stage_bounds" not in options else {}
+    options = {"world_size": world_size, "pipeline_parallel_size": stages, **more, **options}
+    return Case(source, options, method)
+
+
+TWO = pipeline("pp2", 2, 2)
+BY_WEIGHT = pipeline("pp2_parameters", 2, partition_method="parameters")
+BY_BIG_WEIGHT = sliced("pp2_tp1_parameters", 2, 1, partition_method="parameters")
+SLICED = sliced("pp2_tp2", 2, 2)
+
+FEW = [to(TWO, 1, 3), Case(sliced("pp2_tp2_bf16", 2, 2, dtype="bf16"), {"world_size": 3})]
+
+MANY = [
+    *(Case(TWO, {"world_size": ranks}) for ranks in (1, 3)),
+    Case(TWO, {"world_size": 2, "pipeline_parallel_size": 1}),
+    to(TWO, 2, 3),
+    to(TWO, 1, 2, "parameters", pipeline_layers=LAYERS),
+    to(TWO, 1, 3, "type:_feed|block|norm", pipeline_layers=LAYERS),
+    to(TWO, 1, 3, "uniform", stage_bounds="0,2,4,6", pipeline_layers=LAYERS),
+    to(BY_WEIGHT, 1, 3, "uniform", pipeline_layers=LAYERS),
+    to(BY_WEIGHT, 2, 2, "type:_feed|norm", pipeline_layers=LAYERS),
+    to(BY_BIG_WEIGHT, 2, 3, "parameters"),
+    to(pipeline("pp1", 1), 1, 2, pipeline_layers=LAYERS),
+    to(pipeline("pp1", 1), 2, 3, pipeline_layers=LAYERS),
+    to(pipeline("pp3", 3), 2, 2),
+    Case(pipeline("pp3", 3), {"world_size": 1, "pipeline_parallel_size": 1}),
+    to(pipeline("pp2_bf16", 2, 2, dtype="bf16"), 1, 3),
+    to(pipeline("pp2_fp16", 2, 2, dtype="fp16"), 2, 3),
+    to(pipeline("pp2_bf16opt", 2, 2, dtype="bf16", bf16_optimizer=True), 1, 3),
+    to(pipeline("pp2_sgdm", 2, 2, optimizer="sgdm"), 1, 3),
+    to(pipeline("pp2_elastic", 2, 2, elastic=True, optimizer="fused_layout"), 2, 2),
+    Case(SLICED, {"world_size": 2, "tensor_parallel_size": 1}),
+    Case(SLICED, {"world_size": 1, "tensor_parallel_size": 4}),
+    Case(SLICED, {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}),
+    Case(SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
+    to(sliced("pp1_tp4", 1, 4), 1, 2, tensor_parallel_size=2, pipeline_layers="Embedding=embed,Layer*2,LayerNorm,Embedding=embed"),  # noqa: E501
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*FEW, *(pytest.param(case, marks=pytest.mark.nightly) for case in MANY)], ids=str)
+def test_deepspeed_resumes_pipelines(case: Case, made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    folder = made(case.source)
+    zckpt.reshard(folder, tmp_path / "cut", **case.options)
+    verdict = resume(tmp_path / "cut", case.resumed, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert len(verdict.losses) == 2
+    assert verdict.loss_difference <= TOLERANCE[case.source.dtype], verdict.losses
+
+
+@given(st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 10**9)), min_size=1, max_size=14),
+       st.integers(1, 8))  # fmt: skip
+def test_stages_have_the_bounds_that_deepspeed_gives_them(weights: list[int], stages: int) -> None:
+    from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+    assert balanced(weights, stages) == tuple(int(n) for n in partition_balanced(weights, stages))
+    assert uniform(len(weights), stages) == tuple(int(n) for n in partition_uniform(len(weights), stages))

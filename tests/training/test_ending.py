@@ -1,0 +1,236 @@
+"""SIGTERM on any rank ends all of them in one step, and until then no rank waits for another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zckpt
+from tests.gloo import forked, run
+from zckpt.errors import WorkerError
+from zckpt.training import checkpointer as module
+from zckpt.training import ending
+
+STEPS = 10**6
+
+
+@pytest.fixture
+def told() -> Iterator[list[int]]:
+    """Signals that the program's own handler has had."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: found.append(number))
+    yield found
+    signal.signal(signal.SIGTERM, before)
+
+
+# --- one process
+
+
+def test_the_handler_that_was_there_is_called_at_once_and_put_back(told: list[int], tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with zckpt.Checkpointer(tmp_path) as checkpointer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told == [signal.SIGTERM]
+        assert checkpointer.step(1, model=torch.nn.Linear(2, 2))
+        assert checkpointer.is_ending
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert told == [signal.SIGTERM]
+    assert (tmp_path / "latest").read_text() == "step-00000001"
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(7)
+
+
+@pytest.mark.usefixtures("told")
+def test_a_handler_that_leaves_does_so_after_the_save(tmp_path: Path) -> None:
+    signal.signal(signal.SIGTERM, leave)
+    with zckpt.Checkpointer(tmp_path) as checkpointer:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit, match="7"):
+            checkpointer.step(1, model=torch.nn.Linear(2, 2))
+        assert checkpointer.is_ending
+    assert (tmp_path / "latest").read_text() == "step-00000001"
+    unsaved = zckpt.Checkpointer(tmp_path)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="7"):
+        unsaved.close()
+
+
+def test_those_that_are_closed_in_another_order_leave_the_others_alone(told: list[int], tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = zckpt.Checkpointer(tmp_path / "a"), zckpt.Checkpointer(tmp_path / "b")
+    first.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert told == [signal.SIGTERM]
+    assert second.step(1, model=torch.nn.Linear(2, 2))
+    second.close()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(told) == 2
+    signal.signal(signal.SIGTERM, before)
+
+
+def ends(directory: Path, how: str) -> None:
+    """Have SIGTERM, and answer it with a save or not."""
+    checkpointer = zckpt.Checkpointer(directory / how)
+    if how == "forked":
+        assert status_of(os.kill, 0, 0, told=True) == -signal.SIGTERM
+        return
+    os.kill(os.getpid(), signal.SIGTERM)
+    if how == "saved":
+        checkpointer.step(1, model=torch.nn.Linear(2, 2))
+        assert checkpointer.is_ending
+    try:
+        if how == "error":
+            raise RuntimeError
+    finally:
+        checkpointer.close()
+
+
+def status_of(act: Callable[..., None], *args: Any, told: bool = False) -> int:
+    """Return how a process that is forked ends: 3 where it goes on after `act`, 4 after an error."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        if told:
+            os.kill(os.getpid(), signal.SIGTERM)
+        act(*args)
+        os._exit(3)
+    except RuntimeError:
+        os._exit(4)
+    finally:
+        os._exit(5)
+
+
+def statuses(directory: Path) -> list[int]:
+    return [status_of(ends, directory, how) for how in ("saved", "unsaved", "error", "forked")]
+
+
+def test_what_no_save_has_answered_takes_effect_at_close(tmp_path: Path) -> None:
+    """One that is saved goes on, one that is not ends, an error is not lost; and what is forked ends as any process."""
+    assert forked(statuses, tmp_path) == [3, -signal.SIGTERM, 4, 3]
+
+
+def test_what_is_no_longer_kept_is_removed_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, real = threading.Event(), module._unsound
+    monkeypatch.setattr(module, "_unsound", lambda path: real(path) if goes_on.wait(60) else "waited in vain")
+    checkpointer = zckpt.Checkpointer(tmp_path, every=1, keep=2, on_sigterm=False)
+    for step in (1, 2):  # the second one looks whether the first is sound
+        checkpointer.step(step, model=torch.nn.Linear(2, 2))
+    assert (tmp_path / "latest").read_text() == "step-00000002"
+    goes_on.set()
+    checkpointer.step(3, model=torch.nn.Linear(2, 2))
+    checkpointer.close()
+    assert sorted(one.name for one in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+def test_what_cannot_be_removed_is_told_and_the_save_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: zckpt.Checkpointer, path: Path, checkpoint: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(zckpt.Checkpointer, "_remove", full)
+    checkpointer = zckpt.Checkpointer(tmp_path, keep=1, on_sigterm=False)
+    checkpointer.save(1, model=torch.nn.Linear(2, 2))
+    checkpointer.save(2, model=torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match="are still there: .*Permission denied"):
+        checkpointer.close()
+    assert (tmp_path / "latest").read_text() == "step-00000002"
+
+
+# --- several ranks
+
+
+def first_runs_ahead(rank: int, world_size: int, directory: Path) -> bool:
+    """Let the first rank make all of its calls before the others make any."""
+    torch.set_num_threads(1)
+    checkpointer = zckpt.Checkpointer(directory / "run", every=STEPS)
+    deadline = time.monotonic() + 60
+    while rank and not (directory / "done").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not any(checkpointer.step(step) for step in range(1, 1001))
+    (directory / "done").touch()
+    checkpointer.close()
+    return True
+
+
+def test_no_rank_waits_for_another_where_nothing_is_due(tmp_path: Path) -> None:
+    assert run(first_runs_ahead, 2, tmp_path) == [True, True]
+
+
+def told_in_the_middle(rank: int, world_size: int, directory: Path, who: list[int]) -> int:
+    """Train up to SIGTERM, ranks meeting every five steps only; return the last step."""
+    checkpointer = zckpt.Checkpointer(directory / "run", keep=1)
+    for step in range(1, STEPS):
+        if rank in who and step == 20 + rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.002)
+        if step % 5 == 0:
+            dist.barrier()
+        checkpointer.step(step, model=torch.nn.Linear(2, 2))
+        if checkpointer.is_ending:
+            break
+    checkpointer.close()
+    return step
+
+
+@pytest.mark.parametrize("who", [[0], [2], [0, 1, 2]])
+def test_all_ranks_end_in_the_same_step(who: list[int], tmp_path: Path) -> None:
+    [last] = set(run(told_in_the_middle, 3, tmp_path, who))
+    assert 20 <= last < 2000
+    assert zckpt.open(tmp_path / "run").step == last
+
+
+def told_in_the_last_step(rank: int, world_size: int, directory: Path) -> list[int]:
+    """Let one rank be told when the others have made all of their calls, and closed."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: found.append(number))
+    checkpointer = zckpt.Checkpointer(directory / "run")
+    for step in range(1, 4):
+        if rank == 1 and step == 3:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert not checkpointer.step(step)
+    checkpointer.close()
+    if rank != 1:
+        dist.barrier()
+    signal.signal(signal.SIGTERM, before)
+    return found
+
+
+def test_who_is_told_when_all_is_done_waits_for_nobody(tmp_path: Path) -> None:
+    assert run(told_in_the_last_step, 3, tmp_path) == [[], [signal.SIGTERM], []]
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def one_does_not_answer(rank: int, world_size: int, directory: Path) -> None:
+    ending.PATIENCE = 0.2
+    checkpointer = zckpt.Checkpointer(directory / "run")
+    assert checkpointer._ending is not None
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(WorkerError, match="no answer of ranks 1"):
+            checkpointer.step(1)
+        checkpointer._sigterm.is_told = False
+    else:
+        checkpointer._ending.stop()
+    dist.barrier()
+    checkpointer.close()
+
+
+def test_a_rank_that_does_not_answer_is_told_of(tmp_path: Path) -> None:
+    run(one_does_not_answer, 2, tmp_path, fresh=True)

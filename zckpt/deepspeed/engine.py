@@ -1,0 +1,105 @@
+"""What a live engine of DeepSpeed is: how it cuts its state, and which parameters it has in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.in_place import Training
+from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
+from zckpt.operations.tensors import dtype_name
+
+
+def stages(engine: Any) -> int:
+    """Return how many stages of a pipeline an engine is of."""
+    return int(getattr(engine, "num_stages", 1))
+
+
+def kind_that_keeps(engine: Any) -> str | None:
+    """Return what an engine has that keeps it from loading what was cut otherwise."""
+    if getattr(engine, "pipeline_parallelism", False) or stages(engine) > 1:
+        return "a pipeline"
+    if getattr(engine, "has_moe_layers", False):
+        return "experts"
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        return "an optimizer on NVMe"
+    if type(engine.optimizer).__name__ == "MiCS_Optimizer":
+        return "MiCS"
+    return None
+
+
+def training_of(engine: Any) -> Training:
+    """Describe an engine.
+
+    Notes
+    -----
+    Source: DeepSpeed 0.14.5 to 0.19.8: `_get_zero_param_shapes` of its engine, and the attributes of its optimizers.
+    """
+    bf16 = type(engine.optimizer).__name__ == "BF16_Optimizer"  # which cuts as ZeRO-1 does; to 0.18, at stage 0, too
+    stage = 1 if bf16 else int(engine.zero_optimization_stage())
+    names: dict[Any, list[str]] = {}
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    optimizer, form = engine.optimizer, None
+    stored: list[list[Any]] = []
+    partitions: list[Any] = []
+    if optimizer is None:
+        groups = [[parameter for parameter in names if parameter.requires_grad]]
+    elif bf16:
+        groups = stored = optimizer.bf16_groups
+        partitions = optimizer.fp32_groups_flat_partition
+    elif stage in (1, 2):
+        groups, stored = optimizer.bit16_groups, optimizer.round_robin_bit16_groups
+        partitions = optimizer.single_partition_of_fp32_groups
+    elif stage == 3:
+        stored, partitions = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        groups = [[] for _ in set(optimizer.sub_group_to_group_id.values())]
+        for index, parameters in enumerate(stored):
+            groups[optimizer.sub_group_to_group_id[index]] += parameters
+    else:
+        form, numbered, scaling = _unpartitioned(engine)
+        groups = [[one for one in group if one.requires_grad] for group in numbered]
+    known = {one: its[0] for one, its in names.items()}
+    dtypes = {one.dtype for group in groups for one in group}
+    shapes = [{known[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group} for group in stored]
+    group = getattr(optimizer, "dp_process_group", None) if stage else None
+    ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
+    return Training(
+        world_size=int(ranks),
+        rank=torch.distributed.get_rank(group) if group is not None else 0,
+        tensor_parallel=int(engine.mp_world_size),
+        mp_rank=int(getattr(engine, "checkpoint_mp_rank", 0)),
+        stage=stage,
+        round_robin=stage in (1, 2) and bool(getattr(optimizer, "round_robin_gradients", False)),
+        alignment=stage in (1, 2) and bool(getattr(engine, "zero_parameter_alignment", bool)()),
+        bf16_optimizer=bf16,
+        sub_group_size=int(engine.zero_sub_group_size() or 10**9) if stage == 3 else 10**9,
+        dtype=dtype_name(dtypes.pop()) if len(dtypes) == 1 else "mixed",
+        groups=[[known[one] for one in group] for group in groups],
+        stored=shapes,
+        partitions=[one.numel() for one in partitions],
+        names=list(names.values()),
+        unpartitioned=None if form is None else
+        Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
+    )  # fmt: skip
+
+
+def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:
+    """Return the form in which a stage-0 optimizer takes its state, its parameters, and its own loss scaling."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_flat"):
+        form, numbered = FUSED, optimizer.fp16_groups
+    elif hasattr(optimizer, "fp32_groups"):
+        form, numbered = UNFUSED, optimizer.fp16_groups
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        return PLAIN, [group["params"] for group in optimizer.param_groups], {}
+    else:
+        raise UnsupportedError(
+            "an engine of stage 0 with this optimizer is not known",
+            found=type(optimizer).__name__,
+            expected="one of torch, FP16_Optimizer or FP16_UnfusedOptimizer",
+        )
+    plain = (bool, int, float, type(None))
+    return form, numbered, {key: value for key, value in optimizer.state_dict().items() if isinstance(value, plain)}

@@ -1,0 +1,321 @@
+"""Checkpoints for stock DeepSpeed, in place.
+
+`load_checkpoint` is led to a folder of empty files with the names that the engine looks for, and a checkpoint engine
+that gives it, for each of those names, a file that is planned and never written (`zckpt.engine.virtual`): its own
+rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zckpt.deepspeed.engine import kind_that_keeps, stages, training_of
+from zckpt.engine.virtual import VirtualFile, check_readable
+from zckpt.errors import LeftOutError, MissingPackageError, UnsupportedError, UsageError, listed
+from zckpt.formats import open_checkpoint
+from zckpt.formats.account import take_inventory
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
+from zckpt.formats.deepspeed.in_place import Served, is_as_it_is, scheduler_of, serve
+from zckpt.formats.registry import find_format
+from zckpt.operations.tensors import TensorRead, read_tensors
+from zckpt.optim.files import open_for
+from zckpt.optim.ranks import Ranks
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
+from zckpt.state.inventory import FILE
+
+_ENGINE = "deepspeed.runtime.engine"
+_CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
+"""What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
+
+_OWN_CLASSES = (
+    ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
+    ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"),
+)
+"""What files that are laid out for DeepSpeed mention, whatever they were laid out from."""
+
+
+@dataclass(slots=True)
+class Loading:
+    """What was loaded in place, on this rank.
+
+    Parameters
+    ----------
+    read_nbytes : int, bytes
+        Of tensors.
+    notes : list of str
+        What of the checkpoints did not arrive as it was.
+    in_place : list of str
+        Checkpoints that were laid out for the engine; what it could load as it is, it did.
+    """
+
+    read_nbytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    in_place: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def any_world_size(engine: Any = None) -> Iterator[Loading]:
+    """Let `load_checkpoint` take any checkpoint that zckpt reads, as long as the context lasts.
+
+    Another world size, another stage of ZeRO, another format: state is found by the names of the engine's parameters.
+    Each rank reads the bytes of its own part, and of the model what DeepSpeed gives every rank. What the engine can
+    load as it is, it loads itself, without zckpt. All arguments of `load_checkpoint` mean what they mean; a directory
+    that is not there, or empty, is left to DeepSpeed.
+
+    Client state of DeepSpeed's own checkpoints is unpickled, as DeepSpeed does it. Of other formats nothing is but
+    plain data, tensors and DeepSpeed's own loss scalers: other objects are refused.
+
+    Parameters
+    ----------
+    engine : DeepSpeedEngine, optional
+        By default every engine: for programs that make theirs in the call that loads.
+
+    Yields
+    ------
+    Loading
+
+    Raises
+    ------
+    UsageError
+        From `load_checkpoint`, on all ranks: the checkpoint is of another model or other param groups.
+    UnsupportedError
+        The engine is of a kind that only loads what one like it saved (experts, pipelines, NVMe), or the checkpoint
+        holds what DeepSpeed's files cannot.
+    SourceError
+        The checkpoint cannot be read.
+    MissingPackageError
+        Without an engine: DeepSpeed is not installed.
+    """
+    loading = Loading()
+    holder = _engine_class() if engine is None else engine
+    was = vars(holder).get("load_checkpoint")
+    original = holder.load_checkpoint
+
+    def load_checkpoint(*given: Any, **named: Any) -> Any:
+        own = given[0] if engine is None else engine
+        call = partial(original, own) if engine is None else original
+        bound = inspect.signature(call).bind(*(given[1:] if engine is None else given), **named)
+        bound.apply_defaults()
+        return _load(own, call, bound.arguments, loading)
+
+    holder.load_checkpoint = load_checkpoint
+    try:
+        yield loading
+    finally:
+        if was is None:
+            del holder.load_checkpoint
+        else:
+            holder.load_checkpoint = was
+
+
+def _engine_class() -> Any:
+    try:
+        __import__(_ENGINE)
+    except ImportError as error:
+        raise MissingPackageError("any_world_size() without an engine needs DeepSpeed") from error
+    return sys.modules[_ENGINE].DeepSpeedEngine
+
+
+def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], loading: Loading) -> Any:
+    """Load a checkpoint into an engine as it is, or in place."""
+    directory, tag = arguments["load_dir"], arguments["tag"]
+    path = Path(directory) if tag is None else Path(directory, str(tag))
+    ranks = Ranks()
+    if engine.load_universal_checkpoint() or not ranks.any(path.exists() and any(path.iterdir())):
+        return call(**arguments)
+    module_only = arguments["load_module_only"]
+    wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
+    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer))
+    if served is None:
+        return call(**arguments)
+    if wants_optimizer or not module_only:
+        ranks.do(lambda: _check_scheduler(engine, served, arguments, path))
+    loading.notes += served.notes
+    loading.in_place.append(str(path))
+    if ranks.rank == 0:
+        for note in served.notes:
+            warnings.warn(f"{path}: {note}", stacklevel=4)
+    if module_only and served.training.stage == 3:
+        arguments["load_optimizer_states"] = False  # else it takes weights from a file that has none
+    stand_in = _CheckpointEngine(engine.checkpoint_engine, served)
+    with _folder(engine, served) as (folder, name), _consolidating(served, loading, optimizer=wants_optimizer):
+        engine.checkpoint_engine = stand_in
+        try:
+            found, client_state = call(**{**arguments, "load_dir": folder, "tag": name})
+        finally:
+            engine.checkpoint_engine = stand_in.stock
+            loading.read_nbytes += stand_in.read_nbytes
+    return (None if found is None else str(path)), client_state
+
+
+def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
+    """Return a checkpoint cut for an engine; None where the engine can load it as it is."""
+    checkpoint = open_checkpoint(path)
+    kind = kind_that_keeps(engine)
+    if kind is not None:
+        topology = checkpoint.topology
+        if checkpoint.format == "deepspeed" and topology.dp == engine.dp_world_size and topology.pp == stages(engine):
+            return None
+        raise UnsupportedError(
+            f"an engine with {kind} loads only what one like it has saved",
+            path=path,
+            found=f"{checkpoint.format} of {topology.dp} data-parallel ranks",
+            expected=f"DeepSpeed's, of {engine.dp_world_size}",
+            advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+        )
+    training = training_of(engine)
+    if is_as_it_is(checkpoint, training):
+        return None
+    if checkpoint.unnamed:  # its optimizer has numbers, which the engine's order gives names
+        live = [name for names in training.names for name in names]
+        checkpoint = open_for(path, live, [list(names) for names in training.numbered])
+    _check_nothing_lost(checkpoint)
+    served = serve(checkpoint, training, optimizer=optimizer)
+    wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
+    if optimizer and training.stage:
+        wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
+    check_readable(served.file(shard) for shard in wanted)
+    return served
+
+
+def _check_nothing_lost(checkpoint: Checkpoint) -> None:
+    """Raise where something in a file that is read would not arrive; other files stay where they are."""
+    left = [item for item in take_inventory(checkpoint).left_out if item.kind != FILE]
+    if left:
+        raise LeftOutError(
+            f"{listed([f'{item.name} ({item.about})' for item in left])} would be lost",
+            path=checkpoint.opened or checkpoint.source,
+            advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
+            names=[item.name for item in left],
+        )
+
+
+def _check_scheduler(engine: Any, served: Served, arguments: dict[str, Any], path: Path) -> None:
+    if arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None and scheduler_of(served) is None:
+        raise UsageError(
+            "holds no state of a learning-rate scheduler, and the engine has one",
+            path=path,
+            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
+        )
+
+
+class _CheckpointEngine:
+    """Stands in for an engine's checkpoint engine while it loads; all but loading is the other's.
+
+    A model file is asked for twice, first for one number in it: it is made once.
+    """
+
+    def __init__(self, stock: Any, served: Served) -> None:
+        self.stock = stock
+        self.read_nbytes = 0
+        self._served = served
+        own = find_format(served.target.checkpoint.format)
+        self._trusted = own is not None and own.family == "deepspeed"
+        self._kept: dict[str, Any] = {}
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the content of a file that is not there."""
+        if path in self._kept:
+            return self._kept.pop(path)
+        shard = classify(Path(path).name, path)
+        if shard is None:
+            raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
+        file = VirtualFile(self._served.file(shard))
+        if self._trusted:
+            content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
+        else:
+            content = self._plain(file, map_location)
+        self.read_nbytes += file.read_nbytes
+        if shard.role == MODEL:
+            self._kept[path] = content
+        return content
+
+    def _plain(self, file: VirtualFile, map_location: Any) -> Any:
+        """Return the content of a file, of which nothing is run."""
+        try:
+            with torch.serialization.safe_globals(_own_classes()):
+                return torch.load(file, map_location=map_location, weights_only=True)  # type: ignore[arg-type]
+        except Exception as error:  # which is pickle's
+            if type(error).__name__ != "UnpicklingError":
+                raise
+            raise UnsupportedError(
+                "holds objects besides tensors and plain data, which are loaded from DeepSpeed's own formats only",
+                path=self._served.target.checkpoint.source,
+                advice="`zckpt inspect --globals` names them; `zckpt convert --to deepspeed` carries them",
+            ) from error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+
+def _own_classes() -> list[Any]:
+    return [getattr(__import__(module, fromlist=[name]), name) for module, name in _OWN_CLASSES]
+
+
+@contextmanager
+def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
+    """Make a run directory of empty files, under the names that the engine looks for; yield it, and the tag."""
+    training = served.training
+    prefix = "bf16_" if engine.bfloat16_enabled() else ""
+    names = []
+    for mp_rank in range(training.tensor_parallel):
+        for rank in range(training.world_size):
+            names.append(f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+            if training.stage == 3:
+                names.append(f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt")
+        if training.stage != 3:
+            names.append(f"mp_rank_{mp_rank:02d}_model_states.pt")
+    with tempfile.TemporaryDirectory(prefix="zckpt-names-") as folder:
+        Path(folder, served.tag).mkdir()
+        for name in names:
+            Path(folder, served.tag, name).touch()
+        yield folder, served.tag
+
+
+@contextmanager
+def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iterator[None]:
+    """Let a ZeRO-3 engine that loads a model alone have it from zckpt."""
+    module = sys.modules.get(_ENGINE)
+    if optimizer or served.training.stage != 3 or not hasattr(module, _CONSOLIDATE):
+        yield
+        return
+    original = getattr(module, _CONSOLIDATE)
+    setattr(module, _CONSOLIDATE, lambda *_, **__: _whole_model(served.target.checkpoint, loading))
+    try:
+        yield
+    finally:
+        setattr(module, _CONSOLIDATE, original)
+
+
+def _whole_model(checkpoint: Checkpoint, loading: Loading) -> dict[str, torch.Tensor]:
+    """Return the model: masters of what is trained, all else as it is."""
+    found: dict[str, torch.Tensor] = {}
+    reads = []
+    for one in checkpoint.tensors():
+        if one.tied_to is not None:
+            continue
+        slot = one.slots.get(MASTER, one.slots.get(WEIGHT))
+        if slot is None:
+            raise UnsupportedError(f"no file holds the values of {one.name}", path=checkpoint.source)
+        tensor = torch.empty(one.shape, dtype=getattr(torch, slot.dtype))
+        found[one.name] = tensor
+        reads.append(TensorRead(slot, Extent.whole(slot.shape), tensor))
+    read_tensors(reads)
+    loading.read_nbytes += sum(tensor.nbytes for tensor in found.values())
+    for one in checkpoint.parameters.values():
+        if one.tied_to is not None:
+            found[one.name] = found[one.tied_to]
+    return found

@@ -1,0 +1,178 @@
+"""A file that is planned and never written: whoever reads it gets its bytes from where they are now.
+
+A plan is run range by range, when a range is asked for and into the reader's own memory. So a loader of files, such as
+`torch.load`, gets a file of another layout at the cost of reading what is in it: nothing is held here, or written.
+Checksums are not filled in: that of a zip record would need its bytes before they are asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from zckpt.engine.packs import Pack, PackPiece
+from zckpt.engine.plan import check_covered
+from zckpt.engine.read import Read, check_reads, read_all
+from zckpt.engine.targets import Hole, Literal, TargetFile
+from zckpt.engine.tasks import Portions
+from zckpt.engine.workers import READERS, Workers
+from zckpt.state import Extent
+from zckpt.state.dtypes import itemsize
+from zckpt.storage.files import Sources
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+PACKED_NBYTES = 8 << 20
+"""Memory that one piece of a pack may take: see `Pack.pieces`."""
+
+
+def check_readable(files: Iterable[TargetFile]) -> None:
+    """Check what can be known before a byte is read: each element is there once, and all files are long enough.
+
+    Raises
+    ------
+    LayoutError
+        Some element is covered by no span, or by more than one.
+    SourceError
+        A file cannot be read or is too short, or a type is not cast.
+    """
+    for file in files:
+        for hole in file.holes:
+            check_covered(hole)
+        for pack in file.packs:
+            pack.check()
+        check_reads(Read(hole.slot, hole.extent, hole.dtype, memoryview(b"")) for hole in file.holes)
+
+
+class VirtualFile(io.RawIOBase):
+    """A target file for reading. Bytes that nothing fills are zero, as in a file that was made at its size.
+
+    Parameters
+    ----------
+    file : TargetFile
+
+    Attributes
+    ----------
+    read_nbytes : int, bytes
+        Of tensors, so far.
+    """
+
+    def __init__(self, file: TargetFile) -> None:
+        super().__init__()
+        self._nbytes = file.nbytes
+        parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
+        self._parts = sorted((part for part in parts if _nbytes(part)), key=lambda part: part.offset)
+        self._starts = [part.offset for part in self._parts]
+        self._at = 0
+        self.read_nbytes = 0
+
+    def readable(self) -> bool:
+        """Tell that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Tell that any range of it can be read."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Go to a byte, and return which it is."""
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        """Fill a buffer with what is next; return how many bytes there were.
+
+        Raises
+        ------
+        DamagedFileError
+            A file ends too early.
+        SourceError
+            A file cannot be read.
+        """
+        into = memoryview(buffer).cast("B")
+        start = self._at
+        end = max(min(start + len(into), self._nbytes), start)
+        self._fill(into[: end - start], start, end)
+        self._at = end
+        return end - start
+
+    def _fill(self, into: memoryview, start: int, end: int) -> None:
+        """Fill memory with bytes [start, end) of the file."""
+        reads: list[Read] = []
+        packed: list[tuple[PackPiece, int, memoryview]] = []
+        late: list[tuple[memoryview, memoryview]] = []
+        done = start
+        for part in self._within(start, end):
+            low, high = max(part.offset, start), min(part.offset + _nbytes(part), end)
+            _clear(into[done - start : low - start])
+            view = into[low - start : high - start]
+            done = max(done, high)
+            if isinstance(part, Literal):
+                view[:] = memoryview(part.data)[low - part.offset : high - part.offset]
+            elif isinstance(part, Pack):
+                packed += _of_pack(part, view, low - part.offset, high - part.offset)
+            else:
+                read, skipped = _of_hole(part, view, low - part.offset, high - part.offset)
+                reads.append(read)
+                if read.into.nbytes != view.nbytes:  # an element is asked for in part
+                    late.append((view, read.into[skipped : skipped + view.nbytes]))
+        _clear(into[done - start :])
+        self.read_nbytes += sum(read.into.nbytes for read in reads) + sum(one.moved_nbytes for one, _, _ in packed)
+        if reads:
+            read_all(reads)
+        if packed:
+            with Workers(READERS, here=True) as workers, closing(workers.run(_unpack, packed, Portions())) as results:
+                for _ in results:
+                    pass
+        for view, found in late:
+            view[:] = found
+
+    def _within(self, start: int, end: int) -> Iterator[Literal | Hole | Pack]:
+        """Yield the parts that reach into bytes [start, end)."""
+        for part in self._parts[max(bisect_right(self._starts, start) - 1, 0) :]:
+            if part.offset >= end:
+                return
+            if part.offset + _nbytes(part) > start:
+                yield part
+
+
+def _nbytes(part: Literal | Hole | Pack) -> int:
+    return len(part.data) if isinstance(part, Literal) else part.nbytes
+
+
+def _clear(view: memoryview) -> None:
+    if len(view):
+        view[:] = bytes(len(view))
+
+
+def _of_hole(hole: Hole, view: memoryview, start: int, end: int) -> tuple[Read, int]:
+    """Return the read for bytes [start, end) of a hole, and how many bytes before them it brings."""
+    size = itemsize(hole.dtype)
+    first, last = start // size, -(-end // size)
+    extent: Extent = replace(hole.extent, start=hole.extent.start + first, numel=last - first)
+    whole = first * size == start and last * size == end
+    into = view if whole else memoryview(bytearray((last - first) * size))
+    return Read(hole.slot, extent, hole.dtype, into), start - first * size
+
+
+def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tuple[PackPiece, int, memoryview]]:
+    """Return pieces for bytes [start, end) of a pack: each with how many of its bytes come before, and its memory."""
+    found = []
+    for piece in pack.pieces(PACKED_NBYTES):
+        at = piece.offset - pack.offset
+        low, high = max(at, start), min(at + piece.nbytes, end)
+        if low < high:
+            found.append((piece, low - at, view[low - start : high - start]))
+    return found
+
+
+def _unpack(one: tuple[PackPiece, int, memoryview]) -> None:
+    piece, skipped, view = one
+    with Sources() as sources:
+        view[:] = piece.read(sources)[skipped : skipped + view.nbytes]

@@ -1,0 +1,336 @@
+"""A checkpoint of any format as the files that a live engine of DeepSpeed asks for, each by itself.
+
+The engine says how it cuts its state and which parameters it has in which order (`Training`); `Served` is the
+checkpoint cut so, by the writer's own `decide`, and lays out one file at a time. What the engine and the cut do not
+agree on is refused before any file is laid out: a partition in another order would load without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from zckpt.engine.targets import TargetFile
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.deepspeed import RecutOptions, foreign
+from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard
+from zckpt.formats.deepspeed.groups import zero_option
+from zckpt.formats.deepspeed.origin import Origin, origin_of
+from zckpt.formats.deepspeed.target import Target, TargetRank, decide
+from zckpt.formats.deepspeed.write_model import model_tree
+from zckpt.formats.deepspeed.write_optimizer import optimizer_tree
+from zckpt.formats.deepspeed.write_stage0 import Unpartitioned, form_of, stage0_tree
+from zckpt.formats.deepspeed.writer import rank_notes
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state.checkpoint import keys_listed
+from zckpt.state.names import as_filed
+from zckpt.state.partition import shard_numel
+from zckpt.torchfile import plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How a live engine cuts its state, and what it has. Names are those of its module.
+
+    Parameters
+    ----------
+    world_size, rank : int
+        Data-parallel ranks over which it cuts, and which of them this is.
+    tensor_parallel, mp_rank : int
+        Model-parallel ranks, and which of them this is.
+    stage : {0, 1, 2, 3}
+    round_robin, alignment, bf16_optimizer : bool
+    sub_group_size : int, elements
+        Of ZeRO-3.
+    dtype : str
+        Of the trained parameters.
+    groups : list of list of str
+        The trained parameters of each param group, in the optimizer's order.
+    stored : list of dict of str to shape
+        Those of each partition (a group; of ZeRO-3 a sub-group) in the order in which they lie in it.
+    partitions : list of int, elements
+        The size of each, on this rank.
+    names : list of list of str
+        All names of each parameter of the module, trained or not: several where it is tied.
+    unpartitioned : Unpartitioned or None
+        At stage 0: the form in which the optimizer takes its state; None where there is no optimizer.
+    """
+
+    world_size: int
+    rank: int
+    tensor_parallel: int
+    mp_rank: int
+    stage: int
+    round_robin: bool
+    alignment: bool
+    bf16_optimizer: bool
+    sub_group_size: int
+    dtype: str
+    groups: Sequence[Sequence[str]]
+    stored: Sequence[Mapping[str, tuple[int, ...]]]
+    partitions: Sequence[int]
+    names: Sequence[Sequence[str]]
+    unpartitioned: Unpartitioned | None = None
+
+    @property
+    def numbered(self) -> Sequence[Sequence[str]]:
+        """The parameters of each param group as the optimizer that the user gave numbers them."""
+        return self.groups if self.unpartitioned is None else self.unpartitioned.numbered
+
+    def __str__(self) -> str:
+        """Say it as a message does."""
+        sliced = f" x {self.tensor_parallel} tensor-parallel" if self.tensor_parallel > 1 else ""
+        return f"{self.world_size}{sliced} ranks of {f'ZeRO-{self.stage}' if self.stage else 'stage 0'}"
+
+
+@dataclass(slots=True)
+class Served:
+    """A checkpoint, cut as a live engine cuts its state.
+
+    Parameters
+    ----------
+    target : Target
+    training : Training
+    notes : list of str
+        What of the checkpoint does not arrive as it was.
+    """
+
+    target: Target
+    training: Training
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint's directory."""
+        return self.target.origin.directory.tag
+
+    def file(self, shard: Shard) -> TargetFile:
+        """Return a file by what its name says.
+
+        Raises
+        ------
+        UsageError
+            It is none of this checkpoint.
+        """
+        mp_rank, rank = shard.mp_rank or 0, shard.dp_rank or 0
+        if shard.role not in (MODEL, OPTIMIZER) or mp_rank >= len(self.target.ranks) or rank >= self.target.world_size:
+            raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=shard.path)
+        mp = self.target.ranks[mp_rank]
+        tree = self._model(mp, rank) if shard.role == MODEL else optimizer_tree(self.target, mp, rank)
+        return torch_writer.lay_out(shard.path, tree)
+
+    def _model(self, mp: TargetRank, rank: int) -> object:
+        tree = model_tree(self.target, mp, rank)
+        return stage0_tree(tree, mp, self.training.unpartitioned) if self.training.stage == 0 else tree
+
+
+def is_as_it_is(checkpoint: Checkpoint, training: Training) -> bool:
+    """Tell whether a checkpoint is DeepSpeed's and cut as the engine cuts, so that it loads the files as they are."""
+    origin = origin_of(checkpoint)
+    topology = checkpoint.topology
+    if origin is None or topology.tp != training.tensor_parallel or topology.pp > 1:
+        return False
+    stage = origin.members[0].stage if origin.members else 0
+    if stage == 0:
+        how, held = training.unpartitioned, origin.model.content.get("optimizer")
+        return training.stage == 0 and (how is None or (isinstance(held, dict) and form_of(held) == how.form))
+    first = origin.members[0]
+    return (
+        (stage, topology.dp) == (training.stage, training.world_size)
+        and not first.elastic
+        and first.bf16_optimizer == training.bf16_optimizer
+        and bool(checkpoint.details.get("round_robin_gradients")) == (training.round_robin and stage != 3)
+        and zero_option(origin.model, "parameter_alignment") == (training.alignment and stage != 3)
+        and (stage != 3 or [one.numel for one in first.masters] == list(training.partitions))
+    )
+
+
+def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Served:
+    """Cut a checkpoint as an engine does.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Of any format; it is changed.
+    training : Training
+    optimizer : bool
+        Whether the optimizer's state is asked for; else the model alone.
+
+    Raises
+    ------
+    UsageError
+        It is of another model, or of an optimizer with other parameters.
+    UnsupportedError
+        The checkpoint holds what such files cannot.
+    """
+    options = RecutOptions(
+        world_size=training.world_size, stage=training.stage or 1, elastic=False, round_robin=training.round_robin,
+        parameter_alignment=training.alignment, tensor_parallel_size=training.tensor_parallel,
+    )  # fmt: skip
+    notes: tuple[str, ...] = ()
+    if _keeps_files(checkpoint, training) and optimizer:
+        found = as_filed(checkpoint)
+    else:
+        if checkpoint.per_rank and optimizer:
+            raise UnsupportedError(
+                f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
+                f"cannot be cut for other ranks",
+                path=checkpoint.source,
+                expected=f"{checkpoint.topology.dp} ranks, all as they were",
+                found=training,
+            )
+        found = _like_the_engine(checkpoint, training, optimizer=optimizer)
+        notes = foreign.notes(found, stage=options.stage or 1) if optimizer else ()
+        found = foreign.as_deepspeed(found, stage=options.stage or 1)
+    found.origin = _configured(found, training)
+    served = Served(decide(found, options), training)
+    served.notes += [*rank_notes(served.target), *notes]
+    if optimizer and training.stage:
+        _check(served)
+    return served
+
+
+def _keeps_files(checkpoint: Checkpoint, training: Training) -> bool:
+    """Tell whether files of DeepSpeed have all names and groups of the engine, so that only the cut is another."""
+    origin = origin_of(checkpoint)
+    if origin is None or not origin.members or origin.members[0].bf16_optimizer != training.bf16_optimizer:
+        return False
+    if training.stage == 0 and (training.tensor_parallel > 1 or checkpoint.per_rank):
+        return False
+    filed = {name: checkpoint.wrapped.get(name, name) for name in checkpoint.parameters}
+    groups = [[filed.get(name, name) for name in group.parameters] for group in checkpoint.param_groups]
+    owners = {filed[p.name]: filed[p.tied_to or p.name] for p in checkpoint.parameters.values()}
+    wanted = [[owners.get(name) for name in names] for names in training.groups]
+    return (
+        groups == wanted
+        and all(name in owners for names in training.names for name in names)
+        and not any(_is_too_narrow(p, training.dtype) for p in checkpoint.parameters.values())
+    )
+
+
+def _is_too_narrow(parameter: Parameter, dtype: str) -> bool:
+    """Tell whether a weight has lost what the engine's could have: it is float32, and the weight's master is."""
+    weight, master = parameter.slots.get(WEIGHT), parameter.slots.get(MASTER)
+    return weight is not None and master is not None and dtype == master.dtype == "float32" != weight.dtype
+
+
+def _configured(checkpoint: Checkpoint, training: Training) -> Origin:
+    """Return the files' origin, with the engine's own sizes of what is cut."""
+    origin = origin_of(checkpoint)
+    if origin is None:
+        raise UnsupportedError("holds no files of DeepSpeed", path=checkpoint.source)
+    known = origin.model.configuration
+    config = known if isinstance(known, dict) else {}
+    zero = config.get("zero_optimization")
+    changed = {**(zero if isinstance(zero, dict) else {}), "sub_group_size": training.sub_group_size}
+    members = origin.members
+    if training.bf16_optimizer and not members[0].bf16_optimizer:
+        content = {**members[0].content, "ds_version": foreign.VERSION}
+        if content.get("clip_grad") is None:  # DeepSpeed takes what is there for a number
+            content.pop("clip_grad", None)
+        members = [replace(one, bf16_optimizer=True, content=content) for one in members]
+    model = replace(origin.model, configuration={**config, "zero_optimization": changed})
+    return replace(origin, model=model, members=members)
+
+
+def _like_the_engine(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Checkpoint:
+    """Return a checkpoint with the names, the param groups and the aliases that the engine has."""
+    wanted = {name for names in training.groups for name in names}
+    filed = set(checkpoint.wrapped.values()) | (checkpoint.parameters.keys() - checkpoint.wrapped.keys())
+    if checkpoint.wrapped and len(wanted & filed) > len(wanted & checkpoint.parameters.keys()):
+        checkpoint = as_filed(checkpoint)
+    parameters = dict(checkpoint.parameters)
+    for names in training.names:
+        known = [parameters[name] for name in names if name in parameters]
+        for name in names if known else ():
+            if name not in parameters:
+                owner = known[0].tied_to or known[0].name
+                parameters[name] = Parameter(name, parameters[owner].shape, parameters[owner].dtype, tied_to=owner)
+    for name, one in parameters.items():
+        if _is_too_narrow(one, training.dtype):
+            weight = replace(one.slots[MASTER], name=WEIGHT)
+            parameters[name] = replace(one, dtype="float32", slots={**one.slots, WEIGHT: weight})
+    owned = [[parameters[n].tied_to or n for n in names if n in parameters] for names in training.groups]
+    if not optimizer:
+        groups = [ParamGroup({"lr": 0.0}, [name for names in owned for name in names])]
+    else:
+        absent = sorted(wanted - parameters.keys())
+        if absent:
+            raise _other_model(checkpoint, f"has no parameters {listed(absent)}")
+        groups = [_group_of(names, checkpoint, training) for names in owned]
+    group_of = {name: index for index, group in enumerate(groups) for name in group.parameters}
+    for name, one in parameters.items():
+        parameters[name] = replace(one, group=group_of.get(name), frozen=one.tied_to is None and name not in group_of)
+    return replace(checkpoint, parameters=parameters, param_groups=groups, per_rank=[])
+
+
+def _group_of(names: Sequence[str], checkpoint: Checkpoint, training: Training) -> ParamGroup:
+    """Return the checkpoint's param group of these parameters, in this order."""
+    trained = {checkpoint.parameters[n].tied_to or n for group in training.groups for n in group
+               if n in checkpoint.parameters}  # fmt: skip
+    for group in checkpoint.param_groups:
+        members = [
+            name
+            for name in group.parameters
+            if name in trained or name not in checkpoint.parameters or set(_slots(checkpoint, name)) - {WEIGHT, MASTER}
+        ]
+        if set(members) == set(names):
+            return replace(group, parameters=list(names))
+    raise _other_model(
+        checkpoint,
+        "has no param group of the parameters of one of the engine's",
+        expected=listed(list(names)),
+        found=" | ".join(listed(group.parameters) for group in checkpoint.param_groups) or "no optimizer",
+    )
+
+
+def _slots(checkpoint: Checkpoint, name: str) -> Mapping[str, object]:
+    return checkpoint.parameters[name].slots
+
+
+def _other_model(
+    checkpoint: Checkpoint, message: str, *, expected: str | None = None, found: str | None = None
+) -> UsageError:
+    return UsageError(
+        message,
+        path=checkpoint.source,
+        expected=expected,
+        found=found,
+        advice="load_checkpoint(..., load_module_only=True) takes the weights alone",
+    )
+
+
+def _check(served: Served) -> None:
+    """Raise unless partitions hold what the engine's do, in the same order and size."""
+    target, training = served.target, served.training
+    mp = target.ranks[training.mp_rank]
+    if target.stage == 3:
+        cut = [one for group in mp.groups for one in target.sub_groups(group)]
+        sizes = [sum(shard_numel(p.numel, target.world_size) for p in one) for one in cut]
+    else:
+        cut = [group.of(training.rank) for group in mp.groups]
+        sizes = [group.partition for group in mp.groups]
+    found = [[(mp.owner(p.name).name, tuple(p.shape)) for p in one] for one in cut]
+    expected = [
+        [(mp.owner(name).name if name in mp.parameters else name, tuple(shape)) for name, shape in one.items()]
+        for one in training.stored
+    ]
+    for index, (mine, its) in enumerate(zip(found, expected, strict=False)):
+        for one, other in zip(mine, its, strict=False):
+            if one != other:
+                raise _other_model(
+                    target.checkpoint, f"parameters of partition {index} are not those of the engine",
+                    expected=f"{other[0]} {list(other[1])}", found=f"{one[0]} {list(one[1])}",
+                )  # fmt: skip
+    counts = [len(one) for one in expected], [len(one) for one in found]
+    for theirs, ours in (counts, (list(training.partitions), sizes)):
+        if theirs != ours:
+            raise _other_model(target.checkpoint, "would be cut otherwise than the engine's state is",
+                               expected=f"partitions of {listed([str(n) for n in theirs])}",
+                               found=listed([str(n) for n in ours]))  # fmt: skip
+
+
+def scheduler_of(served: Served) -> object:
+    """Return what the model file holds of a scheduler; None where it has none."""
+    return plain(served.target.ranks[served.training.mp_rank].model.content.get("lr_scheduler"))

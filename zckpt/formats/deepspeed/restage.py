@@ -1,0 +1,148 @@
+"""The state of each stage and slice of a pipeline that is to be written: the layers, dealt to other stages.
+
+At unchanged stages nothing is put together: each keeps its own state of a tied layer. At others all of them get the
+first one's. A stage's parameters are in the order of its modules, as trainings have them: tied layers by their first
+use, then the others by their number; within a layer as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
+from zckpt.formats.deepspeed.pipeline import TIED, align_groups
+from zckpt.formats.deepspeed.stages import Stages, layer_of, stages_of, tied_key
+from zckpt.formats.deepspeed.target_groups import local_states
+from zckpt.state import Checkpoint, Parameter, ParamGroup
+from zckpt.torchfile import Digests
+
+
+def stage_states(
+    checkpoint: Checkpoint, origin: Origin, degree: int, options: RecutOptions
+) -> tuple[list[list[RankFiles]], Stages | None]:
+    """Return the state of each stage and tensor-parallel rank of the target, and how its layers are dealt anew.
+
+    Of a checkpoint that is no pipeline's there is one stage.
+
+    Parameters
+    ----------
+    degree : int
+        Tensor-parallel ranks of the target.
+
+    Raises
+    ------
+    UsageError, UnsupportedError, LayoutError
+        As `local_states` and `stages_of`.
+    """
+    rows = options.padded_vocab_size
+    if not origin.layers:
+        given = {
+            "pipeline-parallel size": options.pipeline_parallel_size,
+            "partition method": options.partition_method,
+            "list of a pipeline's layers": options.pipeline_layers,
+            "bound of stages": options.stage_bounds,
+        }
+        for what, value in given.items():
+            if value is not None and (what, value) != ("pipeline-parallel size", 1):
+                raise UsageError(f"the checkpoint is no pipeline's, so a {what} does not apply", path=checkpoint.source)
+        return [local_states(checkpoint, origin, degree, rows)], None
+    tp = checkpoint.topology.tp
+    source = [origin.ranks[first : first + tp] for first in range(0, len(origin.ranks), tp)]
+    sliced = [local_states(checkpoint, origin, degree, rows, ranks) for ranks in source]
+    stages = stages_of(
+        origin, [ranks[0].state for ranks in source], [ranks[0].state for ranks in sliced], options, checkpoint.source
+    )
+    if stages is None and degree == tp:
+        return sliced, None
+    if stages is not None:
+        bf16 = origin.members[0].bf16_optimizer
+        by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
+        slices = [_dealt(states, stages, checkpoint.source, bf16_optimizer=bf16) for states in by_rank]
+        grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
+    else:
+        grid = [[files.state for files in of_stage] for of_stage in sliced]
+    first = origin.ranks[0]
+    return [[replace(first, state=replace(state, mp_rank=stage * degree + rank)) for rank, state in enumerate(of_stage)]
+            for stage, of_stage in enumerate(grid)], stages  # fmt: skip
+
+
+def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, bf16_optimizer: bool) -> list[RankState]:
+    """Return the state of each stage of the target, of one tensor-parallel rank.
+
+    A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
+    """
+    count = len(stages.bounds) - 1
+    found = [RankState(0) for _ in range(count)]
+    parameters: dict[str, Parameter] = {}
+    buffers: dict[str, Parameter] = {}
+    for state in source:
+        parameters = {**state.parameters, **parameters}
+        buffers = {**state.buffers, **buffers}
+    has = {name: stages.of(name) for name in (*parameters, *buffers)}
+    for stage, state in enumerate(found):
+        for known, own in ((parameters, state.parameters), (buffers, state.buffers)):
+            names = [name for name in known if stage in has[name]]
+            own.update((name, known[name]) for name in sorted(names, key=lambda name: stages.order(name, stage)))
+    for number, row in enumerate(align_groups([state.groups for state in source])):
+        groups = [group for group in row if group is not None]
+        _check_alike(groups, number, path)
+        every = list(dict.fromkeys(name for group in groups for name in group.parameters))
+        for stage, state in enumerate(found):
+            its = [name for name in every if stage in has[name]]
+            if its:
+                ordered = _in_order(its, groups, stages, stage, path)
+                state.groups.append(ParamGroup(groups[0].hyperparameters, ordered, groups[0].state))
+            elif len(groups) == len(row) and not bf16_optimizer:  # no stage of the source lacks it, either
+                raise UnsupportedError(
+                    f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
+                    f"waits for ever: it adds up the gradients' norms group by group, over all stages",
+                    path=path,
+                    expected="stages that each train some of every group",
+                    found=",".join(map(str, stages.bounds)),
+                )
+    return found
+
+
+def _check_alike(groups: Sequence[ParamGroup], number: int, path: str) -> None:
+    digests = Digests()
+    if len({digests.of(group.state) for group in groups if group.parameters}) > 1:
+        raise UnsupportedError(
+            f"stages have values of their own in the state of param group {number}, which cannot be dealt to others",
+            path=path,
+            found=", ".join(sorted({key for group in groups for key in group.state})),
+            advice="keep the stages",
+        )
+
+
+def _in_order(names: Sequence[str], groups: Sequence[ParamGroup], stages: Stages, stage: int, path: str) -> list[str]:
+    """Return the parameters that a stage has of a group in the order in which the training has them there."""
+    tied = {key for name in names if (key := tied_key(name)) is not None}
+    for group in groups:
+        held = set(group.parameters)
+        if len(tied) < 2 and held.issuperset(names):
+            return [name for name in group.parameters if name in set(names)]
+    for group in groups:
+        places = [(0, 0) if name.startswith(TIED) else (1, layer_of(name)) for name in group.parameters]
+        if any(one > other for one, other in pairwise(places)):
+            raise UnsupportedError(
+                "a param group is not in the order of the stage's modules, so that its order in another stage "
+                "is not known",
+                path=path,
+                found=", ".join(group.parameters[:8]),
+                advice="keep the stages",
+            )
+    return sorted(names, key=lambda name: stages.order(name, stage))
+
+
+def check_stage(origin: Origin, options: RecutOptions, stage: int, path: str) -> None:
+    """Raise where DeepSpeed has no pipelines."""
+    if origin.layers and stage != 1:
+        raise UnsupportedError(
+            "DeepSpeed has no pipelines under ZeRO-2 and 3", path=path, expected="--stage 1", found=stage
+        )
+    if origin.layers and options.expert_parallel_size is not None:
+        raise LayoutError("experts in a pipeline are not regrouped", path=path)

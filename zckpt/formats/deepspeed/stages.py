@@ -1,0 +1,366 @@
+"""Which stage of the target has which layers of a pipeline, from what the files and the options say.
+
+The files do not say how many layers there are: a function has no file, and a tied layer that is used by a function has
+none where it is used again; its state is in each stage that uses it. So all that could be is tried, and only what all
+of it agrees on is taken: the training's own stages have to be those that `partition_method` gave it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.errors import LayoutError, UnsupportedError, UsageError
+from zckpt.formats.deepspeed import RecutOptions
+from zckpt.formats.deepspeed.origin import Origin, RankState
+from zckpt.formats.deepspeed.pipeline import TIED, layer_names
+from zckpt.formats.deepspeed.stage_bounds import (
+    METHODS,
+    PARAMETERS,
+    TYPE,
+    UNIFORM,
+    Layer,
+    balanced,
+    of_type,
+    parse_bounds,
+    parse_layers,
+    uniform,
+)
+
+UNSEEN = 3
+"""So many layers more than the files tell of are thought of at the end: a head and what follows it."""
+
+MOST_CASES = 512
+"""With more ways in which tied layers could be used than this, a user has to say it."""
+
+SAY_IT = "say how the training deals them: --partition-method, --stage-bounds, --pipeline-layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """How the layers are dealt.
+
+    Parameters
+    ----------
+    bounds : tuple of int
+        Stage s has the layers from bounds[s] to before bounds[s + 1].
+    uses : mapping of str to tuple of int
+        The layers that use each tied one, by its key.
+    """
+
+    bounds: tuple[int, ...]
+    uses: Mapping[str, tuple[int, ...]]
+
+    def of(self, name: str) -> list[int]:
+        """Return the stages that have a parameter or buffer."""
+        layers = self.uses.get(key, ()) if (key := tied_key(name)) is not None else (layer_of(name),)
+        pairs = enumerate(itertools.pairwise(self.bounds))
+        return [stage for stage, (low, high) in pairs if any(low <= layer < high for layer in layers)]
+
+    def order(self, name: str, stage: int) -> tuple[int, int]:
+        """Return where a layer is among the modules of a stage, which begin with the tied ones."""
+        key = tied_key(name)
+        if key is None:
+            return 1, layer_of(name)
+        return 0, min((layer for layer in self.uses.get(key, ()) if layer >= self.bounds[stage]), default=0)
+
+
+def tied_key(name: str) -> str | None:
+    """Return the key of a tied layer that a parameter is of; None if it is of no such layer."""
+    return name.removeprefix(TIED).partition(".")[0] if name.startswith(TIED) else None
+
+
+def layer_of(name: str) -> int:
+    """Return the number of the layer that a parameter is of.
+
+    Raises
+    ------
+    LayoutError
+        It is of none.
+    """
+    number = name.partition(".")[0]
+    if not number.isdecimal() or len(number) > 6:
+        raise LayoutError(f"{name} is in no layer of the pipeline", expected="NUMBER.NAME or tied_modules.KEY.NAME")
+    return int(number)
+
+
+@dataclass(slots=True)
+class _Evidence:
+    """What the files tell of the layers.
+
+    Parameters
+    ----------
+    stage : dict of int to int
+        The stage of each layer of which that is known.
+    filed : set of int
+        Layers that have a file.
+    first_use : dict of str to list of int
+        The layers whose files have a tied layer, by key.
+    tied : dict of str to list of int
+        The stages that have its state.
+    weights : dict of int to int
+        Trained elements of each layer in the source, and
+    keys : dict of str to int
+        of each tied one.
+    """
+
+    stages: int
+    path: str
+    stage: dict[int, int] = field(default_factory=dict)
+    filed: set[int] = field(default_factory=set)
+    first_use: dict[str, list[int]] = field(default_factory=dict)
+    tied: dict[str, list[int]] = field(default_factory=dict)
+    weights: dict[int, int] = field(default_factory=dict)
+    keys: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def least(self) -> int:
+        """The least number of layers that there are."""
+        return max((*self.filed, *self.stage), default=-1) + 1
+
+    def fits(self, stages: Stages) -> bool:
+        """Tell whether the source's stages can have been these."""
+        bounds = stages.bounds
+        held = all(bounds[stage] <= layer < bounds[stage + 1] for layer, stage in self.stage.items())
+        return held and all(stages.of(f"{TIED}{key}.") == its for key, its in self.tied.items())
+
+    def free(self, key: str, layers: int) -> list[list[int]]:
+        """Return, for each stage that has a tied layer and no file of it, the layers that may use it there."""
+        found = []
+        for stage in self.tied[key]:
+            low = max((layer for layer, its in self.stage.items() if its < stage), default=-1) + 1
+            high = min((layer for layer, its in self.stage.items() if its > stage), default=layers)
+            if not any(low <= layer < high for layer in self.first_use.get(key, ())):
+                found.append([layer for layer in range(low, high) if layer not in self.filed])
+        return found
+
+    def cases(self, layers: int) -> Iterator[dict[str, tuple[int, ...]]]:
+        """Yield the ways in which that many layers may use the tied ones."""
+        keys = list(self.tied)
+        choices = [choice for key in keys for choice in self.free(key, layers)]
+        owners = [key for key in keys for _ in self.free(key, layers)]
+        if math.prod(len(choice) for choice in choices) > MOST_CASES:
+            raise _unsure(self.path, "too many layers may use the tied ones")
+        for picked in itertools.product(*choices):
+            if len(set(picked)) == len(picked):
+                yield {
+                    key: tuple(sorted({*self.first_use.get(key, ()), *(
+                        layer for layer, owner in zip(picked, owners, strict=True) if owner == key)}))
+                    for key in keys
+                }  # fmt: skip
+
+
+def _unsure(path: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        "the files do not say how a pipeline's layers are dealt to that many stages",
+        path=path, found=found, advice=SAY_IT,
+    )  # fmt: skip
+
+
+def stages_of(
+    origin: Origin, source: Sequence[RankState], target: Sequence[RankState], options: RecutOptions, path: str
+) -> Stages | None:
+    """Return how the target's stages have the layers; None if each stage keeps what it has.
+
+    Parameters
+    ----------
+    source, target : sequence of RankState
+        Of each stage of the source the state of one tensor-parallel rank, as the source and as the target slices it.
+
+    Raises
+    ------
+    UsageError
+        Options that cannot be, or contradict the files.
+    UnsupportedError
+        Neither files nor options say it.
+    """
+    count = len(source) if options.pipeline_parallel_size is None else options.pipeline_parallel_size
+    given = options.partition_method, options.stage_bounds, options.pipeline_layers
+    _check(options, count, path)
+    bounds = None if options.stage_bounds is None else parse_bounds(options.stage_bounds)
+    if bounds is not None and len(bounds) - 1 != count:
+        if options.pipeline_parallel_size is not None:
+            raise UsageError("bounds of another number of stages", expected=f"{count + 1} numbers", found=len(bounds))
+        count = len(bounds) - 1
+    if count == len(source) and given == (None, None, None):
+        return None
+    seen = _evidence(origin, source, path)
+    if count == 1 and bounds is None:
+        if len(seen.tied) > 1 and seen.tied.keys() != seen.first_use.keys():
+            raise _unsure(path, "several tied layers without files, in an order that is not known")
+        return Stages((0, max(seen.least, 1)), {key: tuple(seen.first_use.get(key, (0,))) for key in seen.tied})
+    layers = None if options.pipeline_layers is None else parse_layers(options.pipeline_layers)
+    if layers is not None:
+        _hold_against(layers, seen)
+    if bounds is not None and bounds[-1] < seen.least:
+        raise UsageError(
+            "bounds of too few layers", path=path, expected=f"at least {seen.least} last", found=bounds[-1]
+        )
+    after = _weights(target)
+    found: dict[object, Stages] = {}
+    unseen = range(seen.least, seen.least + UNSEEN + 1)
+    for number in [len(layers)] if layers is not None else unseen if bounds is None else [bounds[-1]]:
+        cases = seen.cases(number) if layers is None else [_uses(layers)]
+        for uses in cases:
+            for dealt in _dealt(seen, number, uses, layers, bounds, options.partition_method, count, after):
+                found.setdefault(_outcome(dealt, seen), dealt)
+    if layers is None and count > 1:
+        _check_uses(found.values(), seen, path)
+    if len(found) != 1:
+        several = " or ".join(sorted(_shown(one) for one in found.values())[:4])
+        methods = options.partition_method or f"{UNIFORM} or {PARAMETERS}"
+        raise _unsure(path, several or f"stages that are not by {methods}")
+    (one,) = found.values()
+    _check_trained(one, seen, path)
+    return one
+
+
+def _check(options: RecutOptions, count: int, path: str) -> None:
+    method = options.partition_method
+    if count < 1:
+        raise UsageError("unusable pipeline-parallel size", path=path, expected="at least 1", found=count)
+    if method is not None and method.lower() not in (UNIFORM, PARAMETERS) and not method.lower().startswith(TYPE):
+        raise UsageError("unknown partition method", expected=METHODS, found=method)
+    if method is not None and options.stage_bounds is not None:
+        raise UsageError("a partition method and the bounds that it would give", expected="one of both", found=method)
+    if method is not None and method.lower().startswith(TYPE) and options.pipeline_layers is None:
+        raise UsageError(
+            "the files do not say of which type a layer is", expected="--pipeline-layers with it", found=method
+        )
+
+
+def _evidence(origin: Origin, source: Sequence[RankState], path: str) -> _Evidence:
+    seen = _Evidence(len(source), path)
+    for number, state in enumerate(source):
+        names = [name for group in state.groups for name in group.parameters]
+        for name in (*names, *state.buffers):
+            key = tied_key(name)
+            if key is None:
+                seen.stage[layer_of(name)] = number
+            elif number not in seen.tied.setdefault(key, []):
+                seen.tied[key].append(number)
+    seen.weights, seen.keys = _weights(source)
+    tp = max(len(origin.ranks) // len(source), 1)
+    models = [files.models[0] for files in origin.ranks[::tp]]
+    for shard, file in origin.layers:
+        if (shard.mp_rank or 0) == 0 and shard.layer is not None:
+            seen.filed.add(shard.layer)
+            for key in {tied_key(name) for name in layer_names(shard, file, models).values()} - {None}:
+                seen.first_use.setdefault(str(key), []).append(shard.layer)
+    return seen
+
+
+def _weights(states: Sequence[RankState]) -> tuple[dict[int, int], dict[str, int]]:
+    """Return the trained elements of each layer, and of each tied one by its key."""
+    layers: dict[int, int] = {}
+    keys: dict[str, int] = {}
+    for number, state in enumerate(states):
+        own = [name for group in state.groups for name in group.parameters]
+        for name in own:
+            numel, key = state.parameters[name].numel, tied_key(name)
+            if key is None:
+                layers[layer_of(name)] = layers.get(layer_of(name), 0) + numel
+            elif not any(name in g.parameters for before in states[:number] for g in before.groups):
+                keys[key] = keys.get(key, 0) + numel
+    return layers, keys
+
+
+def _hold_against(layers: Sequence[Layer], seen: _Evidence) -> None:
+    """Raise where a list of layers is not that of the files."""
+    uses = _uses(layers)
+    problem: tuple[str, object] | None = None
+    if len(layers) < seen.least:
+        problem = f"at least {seen.least} layers", len(layers)
+    elif not seen.tied.keys() <= uses.keys():
+        problem = f"tied layers {', '.join(sorted(seen.tied))}", ", ".join(sorted(uses)) or "none"
+    for key, numbers in seen.first_use.items():
+        if problem is None and not set(numbers) <= set(uses[key]):
+            problem = f"{key} in layer {min(numbers)}", ", ".join(map(str, uses[key]))
+    tied = {layer for numbers in uses.values() for layer in numbers}
+    wrong = sorted(tied & seen.weights.keys())
+    if problem is None and wrong:
+        problem = f"layer {wrong[0]} with parameters of its own", f"{layers[wrong[0]].kind}={layers[wrong[0]].tied}"
+    if problem is not None:
+        raise UsageError("--pipeline-layers is not the list of the checkpoint's layers", path=seen.path,
+                         expected=problem[0], found=problem[1])  # fmt: skip
+
+
+def _uses(layers: Sequence[Layer]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for number, layer in enumerate(layers):
+        if layer.tied is not None:
+            found[layer.tied] = (*found.get(layer.tied, ()), number)
+    return found
+
+
+def _dealt(
+    seen: _Evidence,
+    number: int,
+    uses: dict[str, tuple[int, ...]],
+    layers: Sequence[Layer] | None,
+    bounds: tuple[int, ...] | None,
+    method: str | None,
+    count: int,
+    after: tuple[dict[int, int], dict[str, int]],
+) -> Iterator[Stages]:
+    """Yield the target's stages if that many layers use the tied ones so: by what is given, or as the source's."""
+    if bounds is not None:
+        if bounds[-1] != number:
+            raise UsageError("bounds of another number of layers", expected=f"{number} last", found=bounds[-1])
+        yield Stages(bounds, uses)
+        return
+    for one in (UNIFORM, PARAMETERS) if method is None else (method,):
+        was = Stages(_by_method(one, number, uses, layers, seen.stages, (seen.weights, seen.keys)), uses)
+        if seen.fits(was) or (layers is not None and method is not None):
+            yield Stages(_by_method(one, number, uses, layers, count, after), uses)
+
+
+def _by_method(
+    method: str,
+    number: int,
+    uses: Mapping[str, tuple[int, ...]],
+    layers: Sequence[Layer] | None,
+    count: int,
+    weights: tuple[dict[int, int], dict[str, int]],
+) -> tuple[int, ...]:
+    if method.lower() == UNIFORM:
+        return uniform(number, count)
+    if method.lower() == PARAMETERS:
+        own, keys = weights
+        tied = {layer: keys.get(key, 0) for key, numbers in uses.items() for layer in numbers}
+        return balanced([own.get(layer, 0) + tied.get(layer, 0) for layer in range(number)], count)
+    return of_type(layers or [], method[len(TYPE) :], count)
+
+
+def _outcome(stages: Stages, seen: _Evidence) -> object:
+    """Return what matters of stages: which has what."""
+    layers = tuple(tuple(stages.of(f"{layer}.")) for layer in sorted(seen.filed | seen.stage.keys()))
+    return len(stages.bounds), layers, tuple(tuple(stages.of(f"{TIED}{key}.")) for key in sorted(seen.tied))
+
+
+def _shown(stages: Stages) -> str:
+    """Return the bounds of stages and what uses tied layers, as a message has them."""
+    bounds = ",".join(map(str, stages.bounds))
+    uses = [f"{key} in layers {' and '.join(map(str, numbers))}" for key, numbers in sorted(stages.uses.items())]
+    return f"{bounds} with {', '.join(uses)}" if uses else bounds
+
+
+def _check_uses(found: Iterable[Stages], seen: _Evidence, path: str) -> None:
+    """Raise where nothing says what else uses a tied layer."""
+    for key in seen.tied:
+        if any(len(stages.uses.get(key, ())) < 2 for stages in found):
+            raise _unsure(path, f"tied layer {key}, of which one use is known")
+
+
+def _check_trained(stages: Stages, seen: _Evidence, path: str) -> None:
+    """Raise where a stage would have nothing to train."""
+    trained = {stage for layer in seen.weights for stage in stages.of(f"{layer}.")}
+    trained |= {stage for key in seen.keys for stage in stages.of(f"{TIED}{key}.")}
+    empty = sorted(set(range(len(stages.bounds) - 1)) - trained)
+    if empty:
+        raise UsageError(
+            f"stage {empty[0]} would have nothing to train", path=path, expected="parameters in each stage",
+            found=_shown(stages),
+        )  # fmt: skip

@@ -1,0 +1,133 @@
+"""The optimizer of a stage-0 engine, which is in its model file. `stage0` reads what this writes.
+
+Form      engine                                    what it holds
+PLAIN     float32, or none that scales              {state: {number: slots}, param_groups}: torch's own, all parameters
+UNFUSED   FP16_UnfusedOptimizer                     the same of the trained ones; fp32_groups: their masters
+FUSED     FP16_Optimizer                            the same of one flat tensor for each group; fp32_groups_flat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zckpt.formats.deepspeed.target import TargetGroup, TargetRank
+from zckpt.formats.deepspeed.write_optimizer import slot_contents
+from zckpt.formats.torch_files.writer import Content, SlotTensor, new_storage, value_node, view
+from zckpt.state import MASTER, WEIGHT, Parameter
+from zckpt.torchfile import FromFile, Object, Tensor
+
+PLAIN, UNFUSED, FUSED = "plain", "unfused", "fused"
+
+_SCALING = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""Of loss scaling: what both optimizers in 16 bits hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpartitioned:
+    """How a stage-0 engine holds its optimizer.
+
+    Parameters
+    ----------
+    form : {"plain", "unfused", "fused"}
+    numbered : sequence of sequence of str
+        The parameters of each group in the optimizer's numbers, frozen ones included where it has those.
+    scaling : mapping
+        What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
+    """
+
+    form: str
+    numbered: Sequence[Sequence[str]]
+    scaling: Mapping[str, object] = field(default_factory=dict)
+
+
+def form_of(held: Mapping[object, object]) -> str:
+    """Return the form of what a model file holds of an optimizer."""
+    return FUSED if "fp32_groups_flat" in held else UNFUSED if "fp32_groups" in held else PLAIN
+
+
+def stage0_tree(tree: object, mp: TargetRank, how: Unpartitioned | None) -> object:
+    """Return the content of a stage-0 model file.
+
+    Parameters
+    ----------
+    tree : object
+        That of a ZeRO-1 model file, which has all the rest.
+    mp : TargetRank
+    how : Unpartitioned or None
+        None: there is no optimizer.
+    """
+    if how is None or not isinstance(tree, dict):
+        return tree
+    if how.form == PLAIN:
+        return {**tree, "optimizer": _numbered(mp, how)}
+    scaling = {**how.scaling, **{key: value for key, value in _known_scaling(mp).items() if key in how.scaling}}
+    if how.form == FUSED:
+        flat = {"fp32_groups_flat": [_flat(group, MASTER) for group in mp.groups]}
+        return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _of_groups(mp), **flat}}
+    masters = [[_whole(mp.owner(name), MASTER) for name in names] for names in how.numbered]
+    return {**tree, "optimizer": {**scaling, "optimizer_state_dict": _numbered(mp, how), "fp32_groups": masters}}
+
+
+def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
+    """Return an optimizer with the state of each parameter under its number."""
+    state: dict[int, object] = {}
+    groups: list[object] = []
+    number = 0
+    for group, names in zip(mp.groups, how.numbered, strict=True):
+        numbers = []
+        for name in names:
+            numbers.append(number)
+            owner = mp.owner(name) if name in mp.parameters else None
+            keys = [] if owner is None else [key for key in owner.slots if key not in (WEIGHT, MASTER)]
+            if owner is not None and owner.group is not None and (keys or group.values.state):
+                values = {key: value_node(value) for key, value in group.values.state.items()}
+                state[number] = {**values, **{key: _whole(owner, key) for key in keys}}
+            number += 1
+        groups.append(_group(group, numbers))
+    return {"state": state, "param_groups": groups}
+
+
+def _of_groups(mp: TargetRank) -> dict[str, object]:
+    """Return an optimizer with one flat tensor for each group."""
+    state: dict[int, object] = {}
+    for group in mp.groups:
+        keys = dict.fromkeys(key for p in group.experts[0] for key in p.slots if key not in (WEIGHT, MASTER))
+        values = {key: value_node(value) for key, value in group.values.state.items()}
+        if keys or values:
+            state[group.index] = {**values, **{key: _flat(group, key) for key in keys}}
+    return {"state": state, "param_groups": [_group(group, [group.index]) for group in mp.groups]}
+
+
+def _group(group: TargetGroup, numbers: list[int]) -> dict[object, object]:
+    return {**{key: value_node(value) for key, value in group.values.hyperparameters.items()}, "params": numbers}
+
+
+def _whole(parameter: Parameter, key: str) -> SlotTensor:
+    slot = parameter.slots[key]
+    return SlotTensor(slot, slot.dtype, f"{key}/{parameter.name}")
+
+
+def _flat(group: TargetGroup, key: str) -> Tensor:
+    """Return a slot of all parameters of a group, end to end; zeros where one has none."""
+    parameters, at = group.experts[0], 0
+    contents: list[Content] = []
+    for parameter in parameters:
+        slot = parameter.slots.get(key)
+        if slot is not None:
+            contents += slot_contents(slot, f"{key}/{parameter.name}", 0, at, parameter.numel)
+        at += parameter.numel
+    dtype = next((p.slots[key].dtype for p in parameters if key in p.slots), "float32")
+    return view(new_storage(dtype, at, contents), (at,))
+
+
+def _known_scaling(mp: TargetRank) -> dict[str, object]:
+    """Return what the source's optimizer files say of loss scaling, in stage 0's words."""
+    content = mp.members[0].content
+    scaler = content.get("loss_scaler")
+    node = scaler.node if isinstance(scaler, FromFile) else scaler
+    state = node.state if isinstance(node, Object) and isinstance(node.state, dict) else {}
+    found = {str(key): value for key, value in state.items() if key in _SCALING}
+    if "dynamic" in state:
+        found["dynamic_loss_scale"] = state["dynamic"]
+    return found

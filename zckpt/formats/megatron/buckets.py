@@ -1,0 +1,131 @@
+"""Where the distributed optimizer has a parameter in its buffers, which hold no names. Pure arithmetic.
+
+buffer            one for each pair of parameter and gradient type, of each chunk of the model on a rank
+    bucket 0      | p9 .| p8   .| p7 |     the trained parameters in reverse order, each start a multiple of 64
+    bucket 1      | p6 | p5    .| p4 |     begins where a bucket has reached its size, or for a shared embedding
+
+A bucket ends behind its last parameter. In memory it is padded, on disk it is not: buckets that are written as one line
+follow each other without a gap. The bucket before that of a shared embedding ends at a multiple of 64, too.
+
+Nothing on disk says that a layout is this one. Whoever uses it proves it: each element of a master, rounded, is that
+of the weight which the layout says that it is of.
+
+Source: megatron-core 0.16, `_ParamAndGradBuffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 64
+"""Elements to a multiple of which each parameter's start in its bucket is rounded up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of a buffer.
+
+    Parameters
+    ----------
+    name : str
+    numel : int, elements
+    alone : bool
+        Whether it has a bucket of its own: an embedding that the first and the last stage share.
+    """
+
+    name: str
+    numel: int
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A parameter's place: which bucket, and its first element there."""
+
+    name: str
+    bucket: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where all parameters of a buffer are, and how many elements each bucket has."""
+
+    places: tuple[Placed, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buckets."""
+        return sum(self.sizes)
+
+
+def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layout:
+    """Return the layout of a buffer whose buckets end at a size.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        In the model's order.
+    bucket_numel : int, optional, elements
+        A bucket that has reached it takes no more. None: only a shared embedding ends one.
+    """
+    places: list[Placed] = []
+    sizes: list[int] = []
+    end = 0
+    for member in reversed(members):
+        start = _rounded(end)
+        if member.alone and end:
+            sizes.append(start)
+            start = 0
+        places.append(Placed(member.name, len(sizes), start))
+        end = start + member.numel
+        if member.alone or (bucket_numel is not None and end >= bucket_numel):
+            sizes.append(end)
+            end = 0
+    return Layout(tuple(places), (*sizes, end) if end else tuple(sizes))
+
+
+def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
+    """Return the layout of a buffer of which the size of each bucket is known; None if the parameters do not fill it.
+
+    Parameters
+    ----------
+    members : sequence of Member
+        In the model's order.
+    sizes : sequence of int, elements
+        Of the buckets, unpadded.
+    """
+    places: list[Placed] = []
+    bucket, end = 0, 0
+    for member in reversed(members):
+        start = _rounded(end)
+        if end and bucket < len(sizes) and (end == sizes[bucket] or (member.alone and start == sizes[bucket])):
+            bucket, start = bucket + 1, 0
+        if bucket >= len(sizes) or start + member.numel > sizes[bucket]:
+            return None
+        places.append(Placed(member.name, bucket, start))
+        end = start + member.numel
+    whole = bucket == len(sizes) - 1 and end == sizes[bucket] if places else not sizes
+    return Layout(tuple(places), tuple(sizes)) if whole else None
+
+
+def gaps(layout: Layout, members: Sequence[Member]) -> list[tuple[int, int, int]]:
+    """Return what of the buckets is no parameter's: (bucket, first element, how many)."""
+    numel = {member.name: member.numel for member in members}
+    found = []
+    for bucket, size in enumerate(layout.sizes):
+        end = 0
+        for place in layout.places:
+            if place.bucket == bucket:
+                if place.start > end:
+                    found.append((bucket, end, place.start - end))
+                end = place.start + numel[place.name]
+        if size > end:
+            found.append((bucket, end, size - end))
+    return found
+
+
+def _rounded(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT

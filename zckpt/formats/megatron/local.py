@@ -1,0 +1,332 @@
+"""What the optimizer of one rank has of its parameters, in the legacy files; all by the names of the rank's own model.
+
+model_optim_rng.pt["optimizer"]
+    {"state": {0: {...}}, "param_groups": [{"params": [0, 1], ...}, ...]}                            FP32Optimizer
+    {"optimizer": the same, "fp32_from_fp16_params": [[master, ...], ...], "grad_scaler": {...}}      16 bits
+    {"optimizer": {"param_groups": [...]}}                                                           distributed
+    [one of these, one of these]                                                                     the rest, experts
+
+Parameters have numbers: over all groups, within each in the model's order. The distributed optimizer has them in flat
+buffers without names, in `distrib_optim.pt`:
+
+{"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": flat, "exp_avg": flat, ..., "numel_unpadded": n}}, ...}
+[the same, or None; the same]                                                                        with experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zckpt.compare.weights import rounds_to
+from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
+from zckpt.formats.megatron.buckets import Layout, Member, gaps, lay_out
+from zckpt.formats.megatron.proof import unproven
+from zckpt.formats.megatron.ranks import EXPERT
+from zckpt.formats.torch_files.optimizer import attach, deduce_names
+from zckpt.formats.torch_files.state_dicts import OptimizerState, joined, optimizer_rules, parse
+from zckpt.formats.torch_files.tensors import as_mapping, slot_of, span_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, PaddingSpan, Slot
+from zckpt.state.inventory import ANY, IMPLIED, REST, Rule
+from zckpt.torchfile import DType, Tensor, TorchFile
+
+OPTIMIZER, GROUPS, STATES, MASTERS = "optimizer", "param_groups", "state", "fp32_from_fp16_params"
+EXPERTS, ATTRIBUTES = "is_expert_parallel", "attributes"
+
+PARAM, UNPADDED, JOINED = "param", "numel_unpadded", "buckets_coalesced"
+
+Steps = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the optimizers of a rank: its torch state dict with the steps to it, and the dict around that, if any."""
+
+    node: Mapping[object, object]
+    steps: Steps
+    outer: Mapping[object, object] | None
+    outer_steps: Steps
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its state is here, by numbers."""
+        return isinstance(self.node.get(STATES), dict)
+
+
+def parts_of(node: object, path: str, steps: Steps = (OPTIMIZER,)) -> list[Part]:
+    """Return the optimizers that a rank's file holds.
+
+    Raises
+    ------
+    UnsupportedError
+        It is no optimizer of Megatron-Core's.
+    """
+    if isinstance(node, list):
+        return [part for at, one in enumerate(node) for part in parts_of(one, path, (*steps, str(at)))]
+    if isinstance(node, dict) and isinstance(node.get(GROUPS), list):
+        return [Part(node, steps, None, ())]
+    inner = node.get(OPTIMIZER) if isinstance(node, dict) else None
+    if isinstance(node, dict) and isinstance(inner, dict) and isinstance(inner.get(GROUPS), list):
+        return [Part(inner, (*steps, OPTIMIZER), node, steps)]
+    raise UnsupportedError("holds an optimizer of a kind that is not known", path=path,
+                           expected="one with param_groups, or several")  # fmt: skip
+
+
+def attach_plain(checkpoint: Checkpoint, parts: Sequence[Part], path: str) -> list[Rule]:
+    """Give a rank's parameters what its optimizers have of them; return what the inventory has to know.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Of the rank's model alone.
+    parts : sequence of Part
+        Each is plain.
+    path : str
+
+    Raises
+    ------
+    UnsupportedError
+        Which numbers are which parameters is not certain.
+    """
+    states, loose = [], []
+    for part in parts:
+        state = parse(part.node, path)
+        masters = part.outer.get(MASTERS) if part.outer is not None else None
+        states.append(state)
+        loose.append(_masters(masters, state, path))
+    several = [(None, "", OptimizerState(s.state, s.groups, m)) for s, m in zip(states, loose, strict=True)]
+    whole = joined(several)
+    certain = _names(checkpoint, whole)
+    unknown = [number for number in whole.every_number if number not in certain]
+    if unknown:
+        raise UnsupportedError(
+            f"which parameters the optimizer's numbers {listed(list(map(str, unknown)))} are is not certain",
+            path=path,
+            expected="groups in the model's order, of shapes that tell",
+            advice="write it as torch_dist with the program that wrote it",
+        )
+    attach(checkpoint, whole, path, certain=certain)
+    cut = "how tensor parallelism cuts a parameter"
+    rules = [Rule((*part.outer_steps, MASTERS, ANY, ANY, ATTRIBUTES, REST), IMPLIED, cut) for part in parts]
+    return [*rules, *(rule for part in parts for rule in optimizer_rules(*part.steps))]
+
+
+def partitions(checkpoint: Checkpoint, parts: Sequence[Part]) -> dict[str, int | None]:
+    """Return along which dimension each parameter is cut, as far as its master says so; None: it is not.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Of the rank, with its masters.
+    """
+    by_offset: dict[int, int | None] = {}
+    for part in parts:
+        lists = (part.outer or {}).get(MASTERS)
+        for tensor in (one for group in (lists if isinstance(lists, list) else []) for one in group):
+            about = tensor.attributes or {}
+            if about.get("tensor_model_parallel") is True and type(about.get("partition_dim")) is int:
+                by_offset[tensor.offset] = about["partition_dim"]
+    found = {}
+    for name, parameter in checkpoint.parameters.items():
+        master = parameter.slots.get(MASTER)
+        if master is not None and master.spans and master.spans[0].offset in by_offset:
+            found[name] = by_offset[master.spans[0].offset]
+    return found
+
+
+def _masters(node: object, state: OptimizerState, path: str) -> dict[int, Tensor]:
+    """Return masters by number: each group has one for each of its parameters, those of 32 bits left out."""
+    if node is None:
+        return {}
+    if not isinstance(node, list) or len(node) != len(state.groups):
+        raise DamagedFileError("masters and param groups disagree", path=path, expected=f"{len(state.groups)} lists")
+    found: dict[int, Tensor] = {}
+    for numbers, masters in zip(state.numbers, node, strict=True):
+        own = masters if isinstance(masters, list) else []
+        if len(own) != len(numbers) or not all(isinstance(one, Tensor) for one in own):
+            raise UnsupportedError("has masters of some parameters of a group only", path=path,
+                                   expected=f"{len(numbers)} tensors", found=len(own))  # fmt: skip
+        found |= {number: one for number, one in zip(numbers, own, strict=True) if isinstance(one, Tensor)}
+    return found
+
+
+def _names(checkpoint: Checkpoint, state: OptimizerState) -> dict[int, str]:
+    """Return the names that are certain by shapes; where those leave a choice, by what masters round to, too."""
+    kinds = {n: group.get(EXPERTS) for group in state.groups for n in map(int, group["params"])}
+    shapes = {number: state.shape(number) for number in state.every_number}
+    has_kinds = True in kinds.values()
+
+    def fits(number: int, name: str) -> bool:
+        if has_kinds and kinds[number] != (EXPERT.fullmatch(name) is not None):
+            return False
+        return shapes[number] is None or shapes[number] == checkpoint.parameters[name].shape
+
+    def is_of(number: int, name: str) -> bool:
+        master, weight = state.masters.get(number), checkpoint.parameters[name].slots[WEIGHT]
+        if not fits(number, name):
+            return False
+        return master is None or rounds_to(slot_of(MASTER, master, checkpoint.source), weight)
+
+    names = list(checkpoint.parameters)
+    found = deduce_names(state.numbers, names, fits, sorted_too=False)
+    if len(found) < len(state.every_number) and state.masters:
+        found = deduce_names(state.numbers, names, is_of, sorted_too=False)
+    return found
+
+
+@dataclass(slots=True)
+class Flat:
+    """A buffer of a rank's distributed optimizer.
+
+    Parameters
+    ----------
+    tensors : dict of str to Tensor
+        Flat ones, by key.
+    members : list of Member
+        Its parameters, in the model's order.
+    """
+
+    tensors: dict[str, Tensor]
+    members: list[Member]
+
+
+def attach_distributed(
+    checkpoint: Checkpoint,
+    chunks: Sequence[Sequence[str]],
+    file: TorchFile,
+    shared: Sequence[str],
+    bucket_numels: Sequence[int | None],
+) -> list[Rule]:
+    """Give a rank's parameters what `distrib_optim.pt` has of them, and prove it.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Of the rank's model alone.
+    chunks : sequence of sequence of str
+        Names of each chunk's parameters, in the model's order.
+    file : TorchFile
+    shared : sequence of str
+        Names of embeddings that two stages may share.
+    bucket_numels : sequence of int or None, elements
+        At which sizes buckets may have ended.
+
+    Raises
+    ------
+    UnsupportedError
+        An older form, or what lies where is not proven.
+    """
+    rules = []
+    root = file.root if isinstance(file.root, list) else [file.root]
+    apart = len(root) > 1
+    for at, node in enumerate(root):
+        if node is None:
+            continue
+        steps = (str(at),) if isinstance(file.root, list) else ()
+        own = [
+            [name for name in names if not apart or (at == len(root) - 1) == bool(EXPERT.fullmatch(name))]
+            for names in chunks
+        ]
+        buffers = list(_buffers(checkpoint, own, as_mapping(node, file.path), shared, file.path))
+        for buffer in buffers:
+            _attach_buffer(checkpoint, buffer, file.path, bucket_numels)
+        rules += [
+            Rule((*steps, JOINED), IMPLIED, "that buckets are one tensor"),
+            Rule((*steps, ANY, ANY, UNPADDED), IMPLIED, "how many elements a buffer has"),
+            Rule((*steps, ANY, ANY, ANY), IMPLIED, "the types of a buffer"),
+        ]
+    return rules
+
+
+def _buffers(
+    checkpoint: Checkpoint,
+    chunks: Sequence[Sequence[str]],
+    node: Mapping[object, object],
+    shared: Sequence[str],
+    path: str,
+) -> Iterator[Flat]:
+    """Yield the buffers of a file with their parameters: of each chunk in turn, for each type one."""
+    if node.get(JOINED) is not True:
+        raise UnsupportedError(
+            "holds the distributed optimizer's state in an older form",
+            path=path,
+            expected="buckets_coalesced, as Megatron-Core writes it since 0.6",
+            advice="load and save it with a newer version of the program that wrote it",
+        )
+    groups: list[tuple[str, list[str]]] = []
+    for names in chunks:
+        kinds: dict[str, list[str]] = {}
+        for name in names:
+            kinds.setdefault(checkpoint.parameters[name].dtype, []).append(name)
+        groups += kinds.items()
+    by_types = [as_mapping(by_type, path) for number, by_type in node.items() if type(number) is int]
+    buffers = [(key, value) for by_type in by_types for key, value in by_type.items()]
+    types = [key[0].name if isinstance(key, tuple) and key and isinstance(key[0], DType) else "" for key, _ in buffers]
+    if types != [kind for kind, _ in groups]:
+        raise LayoutError("the distributed optimizer's buffers are not those of the model", path=path,
+                          expected=f"buffers of {listed([kind for kind, _ in groups])}",
+                          found=listed([kind or "?" for kind in types]))  # fmt: skip
+    for (_, value), (_, names) in zip(buffers, groups, strict=True):
+        content = as_mapping(value, path)
+        members = [Member(name, checkpoint.parameters[name].numel, name in shared) for name in names]
+        tensors = {str(slot): tensor for slot, tensor in content.items() if isinstance(tensor, Tensor)}
+        yield Flat(tensors, members)
+
+
+def _attach_buffer(checkpoint: Checkpoint, buffer: Flat, path: str, bucket_numels: Sequence[int | None]) -> None:
+    master = buffer.tensors.get(PARAM)
+    shapes = {tensor.shape for tensor in buffer.tensors.values()}
+    if master is None or len(master.shape) != 1 or shapes != {master.shape}:
+        raise DamagedFileError("an unreadable buffer of the distributed optimizer", path=path,
+                               expected="flat tensors of one size, `param` among them",
+                               found=listed(sorted(map(str, shapes))))  # fmt: skip
+    whole = [replace(member, alone=False) for member in buffer.members]
+    both = [buffer.members] if whole == buffer.members else [buffer.members, whole]
+    layouts = [lay_out(members, numel) for members in both for numel in dict.fromkeys(bucket_numels)]
+    fitting = [one for one in layouts if one.numel == master.numel]
+    if not fitting:
+        raise LayoutError("the rank's parameters do not fill its distributed optimizer's buffer", path=path,
+                          expected=f"{layouts[0].numel} elements", found=master.numel,
+                          advice="frozen parameters and buckets of unknown size leave the order unproven; "
+                                 "write it as torch_dist, fully_reshardable, with its own program")  # fmt: skip
+    wrong = ""
+    for layout in fitting:
+        slots = {key: _slots(checkpoint, layout, tensor, MASTER if key == PARAM else key, path)
+                 for key, tensor in buffer.tensors.items()}  # fmt: skip
+        weights = {name: checkpoint.parameters[name].slots[WEIGHT] for name in slots[PARAM]}
+        found = unproven(slots[PARAM], weights)
+        if found is None:
+            for its in slots.values():
+                for name, slot in its.items():
+                    checkpoint.parameters[name].slots[slot.name] = slot
+            _note_padding(checkpoint, buffer, layout, path)
+            return
+        wrong = wrong or found
+    raise UnsupportedError(
+        f"which parameter is where in the distributed optimizer's buffer is not proven: {wrong}",
+        path=path,
+        expected="masters that round to the weights beside them, each element",
+        advice="the files may be of two steps; if they are not, write it as torch_dist, fully_reshardable, with the "
+        "program that wrote it",
+    )
+
+
+def _slots(checkpoint: Checkpoint, layout: Layout, tensor: Tensor, slot: str, path: str) -> dict[str, Slot]:
+    firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
+    found = {}
+    for place in layout.places:
+        shape = checkpoint.parameters[place.name].shape
+        extent = Extent.whole(shape)
+        span = span_of(tensor, path, extent, first=firsts[place.bucket] + place.start)
+        found[place.name] = Slot(slot, tensor.dtype, shape, (span,) if extent.numel else ())
+    return found
+
+
+def _note_padding(checkpoint: Checkpoint, buffer: Flat, layout: Layout, path: str) -> None:
+    firsts = [sum(layout.sizes[:bucket]) for bucket in range(len(layout.sizes))]
+    for key, tensor in buffer.tensors.items():
+        slot = MASTER if key == PARAM else key
+        checkpoint.padding_spans.append([
+            PaddingSpan(slot, path, tensor.offset + (firsts[bucket] + start) * tensor.itemsize, numel * tensor.itemsize)
+            for bucket, start, numel in gaps(layout, buffer.members)
+        ])  # fmt: skip

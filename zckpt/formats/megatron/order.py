@@ -1,0 +1,106 @@
+"""The order of a model's parameters in memory, which Megatron-Core's names tell as far as its layers are known. Pure.
+
+A layer    input norm, attention's linear_proj, linear_qkv, norms of query and key; norm, router, linear_fc1, linear_fc2
+           with Transformer Engine the input norm is a part of linear_qkv, and behind linear_proj
+Experts    each with both of its layers; grouped: all first layers, then all second ones
+
+The files of `torch_dist` have no order; one that follows from here is a guess, to be proven by values.
+
+Source: megatron-core 0.16, `get_gpt_layer_local_spec`, `get_gpt_layer_with_transformer_engine_spec`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_NORM = ("layer_norm_weight", "layer_norm_bias")
+_BOTH = ("weight", "bias")
+
+
+def _of(module: str, *kinds: str) -> list[str]:
+    return [f"{module}.{kind}" for kind in kinds]
+
+
+_QKV_NORM = _of("self_attention.linear_qkv", *_NORM)
+_PROJ = _of("self_attention.linear_proj", *_BOTH)
+_REST = [
+    *_of("self_attention.linear_qkv", *_BOTH),
+    *_of("self_attention.q_layernorm", *_BOTH),
+    *_of("self_attention.k_layernorm", *_BOTH),
+    *_of("pre_mlp_layernorm", *_BOTH),
+    *_of("mlp.linear_fc1", *_NORM),
+    *_of("mlp.router", *_BOTH),
+    *_of("mlp.linear_fc1", *_BOTH),
+    *_of("mlp.linear_fc2", *_BOTH),
+    "mlp.experts",
+    "mlp.shared_experts.gate_weight",
+    *_of("mlp.shared_experts.linear_fc1", *_BOTH),
+    *_of("mlp.shared_experts.linear_fc2", *_BOTH),
+]
+_SPECS = ([*_of("input_layernorm", *_BOTH), *_QKV_NORM, *_PROJ, *_REST], [*_PROJ, *_QKV_NORM, *_REST])
+_IN_EXPERT = [*_of("linear_fc1", *_BOTH), *_of("linear_fc2", *_BOTH)]
+
+FRONT = _of("embedding", "word_embeddings.weight", "position_embeddings.weight", "tokentype_embeddings.weight")
+BACK = [*_of("decoder.final_layernorm", *_BOTH), *_of("output_layer", *_BOTH)]
+
+_LAYER = re.compile(r"decoder\.layers\.([0-9]+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.([0-9]+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One way in which a model's parameters may follow each other.
+
+    Parameters
+    ----------
+    front, back : list of str
+        What is before the layers, and behind them.
+    layers : list of list of str
+        By number.
+    """
+
+    front: list[str]
+    layers: list[list[str]]
+    back: list[str]
+
+
+def orders(names: Iterable[str]) -> list[Order]:
+    """Return the orders in which parameters may be in memory; none where a name is not known.
+
+    Parameters
+    ----------
+    names : iterable of str
+    """
+    every = list(names)
+    layers: dict[int, list[tuple[str, str]]] = {}
+    for name in every:
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            layers.setdefault(int(match[1]), []).append((match[2], name))
+        elif name not in FRONT and name not in BACK:
+            return []
+    if sorted(layers) != list(range(len(layers))):
+        return []
+    found: list[Order] = []
+    for spec in _SPECS:
+        for grouped in (False, True):
+            ranked = [[(_rank(inner, spec, grouped), name) for inner, name in layers[n]] for n in range(len(layers))]
+            if any(rank is None for layer in ranked for rank, _ in layer):
+                continue
+            inside = [[name for _, name in sorted(layer, key=lambda one: one[0] or ())] for layer in ranked]
+            order = Order([n for n in FRONT if n in every], inside, [n for n in BACK if n in every])
+            if order not in found:
+                found.append(order)
+    return found
+
+
+def _rank(inner: str, spec: list[str], grouped: bool) -> tuple[int, ...] | None:
+    match = _EXPERT.fullmatch(inner)
+    if match is None:
+        return (spec.index(inner),) if inner in spec else None
+    if match[2] not in _IN_EXPERT:
+        return None
+    at, expert = _IN_EXPERT.index(match[2]), int(match[1])
+    return (spec.index("mlp.experts"), at, expert) if grouped else (spec.index("mlp.experts"), expert, at)
