@@ -252,7 +252,7 @@ def test_state_of_any_kind_comes_back(tmp_path: Path) -> None:
     target = written(checkpoint, tmp_path / "u")
     assert torch.load(target / "zero/b/step.pt", weights_only=True) == 4
     assert_same_state(zckpt.open(target), checkpoint)
-    assert any("exp_avg" in note for note in writer.notes(checkpoint))
+    assert any("stops at" in note for note in writer.notes(checkpoint))
 
 
 def test_keys_that_mean_something_else_in_deepspeeds_files_are_kept_apart(tmp_path: Path) -> None:
@@ -422,3 +422,16 @@ def test_a_run_with_round_robin_is_warned_of(tmp_path: Path) -> None:
     resaved(path, ds_config=config)
     assert any("round_robin_gradients" in warning for warning in zckpt.open(target).warnings)
     assert zckpt.open(SAMPLES / "s2_bf16_dp4").warnings == []
+
+
+def test_notes_say_where_the_loader_stops(tmp_path: Path) -> None:
+    """At a single value of a parameter, as NAdam has one, and where a rank holds nothing of a group."""
+    checkpoint = zckpt.open(FIXTURES / "s2_bf16_dp2")
+    assert [note for note in writer.notes(checkpoint) if "IndexError" in note and "param group 2" in note]
+    assert not [note for note in writer.notes(zckpt.open(FIXTURES / "s2_bf16_dp1")) if "IndexError" in note]
+    for group in checkpoint.param_groups:
+        group.state["mu_product"] = 0.5
+    assert not [note for note in writer.notes(checkpoint) if "mu_product" in note], "no file has it"
+    for group in checkpoint.param_groups:
+        group.state["mu_product"] = Scalar(0.5, "float32")
+    assert [note for note in writer.notes(checkpoint) if "stops at mu_product" in note]

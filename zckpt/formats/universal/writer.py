@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from zckpt.compare.logical import parameter_values
 from zckpt.engine.targets import TargetFile
 from zckpt.errors import UnsupportedError, listed
 from zckpt.formats.deepspeed.experts import is_expert
@@ -34,7 +35,8 @@ from zckpt.formats.universal.directory import (
     parameter_file,
 )
 from zckpt.formats.universal.folders import Folder, folders, weight
-from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, ParamGroup, Scalar, Slot
+from zckpt.state.partition import flat_partition_numel
 from zckpt.torchfile import FromFile, OrderedMapping, Size, alike, plain
 
 DEEPSPEED_VERSION = "0.19.8"
@@ -91,9 +93,21 @@ def lay_out(checkpoint: Checkpoint, version: str | None = None) -> list[TargetFi
 def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Say what DeepSpeed's own loader will not take of the files, where that depends on the checkpoint."""
     found = []
-    hindrance = zero3_hindrance(checkpoint, list(folders(checkpoint)))
-    if hindrance is not None:
+    hindrance, single = zero3_hindrance(checkpoint, list(folders(checkpoint))), single_values(checkpoint)
+    if single:
+        found.append(
+            f"DeepSpeed's universal loader stops at {', '.join(single)}, of which a parameter has one value: it takes "
+            f"one for each element; `zckpt reshard` and `convert --to deepspeed` write what it loads"
+        )
+    elif hindrance is not None:
         found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
+    starved = without_a_share(checkpoint)
+    if starved:
+        numbers = ", ".join(map(str, starved))
+        found.append(
+            f"at {checkpoint.topology.dp} ranks some hold nothing of param group {numbers}, and DeepSpeed's universal "
+            f"loader at ZeRO-1 and 2 then stops with an IndexError"
+        )
     untrained = [p for p in checkpoint.tensors() if p.group is None and p.tied_to is None]
     if untrained:
         found.append(f"DeepSpeed's universal loader does not load the {len(untrained)} frozen parameters and buffers")
@@ -108,6 +122,26 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         found.append("with round_robin_gradients DeepSpeed's universal loader takes parameters for one another; "
                      "switch it off, or parameter_alignment on")  # fmt: skip
     return tuple(found)
+
+
+def single_values(checkpoint: Checkpoint) -> list[str]:
+    """Return the keys, but for the step, of which a file would hold one value for a parameter of several elements."""
+    found: dict[str, None] = {}
+    for group in checkpoint.param_groups:
+        for parameter in (checkpoint.parameters[name] for name in group.parameters):
+            for key, value in parameter_values(checkpoint, parameter).items():
+                numel = value.numel if isinstance(value, Slot) else 1 if isinstance(value, Scalar) else None
+                if key != STEP_STEM and numel not in (None, parameter.numel):
+                    found[key] = None
+    return list(found)
+
+
+def without_a_share(checkpoint: Checkpoint) -> list[int]:
+    """Return the param groups of which, at the source's number of ranks, some rank holds nothing under ZeRO-1 and 2."""
+    ranks = checkpoint.topology.dp
+    numels = [sum(checkpoint.parameters[name].numel for name in group.parameters) for group in checkpoint.param_groups]
+    parts = [flat_partition_numel(numel, ranks) for numel in numels]
+    return [i for i, (numel, part) in enumerate(zip(numels, parts, strict=True)) if (ranks - 1) * part >= numel > 0]
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
