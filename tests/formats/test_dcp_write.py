@@ -10,7 +10,7 @@ import itertools
 import pickle
 import re
 import zipfile
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -438,3 +438,71 @@ def test_tensors_beside_the_model_are_there_once(world_size, tmp_path):
     assert back["ema"]["w"].equal(beside["ema"]["w"])
     assert back["tuple"][0].equal(beside["tuple"][0])
     assert back["sharing"]["a"].data_ptr() + 40 == back["sharing"]["b"].data_ptr()
+
+
+# --- flat keys ------------------------------------------------------------------------------------------------------
+
+
+def flat_state_dict_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What torchtitan saves: the model's names at the top, the optimizer's flattened."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    return {**model_state, "optimizer": optimizer_state}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_flat_keys_are_those_that_torch_saves_and_it_goes_on_from_them(ranks, tmp_path, monkeypatch):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    monkeypatch.setattr(writer, "CUT_NBYTES", 16)
+    model, optimizer = trained()
+    saved = of_torch(model, optimizer, tmp_path / "one.pt")
+    write_directory(plan(writer.lay_out(saved, world_size=ranks, keys="flat")), tmp_path / "flat")
+    dcp.save(flat_state_dict_of(model, optimizer), checkpoint_id=tmp_path / "theirs", no_dist=True)
+    ours, theirs = metadata_of(tmp_path / "flat"), metadata_of(tmp_path / "theirs")
+    steps = {key for key in ours.state_dict_metadata if key.partition(".")[0] == "step"}
+    assert ours.state_dict_metadata.keys() - steps == theirs.state_dict_metadata.keys()
+    assert {key: ours.planner_data[key] for key in theirs.planner_data} == theirs.planner_data
+
+    other, resumed = trained(seed=1)
+    state = flat_state_dict_of(other, resumed)
+    dcp.load(state, checkpoint_id=tmp_path / "flat", no_dist=True)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_state_dict(other, resumed, model_state_dict={name: state[name] for name in other.state_dict()},
+                   optim_state_dict=state["optimizer"], options=options)  # fmt: skip
+    assert_equal(state_dict_of(other, resumed), state_dict_of(model, optimizer))
+
+
+@pytest.mark.parametrize("name", ["s2_bf16_dp4", "s2_bf16_dp2_frozengroup", "s3_bf16_dp2_sgdm", "s2_bf16_dp2_client"])
+def test_flat_keys_come_back_with_their_groups(name, world_size, tmp_path):
+    checkpoint = open_checkpoint(FIXTURES / name)
+    write_directory(plan(writer.lay_out(checkpoint, world_size=world_size, keys="flat")), tmp_path / "dcp")
+    assert_same_state(opened(read(tmp_path / "dcp")), opened(checkpoint))
+
+
+def test_groups_of_equal_values_stay_two(tmp_path):
+    model, optimizer = trained()
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    saved = of_torch(model, optimizer, tmp_path / "one.pt")
+    write_directory(plan(writer.lay_out(saved, keys="flat")), tmp_path / "flat")
+    found = read(tmp_path / "flat")
+    assert [group.parameters for group in found.param_groups] == [group.parameters for group in saved.param_groups]
+
+
+def test_a_tensor_with_the_optimizers_key_is_refused(tmp_path):
+    model = torch.nn.Module()
+    model.optimizer = torch.nn.Parameter(torch.rand(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = of_torch(model, optimizer, tmp_path / "one.pt")
+    with pytest.raises(UnsupportedError, match="the optimizer's key"):
+        writer.lay_out(saved, keys="flat")
+
+
+def test_a_group_without_parameters_is_refused(tmp_path):
+    saved = of_torch(*trained(), tmp_path / "one.pt")
+    saved.param_groups.append(replace(saved.param_groups[0], parameters=[]))
+    with pytest.raises(UnsupportedError, match="without parameters"):
+        writer.lay_out(saved, keys="flat")

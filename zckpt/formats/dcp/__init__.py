@@ -34,6 +34,12 @@ class Options:
 
     world_size: int = option(int, 1, "Files to spread it over; any number of ranks loads it.", metavar="N")
     dtype: str = dtype_option()
+    keys: str = option(
+        str,
+        "nested",
+        "nested: as get_state_dict; flat: the model's names at the top, the optimizer's flattened, as in torchtitan.",
+        choices=("nested", "flat"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,10 @@ class Dcp(Format):
         """Return `.metadata`, the items, and what they have no place for."""
         from zckpt.formats.dcp.writer import lay_out
 
-        return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size, dtype=job.options.dtype))
+        options = job.options
+        return TargetFiles(
+            lay_out(job.checkpoint, world_size=options.world_size, dtype=options.dtype, keys=options.keys)
+        )
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""

@@ -2,11 +2,12 @@
 
 {**formats.remainder,
  "dcp": {"absent": {name: about}, "unnamed": {label: about}, "hyperparameters": {index: {key: value}},
-         "items": [key]}}
+         "items": [key], "groups": [[name]]}}
 
 with about = {"shape": [int], "dtype": str}: parameters of which the model has no tensor, parameters that the optimizer
 knows by number only, and hyperparameters that torch takes apart, as they were. `items`, which may be absent, names
-values besides model and optimizer that are items of the directory and nowhere else.
+values besides model and optimizer that are items of the directory and nowhere else. `groups`, which may be absent, has
+the names of each param group, where the keys are flat and do not tell.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import DamagedFileError, UsageError
-from zckpt.formats.dcp.optimizer import OptimizerState
+from zckpt.formats.dcp.optimizer import Group, OptimizerState
 from zckpt.formats.dcp.write_items import expanded
 from zckpt.formats.remainder import WITH_ITEMS, remainder, remainder_rules, restore
 from zckpt.formats.torch_files.tensors import as_mapping, describe, with_scalars
@@ -30,7 +31,9 @@ KEY = "dcp"
 RULES = (*remainder_rules(), Rule((KEY, "**"), IMPLIED, "shapes and types of what has no tensor"))
 
 
-def own_tree(checkpoint: Checkpoint, held: Collection[str], *, without: Collection[str] = ()) -> dict[str, object]:
+def own_tree(
+    checkpoint: Checkpoint, held: Collection[str], *, without: Collection[str] = (), flat: bool = False
+) -> dict[str, object]:
     """Return the tree of `zckpt.pt`.
 
     Parameters
@@ -38,11 +41,18 @@ def own_tree(checkpoint: Checkpoint, held: Collection[str], *, without: Collecti
     checkpoint : Checkpoint
     held, without : collection of str
         Keys of metadata that items of the directory hold, and that other files beside it do.
+    flat : bool
+        Whether the keys of the optimizer do not tell its groups.
     """
     rest = {key: value for key, value in checkpoint.metadata.items() if key not in held and key not in without}
     tree = remainder(replace(checkpoint, metadata=rest))
     version = {"version": WITH_ITEMS} if held else {}  # an older zckpt would miss them
-    return {**tree, **version, KEY: {**_peculiar(checkpoint), **({"items": sorted(held)} if held else {})}}
+    peculiar = _peculiar(checkpoint)
+    if held:
+        peculiar["items"] = sorted(held)
+    if flat:
+        peculiar["groups"] = [list(group.parameters) for group in checkpoint.param_groups]
+    return {**tree, **version, KEY: peculiar}
 
 
 def _peculiar(checkpoint: Checkpoint) -> dict[str, object]:
@@ -104,6 +114,25 @@ def name_unnamed(optimizers: Sequence[OptimizerState], file: TorchFile, names: S
         for group in optimizer.groups:
             group.members = [given[label] for label in group.members]
     return True
+
+
+def regroup(optimizers: Sequence[OptimizerState], file: TorchFile) -> None:
+    """Give an optimizer of flat keys its param groups.
+
+    Raises
+    ------
+    DamagedFileError
+        They are not those of the optimizer's parameters.
+    """
+    listed = _about(file).get("groups")
+    if listed is None:
+        return
+    values = {label: group.hyperparameters for one in optimizers for group in one.groups for label in group.members}
+    groups = [group for group in listed if isinstance(group, list)] if isinstance(listed, list) else []
+    names = [name for group in groups for name in group]
+    if len(optimizers) != 1 or len(names) != len(set(names)) or set(names) != values.keys():
+        raise DamagedFileError("param groups of other parameters", path=file.path, expected="those of the optimizer")
+    optimizers[0].groups = [Group(dict(values[group[0]]) if group else {}, list(group)) for group in groups]
 
 
 def restore_own(checkpoint: Checkpoint, file: TorchFile) -> None:

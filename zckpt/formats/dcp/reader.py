@@ -13,7 +13,7 @@ from zckpt.formats.dcp.directory import MEGATRON_NAMES, OWN_NAME, Directory, fin
 from zckpt.formats.dcp.items import ItemFile, ObjectItem, TensorItem, read_items
 from zckpt.formats.dcp.metadata import Keys, Metadata, read_metadata
 from zckpt.formats.dcp.optimizer import OptimizerState, read_optimizer
-from zckpt.formats.dcp.own import complete, held_items, name_unnamed, restore_own
+from zckpt.formats.dcp.own import complete, held_items, name_unnamed, regroup, restore_own
 from zckpt.formats.dcp.several import find_several, name_optimizers
 from zckpt.formats.dcp.tree import (
     PARAMS,
@@ -127,6 +127,8 @@ def fill(
     if own is not None:
         complete(checkpoint, own)
     states = _states(optimizers, models, path) if several is None else several.states
+    if own is not None:
+        regroup(states, own)
     if own is not None and names is not None and name_unnamed(states, own, names):
         names = None
     attach(checkpoint, states, names)

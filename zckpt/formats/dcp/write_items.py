@@ -7,7 +7,11 @@
 torch stores each leaf by itself, under its path: a dict is always opened, a list where it holds a dict or a tensor,
 a tuple never. Masters that the model does not hold exactly are in the optimizer's state, under `master`.
 
-Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15.
+With flat keys, the model's names are at the top, and the optimizer's dict is that of `flatten_optimizer_state_dict`,
+which has no groups: `state.NAME.KEY` and `param_groups.NAME.KEY`.
+
+Source: `_traverse.traverse_state_dict` of torch 2.4 to 2.15, `state_dict._flatten_optim_state_dict`, and torchtitan's
+`ModelWrapper`, whose names are at the top.
 """
 
 from __future__ import annotations
@@ -70,30 +74,35 @@ class Item:
     whole_of: str | None = None
 
 
-def items(checkpoint: Checkpoint, dtype: str = "keep") -> list[Item]:
+NESTED, FLAT = "nested", "flat"
+
+
+def items(checkpoint: Checkpoint, dtype: str = "keep", keys: str = NESTED) -> list[Item]:
     """Return all leaves of the state dict, in its order.
 
-    Trained parameters of the model are written as `dtype`; "keep": as they are. Values besides the model and the
-    optimizer are left out where a program that does not know zckpt, or the library
-    that made them, could not read them.
+    Trained parameters of the model are written as `dtype`; "keep": as they are. `keys`: NESTED or FLAT. Values besides
+    the model and the optimizer are left out where a program that does not know zckpt, or the library that made them,
+    could not read them.
 
     Raises
     ------
     UnsupportedError
         State that no single parameter can hold, or names that make one key of two leaves.
     """
-    root: dict[str, object] = {
-        "model": model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
-    }
+    model = model_tree(model_tensors(checkpoint, dtype, tied="duplicate", exclude_frozen=False))
+    root: dict[str, object] = {"model": model} if keys == NESTED else {str(n): v for n, v in model.items()}
     if checkpoint.param_groups:
-        root["optimizer"] = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+        if "optimizer" in root:
+            raise UnsupportedError("a tensor of the model has the optimizer's key", path=checkpoint.source)
+        optimizer = named_tree(checkpoint, optimizer_slots(checkpoint, dtype))
+        root["optimizer"] = optimizer if keys == NESTED else _flattened(optimizer, checkpoint.source)
     found = {item.key: item for item in items_of(root, checkpoint.source)}
     others = checkpoint.metadata if checkpoint.step is None else {"step": checkpoint.step, **checkpoint.metadata}
     for key, value in others.items():
-        if key not in root and _is_readable(value):
+        if key not in root and _is_readable(value) and (keys == NESTED or not _is_tensor(value)):
             more = list(_opened((key,), value, None))
-            keys = {item.key for item in more}
-            if len(keys) == len(more) and not keys & found.keys():
+            new = {item.key for item in more}
+            if len(new) == len(more) and not new & found.keys():
                 whole_of = key if _is_exact(value) else None
                 found.update((item.key, replace(item, whole_of=whole_of)) for item in more)
     return list(found.values())
@@ -131,6 +140,26 @@ def named_tree(checkpoint: Checkpoint, slots: Sequence[str]) -> dict[str, object
     ]
     _check_size([*tree["state"].values(), *tree["param_groups"]], checkpoint.source)
     return {"state": {names[number]: values for number, values in tree["state"].items()}, "param_groups": groups}
+
+
+def _flattened(optimizer: Mapping[str, Any], source: str) -> dict[str, object]:
+    """Return an optimizer's state dict with a key for each value of each parameter."""
+    found: dict[str, object] = {}
+    for name, values in optimizer["state"].items():
+        found.update({f"state.{name}.{key}": value for key, value in values.items()})
+    for group in optimizer["param_groups"]:
+        nested = [key for key, value in group.items() if isinstance(value, MAPPINGS)]
+        if nested or not group["params"]:
+            what = f"{nested[0]} of a param group" if nested else "a param group without parameters"
+            raise UnsupportedError(f"flat keys have no place for {what}", path=source, advice="write nested ones")
+        for name in group["params"]:
+            found.update({f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"})
+    return found
+
+
+def _is_tensor(value: object) -> bool:
+    """Tell whether a value besides model and optimizer would be taken for one of the model's, next to its names."""
+    return isinstance(value.node if isinstance(value, FromFile) else value, TENSORS)
 
 
 def _check_size(dicts: list[dict[object, object]], source: str) -> None:

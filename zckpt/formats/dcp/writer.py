@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.formats.dcp.directory import NAME, OWN_NAME
 from zckpt.formats.dcp.own import own_tree
-from zckpt.formats.dcp.write_items import Item, items
+from zckpt.formats.dcp.write_items import FLAT, NESTED, Item, items
 from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
@@ -41,7 +41,9 @@ STEM = "archive"
 SCALARS = (type(None), bool, int, float, str)
 
 
-def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep") -> list[TargetFile]:
+def lay_out(
+    checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep", keys: str = NESTED
+) -> list[TargetFile]:
     """Return the files of a directory.
 
     Parameters
@@ -52,6 +54,8 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
         first dimension, as FSDP2 cuts them, so that as many ranks each read one file.
     dtype : {"float32", "bfloat16", "float16", "keep"}
         Of trained parameters in the model: an FSDP2 training in mixed precision has float32 ones.
+    keys : {"nested", "flat"}
+        As `get_state_dict` makes them; or the model's at the top and the optimizer's flattened, as torchtitan does.
 
     Raises
     ------
@@ -60,10 +64,10 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1, dtype: str = "keep")
     UnsupportedError
         State that no single parameter can hold, or that cannot be written.
     """
-    found = items(checkpoint, dtype)
+    found = items(checkpoint, dtype, keys)
     *files, index = lay_out_items(found, world_size)
     held = {item.whole_of for item in found if item.whole_of is not None}
-    return [*files, torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, held)), index]
+    return [*files, torch_writer.lay_out(OWN_NAME, own_tree(checkpoint, held, flat=keys == FLAT)), index]
 
 
 def lay_out_items(found: Sequence[Item], world_size: int) -> list[TargetFile]:
