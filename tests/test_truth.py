@@ -11,7 +11,8 @@ from tests.truth import Truth, assert_consolidated, assert_same
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PIPELINE_WITHOUT_ZERO = FIXTURES / "pp2_s0_fp32_dp2"
-DIRECTORIES = sorted({p.parent for p in FIXTURES.rglob("truth.json")} - {PIPELINE_WITHOUT_ZERO})
+TOLD = [{path.parent for path in FIXTURES.rglob(name)} for name in ("truth.json", "truth.safetensors")]
+DIRECTORIES = sorted(TOLD[0] & TOLD[1] - {PIPELINE_WITHOUT_ZERO})
 
 
 def source(directory: Path) -> Path:

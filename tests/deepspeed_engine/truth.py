@@ -183,9 +183,9 @@ def _merge_ranks(live: Live, spec: Spec, engine: Any, maps: dict[str, Any]) -> N
     """Bring together what differs between ranks beyond data parallelism: experts, slices, stages."""
     of_experts = spec.model.startswith("moe")
     if of_experts:
-        firsts = _first_experts(engine)
-        live.slots = {_global_expert(name, firsts): value for name, value in live.slots.items()}
-        live.weights = {_global_expert(name, firsts): value for name, value in live.weights.items()}
+        firsts = first_experts(engine)
+        live.slots = {global_expert(name, firsts): value for name, value in live.slots.items()}
+        live.weights = {global_expert(name, firsts): value for name, value in live.weights.items()}
         live.per_rank_order = _gather(live.order)
     if not of_experts and "megatron" not in spec.model and not spec.is_pipeline and not spec.auto_tp:
         return
@@ -219,7 +219,7 @@ def _merge(name: str, per_rank: list[torch.Tensor | None], spec: Spec, maps: dic
     return have[0]
 
 
-def _first_experts(engine: Any) -> dict[str, int]:
+def first_experts(engine: Any) -> dict[str, int]:
     """Return the number of the first expert that this rank has of each layer."""
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups
@@ -231,7 +231,7 @@ def _first_experts(engine: Any) -> dict[str, int]:
     }
 
 
-def _global_expert(name: str, firsts: dict[str, int]) -> str:
+def global_expert(name: str, firsts: dict[str, int]) -> str:
     """Number an expert of this rank as the files do, over all ranks."""
     match = re.match(r"((.*?)\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)", name)
     return f"{match[1]}{int(match[3]) + firsts[match[2]]}{match[4]}" if match else name

@@ -186,7 +186,7 @@ def differences(case: Case, world_size: int) -> list[str]:
             continue
         known = name
         if spec.model == "moe":
-            known = truth._global_expert(name, truth._expert_rank(spec) * spec.experts // spec.expert_parallel)
+            known = truth.global_expert(name, truth.first_experts(engine))
         for slot, value in live.slots[known].items():
             held = ours.full_state(name, "master" if slot == "fp32" else slot)
             same(f"{slot} of {name}", held, value)

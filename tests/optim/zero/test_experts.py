@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import zckpt
 from tests.deepspeed_engine import Spec, models, optimizers, tensor_parallel
-from tests.deepspeed_engine.truth import _global_expert
+from tests.deepspeed_engine.truth import global_expert
 from tests.gloo import run
 from tests.optim.zero.test_files import (
     AS_DEEPSPEED,
@@ -74,8 +75,8 @@ def merged(optimizer: ZeroOptimizer, spec: Spec) -> Slots:
     if spec.model == "moe":
         experts = experts_of(optimizer, {p: n for n, p in optimizer.names().items()})
         rank = next(iter(experts.places.values())).rank
-        first = rank * spec.experts // spec.expert_parallel
-        mine = {slot: {_global_expert(n, first): v for n, v in values.items()} for slot, values in mine.items()}
+        firsts = defaultdict(lambda: rank * spec.experts // spec.expert_parallel)  # of any layer
+        mine = {slot: {global_expert(n, firsts): v for n, v in values.items()} for slot, values in mine.items()}
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     if spec.model == "moe":

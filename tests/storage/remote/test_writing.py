@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -220,10 +221,11 @@ def test_interrupted_and_killed_runs(s3: Served, s3_proxy: Proxy, tmp_path: Path
     """Ctrl-C removes what was sent; what a kill leaves, no one takes for a checkpoint, and the next run removes."""
     save_file({"w": torch.randn(12 << 20)}, tmp_path / "large.safetensors")
     arguments = command("convert", tmp_path / "large.safetensors", f"{s3.url}/killed", "--to", "zckpt")
-    s3_proxy.fault = lambda method, path: "slow" if method == "PUT" else None
     for name in ("SIGINT", "SIGKILL"):
         import signal
 
+        sent = itertools.count()
+        s3_proxy.fault = lambda method, _, sent=sent: time.sleep(3 * (method == "PUT" and next(sent) > 0))
         s3_proxy.requests.clear()
         child = subprocess.Popen(arguments, env={**environment(), "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
         for _ in range(600):
