@@ -52,7 +52,7 @@ def test_formats_are_listed_with_their_options() -> None:
     found = {one["name"]: one for one in document["formats"]}
     assert list(found) == list(BUILT_IN)
     assert document["broken"] == []
-    assert [option["name"] for option in found["dcp"]["options"]] == ["world_size", "dtype"]
+    assert [option["name"] for option in found["dcp"]["options"]] == ["world_size", "dtype", "keys"]
     stage = next(option for option in found["deepspeed"]["options"] if option["name"] == "stage")
     assert stage == {"name": "stage", "type": "int", "default": None, "choices": [1, 2, 3],
                      "help": "ZeRO stage. Default: as SOURCE, if it says one; else needed."}  # fmt: skip
