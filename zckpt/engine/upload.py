@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources
@@ -48,16 +48,22 @@ SENDERS = range(2, 17)
 Item = Piece | PackPiece | Literal
 
 
-class Sink(Protocol):
-    """Where a file goes. `send` is called from several threads, once for each part; or, if `in_order`, `write` once."""
-
-    in_order: bool
+class PartSink(Protocol):
+    """Where the parts of a file go, in any order; called from several threads, once for each part."""
 
     def send(self, number: int, data: bytearray) -> None:
         """Send a part, of which the first has the number 0."""
 
+
+@runtime_checkable
+class StreamSink(Protocol):
+    """Where a file goes that is taken from its beginning to its end only; called once."""
+
     def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
         """Send all parts in order; `parts` makes them, again if it is called again."""
+
+
+Sink = PartSink | StreamSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ def _done(work: Work) -> tuple[list[Seen], int]:
 def _work(plan: Plan, sinks: Sequence[Sink], step: int, checks: Checks) -> Iterator[Work]:
     for one, sink in zip(plan.files, sinks, strict=True):
         size = max(step, -(-one.file.nbytes // MOST_PARTS))
-        if sink.in_order:
+        if isinstance(sink, StreamSink):
             yield partial(_send_file, one, sink, size, checks)
             continue
         held = Held(one.file.checksums, size)
@@ -205,14 +211,14 @@ def _made(part: Part, checks: Checks) -> tuple[bytearray, list[Seen], int]:
     return data, sources.seen, nbytes
 
 
-def _send_part(part: Part, held: Held, sink: Sink, checks: Checks) -> tuple[list[Seen], int]:
+def _send_part(part: Part, held: Held, sink: PartSink, checks: Checks) -> tuple[list[Seen], int]:
     data, seen, nbytes = _made(part, checks)
     for number, ready in held.add(part, data):
         sink.send(number, ready)
     return seen, nbytes
 
 
-def _send_file(one: FilePlan, sink: Sink, step: int, checks: Checks) -> tuple[list[Seen], int]:
+def _send_file(one: FilePlan, sink: StreamSink, step: int, checks: Checks) -> tuple[list[Seen], int]:
     every: list[Seen] = []
     moved = 0
     held = Held(one.file.checksums, step)

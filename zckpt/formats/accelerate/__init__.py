@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zckpt.errors import UnsupportedError
 from zckpt.formats.format import Format, Found, Job, Search, TargetFiles
 from zckpt.formats.options import option
 from zckpt.storage.ownership import Owned
@@ -81,9 +82,9 @@ class Accelerate(Format):
         """Leave all directories to the formats that their files are of."""
         return
 
-    def read(self, found: Found, search: Search) -> Checkpoint:
-        """Never be called: nothing is found."""
-        raise NotImplementedError
+    def read(self, found: Found, search: Search) -> Checkpoint:  # noqa: ARG002
+        """Refuse: other formats find these directories, and read them."""
+        raise UnsupportedError("Accelerate's directories are read by the formats of their files", path=search.path)
 
     def is_checkpoint(self, directory: Path) -> bool:  # noqa: ARG002
         """Leave all directories to other formats."""

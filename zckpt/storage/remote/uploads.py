@@ -35,8 +35,6 @@ class Uploads(ABC):
         Whether files go below the target, else beside it.
     """
 
-    in_order = True
-
     def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
         self.store = store
         self.key = key
@@ -88,8 +86,6 @@ class Uploads(ABC):
 
 class S3Uploads(Uploads):
     """Uploads in parts."""
-
-    in_order = False
 
     def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
@@ -176,8 +172,6 @@ class S3Uploads(Uploads):
 class S3Sink:
     """One upload in parts."""
 
-    in_order = False
-
     def __init__(self, store: S3Store, key: str, shown: str) -> None:
         self._store = store
         self._place = store.place(key)
@@ -195,10 +189,6 @@ class S3Sink:
         found = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
         self._etags[number + 1] = found["ETag"]
         self._nbytes[number + 1] = len(data)
-
-    def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
-        """Not called: parts go in any order."""
-        raise NotImplementedError
 
     def complete(self) -> None:
         """Make an object of the parts."""
@@ -314,14 +304,8 @@ class NamedUploads(Uploads):
 class FileSink:
     """A file that is written from its beginning to its end."""
 
-    in_order = True
-
     def __init__(self, store: Store, key: str, shown: str) -> None:
         self._store, self._key, self._shown = store, key, shown
-
-    def send(self, number: int, data: bytearray) -> None:
-        """Not called: parts go in order."""
-        raise NotImplementedError
 
     def write(self, nbytes: int, parts: Callable[[], Iterator[bytearray]]) -> None:
         """Write a file, from its beginning again if that fails."""
