@@ -16,8 +16,9 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.consolidate import Chosen, check_model_apart, lay_out, owned_with
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import named
-from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import Checkpoint, Slot, Span
 from zckpt.state.names import like_model
 

@@ -25,10 +25,11 @@ from zckpt.formats.options import DTYPES
 from zckpt.formats.safetensors import file as safetensors_file
 from zckpt.formats.suffixes import DIRECTORY, SAFETENSORS, TORCH, kind_of_model
 from zckpt.naming import Config, MapSource, Naming
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_companions, check_sources
-from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import WEIGHT, Checkpoint
 from zckpt.storage.ownership import Owned, check_replaceable
 

@@ -16,11 +16,12 @@ from zckpt.formats.options import choose
 from zckpt.formats.registry import find_format, formats, get
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.naming.inside import follow_names
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart, check_companions, check_sources
 from zckpt.operations.rank_values import without_rank_values
-from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.state.checkpoint import how_to_drop, keys_listed
 from zckpt.state.names import as_filed

@@ -14,11 +14,12 @@ from zckpt.formats.format import Job
 from zckpt.formats.options import choose
 from zckpt.formats.registry import get
 from zckpt.naming import Config, MapSource, Naming
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import Proof, check_apart
 from zckpt.operations.rank_values import without_rank_values
-from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import Checkpoint
 from zckpt.state.names import as_filed
 from zckpt.storage.distant import place

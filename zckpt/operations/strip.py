@@ -16,10 +16,11 @@ from zckpt.formats import open_checkpoint
 from zckpt.formats.format import TargetFiles
 from zckpt.formats.registry import get
 from zckpt.formats.stripping import Request, Stripping
+from zckpt.operations.losses import check_nothing_lost
 from zckpt.operations.open import Source, named, opened
 from zckpt.operations.places import takes_urls
 from zckpt.operations.proof import check_apart, check_companions, same_parameter
-from zckpt.operations.target import How, Written, check_nothing_lost, write_from
+from zckpt.operations.target import How, Written, write_from
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.storage.distant import place
 from zckpt.storage.ownership import Owned

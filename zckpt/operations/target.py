@@ -6,19 +6,15 @@ fit         there is room for it, and memory, or nothing is begun: `foresight`
 write       the plan is run under a temporary name, and source bytes held against their checksums
 prove       what was written is looked at by who asks, and still has no name
 name        all is synced to disk and gets its name in one step
-
-Nothing is lost without a word: a source with something that no one has read is refused, unless it is named.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, fields
-from glob import escape
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +22,12 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan, plan
 from zckpt.engine.write import write
-from zckpt.errors import LeftOutError, UsageError, shown
+from zckpt.errors import UsageError, shown
 from zckpt.executors.using import check_executor, using
-from zckpt.formats.account import take_inventory
 from zckpt.formats.format import TargetFiles
 from zckpt.operations.foresight import Foresight, foresee
 from zckpt.operations.partial import names_in, partial_target
 from zckpt.state import MASTER, WEIGHT, Checkpoint
-from zckpt.state.inventory import FILE, Item
 from zckpt.storage.distant import check_unchanged, is_remote
 from zckpt.storage.journal import Journal
 from zckpt.storage.ownership import Owned
@@ -270,62 +264,6 @@ def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> int:
 
             compared += check_weights(one)
     return compared
-
-
-SHOWN = 3
-"""More things than this are counted in a message."""
-
-
-def check_nothing_lost(
-    checkpoint: Checkpoint, drop: Sequence[str], *, copied: Collection[str] = (), kept: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Raise unless everything in a source arrives, or is to be dropped; return what is dropped, and why it is not read.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-    drop : sequence of str
-        Patterns of what may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has them, with shell wildcards.
-    copied : collection of str
-        Files that arrive as they are, whatever is in them, by their names within the source.
-    kept : collection of str
-        Files that arrive or are known to go; what is in them may still be lost.
-
-    Raises
-    ------
-    LeftOutError
-        Something is left out, and no pattern names it.
-    UsageError
-        A pattern names nothing that is left out.
-    """
-    dropped, lost, idle = take_inventory(checkpoint).without(drop)
-    others = [item for item in lost if item.file not in copied and (item.kind != FILE or item.file not in kept)]
-    if others:
-        raise LeftOutError(
-            f"{len(others)} {'thing' if len(others) == 1 else 'things'} in it would be lost: {_listed(others)}",
-            path=checkpoint.opened or checkpoint.source,
-            advice=f"to write without, give --drop '{_pattern(others)}'; `zckpt inspect --files` shows everything",
-            names=[item.name for item in others],
-        )
-    if idle:
-        raise UsageError(
-            f"--drop {idle[0]!r} names nothing that would be lost",
-            path=checkpoint.opened or checkpoint.source,
-            expected="FILE or FILE:PLACE of something that is left out, as `zckpt inspect --files` shows it",
-        )
-    return tuple(f"{item.name} ({item.about})" for item in dropped)
-
-
-def _listed(items: Sequence[Item]) -> str:
-    shown = [f"{item.name} ({item.about})" for item in items[:SHOWN]]
-    return ", ".join(shown) + (f" and {len(items) - SHOWN} more" if len(items) > SHOWN else "")
-
-
-def _pattern(items: Sequence[Item]) -> str:
-    """Return one pattern that names all of them."""
-    if len(items) == 1:
-        return escape(items[0].name)
-    return escape(commonprefix([item.name for item in items])) + "*"  # noqa: RUF071  # of characters, not of paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

