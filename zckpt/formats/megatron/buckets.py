@@ -15,11 +15,14 @@ Source: megatron-core 0.16, `_ParamAndGradBuffer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 64
 """Elements to a multiple of which each parameter's start in its bucket is rounded up."""
+
+BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
+"""Elements at which a bucket ends, at least, if gradients are reduced as they come and the user has said nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layou
     return Layout(tuple(places), (*sizes, end) if end else tuple(sizes))
 
 
-def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
+def fit(members: Sequence[Member], sizes: Sequence[int], stored: Sequence[int] = ()) -> Layout | None:
     """Return the layout of a buffer of which the size of each bucket is known; None if the parameters do not fill it.
 
     Parameters
@@ -96,12 +99,20 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
         In the model's order.
     sizes : sequence of int, elements
         Of the buckets, unpadded.
+    stored : sequence of int, elements, optional
+        Of the buckets with their padding, where the buffer has that. Up to megatron-core 0.13 a shared embedding
+        begins in the padding of the bucket before its own.
     """
     places: list[Placed] = []
     bucket, end = 0, 0
     for member in reversed(members):
         start = _rounded(end)
         if end and bucket < len(sizes) and (end == sizes[bucket] or (member.alone and start == sizes[bucket])):
+            early = stored[bucket] - sizes[bucket] if stored and member.alone else 0
+            if early and bucket + 1 < len(sizes) and sizes[bucket + 1] == member.numel - early:
+                places.append(Placed(member.name, bucket, start))
+                bucket, end = bucket + 1, sizes[bucket + 1]
+                continue
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + member.numel > sizes[bucket]:
             return None
@@ -109,6 +120,18 @@ def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
         end = start + member.numel
     whole = bucket == len(sizes) - 1 and end == sizes[bucket] if places else not sizes
     return Layout(tuple(places), tuple(sizes)) if whole else None
+
+
+def bucket_numels(arguments: Mapping[object, object]) -> list[int | None]:
+    """Return at which sizes buckets may have ended: never, or where the program's arguments say so, in elements."""
+    size = arguments.get("ddp_bucket_size")
+    if type(size) is int:
+        return [None, size]
+    ranks = [n for key in ("data_parallel_size", "context_parallel_size") if type(n := arguments.get(key)) is int]
+    count = 1
+    for n in ranks:
+        count *= n
+    return [None, max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * count)]
 
 
 def gaps(layout: Layout, members: Sequence[Member]) -> list[tuple[int, int, int]]:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zckpt.errors import DamagedFileError, LayoutError, UnsupportedError, listed
-from zckpt.formats.dcp.items import ObjectItem, TensorItem, read_items
+from zckpt.formats.dcp.items import TensorItem, read_items
 from zckpt.formats.dcp.metadata import read_metadata
 from zckpt.formats.dcp.reader import describe_files
 from zckpt.formats.megatron.directory import COMMON, FORMAT, MARK, Place
@@ -84,7 +84,6 @@ def read(place: Place) -> Checkpoint:
     attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common))
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     checkpoint.step = common.step
-    _say_flat(checkpoint, items.objects)
     return checkpoint
 
 
@@ -204,12 +203,3 @@ def _check_all_used(keys: Keys, path: str) -> None:
             raise UnsupportedError(
                 f"the optimizer has {slot} of what is no tensor of the model", path=path, found=listed(others)
             )
-
-
-def _say_flat(checkpoint: Checkpoint, objects: Mapping[str, ObjectItem]) -> None:
-    """Say what of an optimizer is not read: buffers of all parameters, in which nothing tells one from the other."""
-    within = [key for key in objects if ".param_state/shard_" in key]
-    if within:
-        checkpoint.warnings.append(
-            f"the optimizer's state is in {len(within)} flat buffers without names, which are not read"
-        )
