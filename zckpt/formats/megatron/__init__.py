@@ -50,7 +50,7 @@ class Megatron(Format):
             "Megatron-Core, NeMo 2",
             "`torch_dist` of any tensor, pipeline, expert and data parallelism; 16-bit and fp32 optimizers, the "
             "distributed one's `fully_reshardable`, `fully_sharded_model_space` and, proven by the weights, "
-            "`dp_reshardable`",
+            "`dp_reshardable` and `dp_zero_gather_scatter`; Megatron-FSDP's `fsdp_dtensor`",
         ),
         (
             "Megatron's legacy `mp_rank_XX`",

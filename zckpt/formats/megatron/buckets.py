@@ -90,7 +90,7 @@ def lay_out(members: Sequence[Member], bucket_numel: int | None = None) -> Layou
     return Layout(tuple(places), (*sizes, end) if end else tuple(sizes))
 
 
-def fit(members: Sequence[Member], sizes: Sequence[int], stored: Sequence[int] = ()) -> Layout | None:
+def fit(members: Sequence[Member], sizes: Sequence[int]) -> Layout | None:
     """Return the layout of a buffer of which the size of each bucket is known; None if the parameters do not fill it.
 
     Parameters
@@ -99,20 +99,12 @@ def fit(members: Sequence[Member], sizes: Sequence[int], stored: Sequence[int] =
         In the model's order.
     sizes : sequence of int, elements
         Of the buckets, unpadded.
-    stored : sequence of int, elements, optional
-        Of the buckets with their padding, where the buffer has that. Up to megatron-core 0.13 a shared embedding
-        begins in the padding of the bucket before its own.
     """
     places: list[Placed] = []
     bucket, end = 0, 0
     for member in reversed(members):
         start = _rounded(end)
         if end and bucket < len(sizes) and (end == sizes[bucket] or (member.alone and start == sizes[bucket])):
-            early = stored[bucket] - sizes[bucket] if stored and member.alone else 0
-            if early and bucket + 1 < len(sizes) and sizes[bucket + 1] == member.numel - early:
-                places.append(Placed(member.name, bucket, start))
-                bucket, end = bucket + 1, sizes[bucket + 1]
-                continue
             bucket, start = bucket + 1, 0
         if bucket >= len(sizes) or start + member.numel > sizes[bucket]:
             return None

@@ -169,8 +169,7 @@ def _filling(
 
 def _layout(members: list[Member], buffer: Buffer, guess: Guess) -> Layout | None:
     if buffer.sizes is not None:
-        padded = buffer.stored if buffer.stored != buffer.sizes else None
-        return fit(members, buffer.sizes, padded or ())
+        return fit(members, buffer.sizes)
     together = [replace(one, alone=False) for one in members]
     ways = [members] if together == members else [members, together]
     layouts = (lay_out(its, numel) for its in ways for numel in guess.numels)

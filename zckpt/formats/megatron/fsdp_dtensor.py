@@ -64,9 +64,16 @@ def read(place: Place) -> Checkpoint:
         )
     copies: Copies = []
     shapes = {_bare(str(name)): item.shape for name, item in model.items() if isinstance(item, TensorItem)}
-    tree[MODEL] = _model(model, str(path))
+    whole = _model(model, str(path))
+    tree[MODEL] = whole
     if tree.get(OPTIMIZER) is not None:
-        tree[OPTIMIZER] = _optimizer(tree[OPTIMIZER], shapes, copies, str(path))
+        optimizer = _optimizer(tree[OPTIMIZER], shapes, copies, str(path))
+        others = [str(name) for name in branch(optimizer[STATE]) or () if name not in whole]
+        if others:
+            raise LayoutError(
+                "the optimizer has state of what is no tensor of the model", path=path, found=listed(others)
+            )
+        tree[OPTIMIZER] = optimizer
     lost = fill(checkpoint, tree)
     say_what_values_are(checkpoint, folders, rewritten=False)
     if lost:
@@ -118,7 +125,7 @@ def _whole(key: str, items: list[TensorItem], path: str) -> TensorItem:
     return TensorItem(key, items[0].dtype, shape, spans, None, items[0].path)
 
 
-def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> Node:
+def _optimizer(node: Node, shapes: Shapes, copies: Copies, path: str) -> dict[str | int, Node]:
     """Return an optimizer with groups in a list; of a chain of them, one that has all of their parameters."""
     content = branch(node) or {}
     several = [part for part in content.values() if META in (branch(part) or {})]
