@@ -1,15 +1,64 @@
-"""What a live engine of DeepSpeed is: how it cuts its state, and which parameters it has in which order."""
+"""What a live engine of DeepSpeed is: its methods, how it cuts its state, and its parameters in their order."""
 
 from __future__ import annotations
 
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from zckpt.errors import UnsupportedError
+from zckpt.errors import MissingPackageError, UnsupportedError
 from zckpt.formats.deepspeed.in_place import Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
 from zckpt.operations.tensors import dtype_name
+
+ENGINE = "deepspeed.runtime.engine"
+
+
+@contextmanager
+def replaced_method(
+    engine: Any, name: str, run: Callable[[Any, Callable[..., Any], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Replace a method of an engine, or of all if it is None, as long as the context lasts.
+
+    `run` is called with the engine, the method that was there, and all arguments by their names.
+
+    Raises
+    ------
+    MissingPackageError
+        Without an engine: DeepSpeed is not installed.
+    """
+    holder = _engine_class() if engine is None else engine
+    was = vars(holder).get(name)
+    original = getattr(holder, name)
+
+    def method(*given: Any, **named: Any) -> Any:
+        own = given[0] if engine is None else engine
+        call = partial(original, own) if engine is None else original
+        bound = inspect.signature(call).bind(*(given[1:] if engine is None else given), **named)
+        bound.apply_defaults()
+        return run(own, call, bound.arguments)
+
+    setattr(holder, name, method)
+    try:
+        yield
+    finally:
+        if was is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, was)
+
+
+def _engine_class() -> Any:
+    try:
+        __import__(ENGINE)
+    except ImportError as error:
+        raise MissingPackageError("without an engine, this needs DeepSpeed") from error
+    return sys.modules[ENGINE].DeepSpeedEngine
 
 
 def stages(engine: Any) -> int:

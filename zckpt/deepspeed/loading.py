@@ -7,7 +7,6 @@ rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads i
 
 from __future__ import annotations
 
-import inspect
 import sys
 import tempfile
 import warnings
@@ -20,9 +19,9 @@ from typing import Any
 
 import torch
 
-from zckpt.deepspeed.engine import kind_that_keeps, stages, training_of
+from zckpt.deepspeed.engine import ENGINE, kind_that_keeps, replaced_method, stages, training_of
 from zckpt.engine.virtual import VirtualFile, check_readable
-from zckpt.errors import LeftOutError, MissingPackageError, UnsupportedError, UsageError, listed
+from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
@@ -34,7 +33,6 @@ from zckpt.optim.ranks import Ranks
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.state.inventory import FILE
 
-_ENGINE = "deepspeed.runtime.engine"
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
 """What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
 
@@ -100,36 +98,11 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
         Without an engine: DeepSpeed is not installed.
     """
     loading = Loading()
-    holder = _engine_class() if engine is None else engine
-    was = vars(holder).get("load_checkpoint")
-    original = holder.load_checkpoint
-
-    def load_checkpoint(*given: Any, **named: Any) -> Any:
-        own = given[0] if engine is None else engine
-        call = partial(original, own) if engine is None else original
-        bound = inspect.signature(call).bind(*(given[1:] if engine is None else given), **named)
-        bound.apply_defaults()
-        return _load(own, call, bound.arguments, loading)
-
-    holder.load_checkpoint = load_checkpoint
-    try:
+    with replaced_method(engine, "load_checkpoint", partial(_load, loading)):
         yield loading
-    finally:
-        if was is None:
-            del holder.load_checkpoint
-        else:
-            holder.load_checkpoint = was
 
 
-def _engine_class() -> Any:
-    try:
-        __import__(_ENGINE)
-    except ImportError as error:
-        raise MissingPackageError("any_world_size() without an engine needs DeepSpeed") from error
-    return sys.modules[_ENGINE].DeepSpeedEngine
-
-
-def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], loading: Loading) -> Any:
+def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Load a checkpoint into an engine as it is, or in place."""
     directory, tag = arguments["load_dir"], arguments["tag"]
     path = Path(directory) if tag is None else Path(directory, str(tag))
@@ -288,7 +261,7 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
 @contextmanager
 def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iterator[None]:
     """Let a ZeRO-3 engine that loads a model alone have it from zckpt."""
-    module = sys.modules.get(_ENGINE)
+    module = sys.modules.get(ENGINE)
     if optimizer or served.training.stage != 3 or not hasattr(module, _CONSOLIDATE):
         yield
         return
