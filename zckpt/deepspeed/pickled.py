@@ -70,7 +70,7 @@ def capture(name: str, root: object, staging: Staging | None) -> Captured:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Pickler(Pickler):
@@ -84,12 +84,14 @@ class _Pickler(Pickler):
 
     def persistent_id(self, value: Any) -> tuple[object, ...] | None:
         """Return what stands for a storage; None for anything else."""
+        storage: Any
         if isinstance(value, torch.storage.TypedStorage):
             storage, dtype = value._untyped_storage, value.dtype
-            kind, count = getattr(torch, value._pickle_storage_type()), value._size()
+            kind = getattr(torch, value._pickle_storage_type())  # type: ignore[no-untyped-call]
+            count = value._size()  # type: ignore[no-untyped-call]
         elif torch.is_storage(value):
             storage, dtype = value, torch.uint8
-            kind, count = normalize_storage_type(type(value)), value.nbytes()
+            kind, count = normalize_storage_type(type(value)), value.nbytes()  # type: ignore[no-untyped-call]
         else:
             return None
         if storage.data_ptr() and self._dtypes.setdefault(storage.data_ptr(), dtype) != dtype:
