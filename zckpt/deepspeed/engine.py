@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +19,9 @@ from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartit
 from zckpt.operations.tensors import dtype_name
 
 ENGINE = "deepspeed.runtime.engine"
+
+_MEMORY = "/dev/shm"  # noqa: S108  # folders in it get names of their own
+"""A file system in memory, on Linux."""
 
 
 @contextmanager
@@ -59,6 +64,19 @@ def _engine_class() -> Any:
     except ImportError as error:
         raise MissingPackageError("without an engine, this needs DeepSpeed") from error
     return sys.modules[ENGINE].DeepSpeedEngine
+
+
+def names_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return an empty folder for names and little else, in memory where there is such a place."""
+    in_memory = os.access(_MEMORY, os.W_OK | os.X_OK)
+    return tempfile.TemporaryDirectory(prefix="zckpt-names-", dir=_MEMORY if in_memory else None)
+
+
+def has_cores() -> bool:
+    """Tell whether each rank of this machine has more than one core."""
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    ranks = int(local) if local.isdecimal() else torch.distributed.get_world_size()
+    return (os.cpu_count() or 1) >= 2 * ranks
 
 
 def stages(engine: Any) -> int:

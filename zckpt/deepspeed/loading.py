@@ -8,7 +8,6 @@ rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads i
 from __future__ import annotations
 
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,15 @@ from typing import Any
 
 import torch
 
-from zckpt.deepspeed.engine import ENGINE, kind_that_keeps, replaced_method, stages, training_of
+from zckpt.deepspeed.engine import (
+    ENGINE,
+    has_cores,
+    kind_that_keeps,
+    names_folder,
+    replaced_method,
+    stages,
+    training_of,
+)
 from zckpt.engine.virtual import VirtualFile, check_readable
 from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
@@ -111,11 +118,10 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
         return call(**arguments)
     module_only = arguments["load_module_only"]
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
-    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer))
+    wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
+    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer, scheduler=wants_scheduler))
     if served is None:
         return call(**arguments)
-    if wants_optimizer or not module_only:
-        ranks.do(lambda: _check_scheduler(engine, served, arguments, path))
     loading.notes += served.notes
     loading.in_place.append(str(path))
     if ranks.rank == 0:
@@ -134,7 +140,7 @@ def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: di
     return (None if found is None else str(path)), client_state
 
 
-def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
+def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Served | None:
     """Return a checkpoint cut for an engine; None where the engine can load it as it is."""
     checkpoint = open_checkpoint(path)
     kind = kind_that_keeps(engine)
@@ -161,6 +167,12 @@ def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
     if optimizer and training.stage:
         wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
     check_readable(served.file(shard) for shard in wanted)
+    if scheduler and scheduler_of(served) is None:
+        raise UsageError(
+            "holds no state of a learning-rate scheduler, and the engine has one",
+            path=path,
+            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
+        )
     return served
 
 
@@ -173,15 +185,6 @@ def _check_nothing_lost(checkpoint: Checkpoint) -> None:
             path=checkpoint.opened or checkpoint.source,
             advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
             names=[item.name for item in left],
-        )
-
-
-def _check_scheduler(engine: Any, served: Served, arguments: dict[str, Any], path: Path) -> None:
-    if arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None and scheduler_of(served) is None:
-        raise UsageError(
-            "holds no state of a learning-rate scheduler, and the engine has one",
-            path=path,
-            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
         )
 
 
@@ -206,7 +209,7 @@ class _CheckpointEngine:
         shard = classify(Path(path).name, path)
         if shard is None:
             raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
-        file = VirtualFile(self._served.file(shard))
+        file = VirtualFile(self._served.file(shard), threads=has_cores())
         if self._trusted:
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
@@ -251,7 +254,7 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
                 names.append(f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt")
         if training.stage != 3:
             names.append(f"mp_rank_{mp_rank:02d}_model_states.pt")
-    with tempfile.TemporaryDirectory(prefix="zckpt-names-") as folder:
+    with names_folder() as folder:
         Path(folder, served.tag).mkdir()
         for name in names:
             Path(folder, served.tag, name).touch()

@@ -8,7 +8,6 @@ gets the name of the tag when all of them are on disk; `latest` is written after
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zckpt.deepspeed.engine import replaced_method
+from zckpt.deepspeed.engine import names_folder, replaced_method
 from zckpt.deepspeed.pickled import Captured, capture
 from zckpt.engine.plan import plan
 from zckpt.engine.write import write as write_plan
@@ -134,7 +133,7 @@ def _save(saves: Saves, engine: Any, call: Callable[..., Any], arguments: dict[s
     Ranks().do(lambda: _check(engine))
     tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
     found = Collected(engine.checkpoint_engine, saves._staging if saves.async_ else None)
-    with tempfile.TemporaryDirectory(prefix="zckpt-saved-") as folder:
+    with names_folder() as folder:
         engine.checkpoint_engine = found
         try:
             told = call(**{**arguments, "save_dir": folder, "tag": tag})
