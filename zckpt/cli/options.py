@@ -212,7 +212,7 @@ def write_options(command: Command) -> Command:
                 is_flag=True,
                 help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
             ),
-            memory_option("Bound of all copy buffers."),
+            memory_option("Bound of the copy buffers of all workers together."),
             executor_option,
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
             click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),

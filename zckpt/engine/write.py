@@ -23,7 +23,7 @@ from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
+from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
@@ -93,7 +93,7 @@ def write(
     paths : sequence of Path
         One for each file of the plan, in its order; what is there is overwritten.
     memory : int, bytes
-        Upper bound of what buffers take together.
+        Upper bound of what the buffers of all workers take together.
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources.
@@ -114,14 +114,14 @@ def write(
         journal = None
     progress.begin(plan.copy_nbytes)
     try:
-        with Workers(WRITERS) as workers:
+        share = budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
+        with Workers(WRITERS, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
-            most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
             batches = (
                 (one.file.name, replace(batch, recorded=True) if journal is not None else batch)
                 for path, one in files
-                for batch in _batches(path, one, most, large, checks)
+                for batch in _batches(path, one, share.nbytes, large, checks)
             )
             recording = _Recording(journal, plan.sources)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
