@@ -18,8 +18,8 @@ ADAPTER = str(ROOT / "tests" / "operations" / "adapters" / "of_s2_bf16_dp2")
 HEAVY = frozenset(
     {
         "asyncio", "concurrent.futures", "dask", "deepspeed", "fsspec", "http", "importlib.metadata", "isal",
-        "matplotlib", "ml_dtypes", "mpi4py", "multiprocessing", "numpy", "ray", "safetensors", "socket", "torch", "tqdm",
-        "transformers", "xxhash",
+        "matplotlib", "ml_dtypes", "mpi4py", "multiprocessing", "numpy", "ray", "safetensors", "socket", "torch",
+        "tqdm", "transformers", "xxhash",
     }
 )  # fmt: skip
 """What takes milliseconds to load, or seconds."""

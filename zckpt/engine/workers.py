@@ -112,7 +112,8 @@ def budget(
     """
     memory = buffers_within(memory)
     at_once = max(min(_at_once(_given(here=here), threads), memory // (buffers * least)), 1)
-    return Budget(at_once, max(min(memory // at_once // buffers, most), least))
+    nbytes = min(memory // at_once // buffers, most)
+    return Budget(at_once, max(nbytes - nbytes % LEAST_BUFFER_NBYTES, least))
 
 
 def _given(*, here: bool) -> Executor | None:
