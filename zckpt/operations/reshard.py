@@ -42,6 +42,7 @@ def reshard(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -92,7 +93,7 @@ def reshard(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="reshard", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="reshard", resume=resume, restart=restart,
         options={"world_size": world_size, "drop": drop, "names": names, **options},
     )  # fmt: skip
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
