@@ -11,7 +11,6 @@ file than the driver's under a path stops: it would write something else without
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from contextlib import contextmanager
@@ -91,7 +90,7 @@ class Known:
 
     def _error(self, what: str, expected: str | None, found: int | None) -> WorkerError:
         return WorkerError(
-            f"{what} on {socket.gethostname()}, where a worker runs",
+            f"{what} on {_host()}, where a worker runs",
             path=self.path,
             expected=expected,
             found=found,
@@ -155,7 +154,7 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
     """
     if task.version != __version__:
         raise WorkerError(
-            f"{socket.gethostname()}, where a worker runs, has another zckpt",
+            f"{_host()}, where a worker runs, has another zckpt",
             expected=task.version,
             found=__version__,
             advice="install the same one everywhere",
@@ -229,6 +228,12 @@ def _known(path: str, is_written: bool) -> Known | None:
     except (OSError, ValueError):
         return None
     return Known(path, found.st_size, None if is_written else int(found.st_mtime))
+
+
+def _host() -> str:
+    from socket import gethostname  # half a dozen modules, for an error
+
+    return gethostname()
 
 
 def workers_of(executor: Executor) -> int:
