@@ -176,6 +176,15 @@ def serve(checkpoint: Checkpoint, training: Training, *, optimizer: bool) -> Ser
     if _keeps_files(checkpoint, training) and optimizer:
         found = as_filed(checkpoint)
     else:
+        if training.tensor_parallel > 1:
+            raise UnsupportedError(
+                "an engine with tensor parallelism loads in place what ZeRO-1 to 3 saved of the same param groups, "
+                "optimizer included, for these files say how to slice it",
+                path=checkpoint.source,
+                expected=f"DeepSpeed's, for {training}",
+                found=f"{checkpoint.format}, ZeRO stage {checkpoint.zero_stage}",
+                advice="`zckpt reshard` or `zckpt convert` writes it for this engine, where that is possible",
+            )
         if checkpoint.per_rank and optimizer:
             raise UnsupportedError(
                 f"{keys_listed(checkpoint.per_rank)}: each rank has its own, of the elements that it holds, and that "
