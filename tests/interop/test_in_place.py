@@ -13,6 +13,7 @@ import torch
 import zckpt
 from tests.deepspeed_engine import SPECS, Spec, resume
 from tests.gloo import run
+from tests.interop.test_reshard_pipeline import FEW, MANY, TWO, Case
 from tests.pairwise import pairwise
 from tests.truth import Truth, assert_same
 from zckpt.errors import UnsupportedError, UsageError, ZckptError
@@ -20,7 +21,7 @@ from zckpt.errors import UnsupportedError, UsageError, ZckptError
 pytestmark = pytest.mark.interop
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2}
+TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 3e-2}
 SOURCES = ("s0_fp32_dp2", "s1_fp32_dp3", "s2_bf16_dp4", "s3_bf16_dp3")
 FAST = {
     ("s0_fp32_dp2", 2, 3), ("s1_fp32_dp3", 3, 2), ("s2_bf16_dp4", 0, 3), ("s2_bf16_dp4", 3, 1),
@@ -133,6 +134,18 @@ def test_engine_goes_on_with_slices_of_another_degree(
 @pytest.mark.parametrize("world_size", [2, 6])
 def test_engine_goes_on_with_slices_in_16_bits(source: str, world_size: int) -> None:
     assert_resumes(FIXTURES / source, SPECS[source].at(world_size), FIXTURES / source)
+
+
+PIPELINES = [case for case in (*FEW, *MANY) if "elastic" not in case.source.name]
+FEWEST = Case(TWO, {"world_size": 1})
+
+
+@pytest.mark.parametrize(
+    "case", [FEWEST, *(pytest.param(case, marks=pytest.mark.nightly) for case in PIPELINES)], ids=str
+)
+def test_engine_goes_on_with_pipelines_of_other_stages(case: Case, made: Callable[[Spec], Path]) -> None:
+    source = made(case.source)
+    assert_resumes(source, case.resumed, source)
 
 
 # --- every stage at every number of ranks, to every other
