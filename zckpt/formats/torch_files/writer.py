@@ -34,6 +34,7 @@ from zckpt.torchfile import (
     FromFile,
     Mentioned,
     NewRecord,
+    Pickled,
     Placed,
     Storage,
     Tensor,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
 
 __all__ = ["FromFile", "NewStorage", "PackContent", "SlotContent", "SlotTensor", "ValueContent", "ValueTensor",
-           "lay_out", "new_storage", "view"]  # fmt: skip
+           "lay_out", "lay_out_pickled", "new_storage", "view"]  # fmt: skip
 
 ZEROS = bytes(1 << 20)
 """Written where a storage has no content: its checksum then follows from those of the rest, without reading it back."""
@@ -206,7 +207,11 @@ def lay_out(name: str, root: object) -> TargetFile:
     UnsupportedError
         The tree holds something that cannot be written.
     """
-    pickled = dump(root, _StandIns())
+    return lay_out_pickled(name, dump(root, _StandIns()))
+
+
+def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
+    """Return a torch file of a pickle and the storages that it mentions by their numbers; `name` is as of `lay_out`."""
     stem = _stem(name)
     identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
     data = [_data_record(f"{stem}/data/{key}", one) for key, one in enumerate(pickled.storages)]
