@@ -125,6 +125,9 @@ class TargetFiles:
         Whether quantised state is cut otherwise than in the source, so that what its codes stand for is to be compared.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
+    names : sequence of str or None
+        Of the parameters of the target's optimizer, in the order in which it numbers them and to which it is proven;
+        None: as the target itself says.
     """
 
     files: Collection[TargetFile]
@@ -135,6 +138,7 @@ class TargetFiles:
     copied: Collection[str] = frozenset()
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
+    names: Sequence[str] | None = None
     in_floats: bool = False
 
 

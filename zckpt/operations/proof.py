@@ -120,6 +120,8 @@ class Proof:
         any more have some of their own.
     copied : collection of str
         Files that arrive as they are, whatever is in them, by their names within the source.
+    names : sequence of str or None
+        Of the parameters that the target's optimizer numbers.
     in_floats : bool
         Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
     verified : int, bytes
@@ -135,6 +137,7 @@ class Proof:
     drop: Sequence[str] = ()
     restated: Collection[str] | None = ()
     copied: Collection[str] = ()
+    names: Sequence[str] | None = None
     in_floats: bool = False
     verified: int = 0
 
@@ -152,7 +155,7 @@ class Proof:
         more : sequence of Path
             Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
-        found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
+        found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
         source, target = with_floats(self.checkpoint, found) if self.in_floats else (self.checkpoint, found)
         prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)

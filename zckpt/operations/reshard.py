@@ -124,7 +124,7 @@ def reshard(
     dropped = (*values, *check_nothing_lost(whole, drop, copied=laid.copied))
     owned = own.owned_with(laid)
     check_apart(checkpoint, path, overwrite=overwrite, owned=owned)
-    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied,
+    proof = Proof(checkpoint, path, verify, fingerprint, memory, reporter, drop, laid.restated, laid.copied, laid.names,
                   laid.in_floats)  # fmt: skip
     done = write_from(checkpoint, laid, path, how, owned=owned, prove=proof.of, dropped=dropped)
     return replace(done, verified=proof.verified)
