@@ -114,7 +114,7 @@ def upload(
     count = min(max(memory // (2 * step), SENDERS[0]), SENDERS[-1])
     progress.begin(plan.copy_nbytes)
     try:
-        with Workers(range(count, count + 1), here=True) as workers:
+        with Workers(range(count, count + 1), here=True, at_once=count) as workers:
             for _, (read, nbytes) in workers.run(_done, _work(plan, sinks, step, checks), Portions()):
                 checks.add(read)
                 progress.advance(nbytes)

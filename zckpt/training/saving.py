@@ -96,8 +96,17 @@ class _Background:
         if saving is not None:
             saving.ranks.agree(saving.unseen_error())
 
+    def start(self, written: Callable[[], None], path: Path, ranks: Ranks) -> Saving:
+        """Let the thread write, with ranks of the purpose `SAVE`; `ranks` are those of the thread that trains."""
+        self.saving = Saving(self.pool.submit(written), path, ranks)
+        return self.saving
 
-_BACKGROUND = _Background()
+
+BACKGROUND = _Background()
+"""Of this process, whatever is saved: one save after the other."""
+
+SAVE = "save"
+"""What ranks are for that talk in the thread that writes."""
 
 
 def save(
@@ -205,7 +214,7 @@ def save_given(
     then : callable, optional
         What the first rank does when the checkpoint is there; if it fails, all have failed.
     """
-    _BACKGROUND.finish()
+    BACKGROUND.finish()
     check_directory(Path(path))
     if format not in FORMATS:
         raise UsageError(
@@ -233,8 +242,8 @@ def save_given(
             then()
         return None
     group = process_group or process_group_of(optimizer)
-    ranks = Ranks(group, purpose="save" if async_ else "")
-    staging = _BACKGROUND.staging if async_ else None
+    ranks = Ranks(group, purpose=SAVE if async_ else "")
+    staging = BACKGROUND.staging if async_ else None
     try:
         prepared: Prepared | Exception = _prepare(ranks, model, optimizer, given, staging)
     except Exception as error:  # noqa: BLE001  # all ranks learn of it
@@ -249,9 +258,7 @@ def save_given(
     if not async_:
         written()
         return None
-    future = _BACKGROUND.pool.submit(written)
-    _BACKGROUND.saving = Saving(future, path, Ranks(group))
-    return _BACKGROUND.saving
+    return BACKGROUND.start(written, path, Ranks(group))
 
 
 def _no_fingerprint(found: str) -> UsageError:
