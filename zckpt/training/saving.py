@@ -96,7 +96,7 @@ class _Background:
         if saving is not None:
             saving.ranks.agree(saving.unseen_error())
 
-    def start(self, written: Callable[[], None], path: Path, ranks: Ranks) -> Saving:
+    def start(self, written: Callable[[], None], path: Place, ranks: Ranks) -> Saving:
         """Let the thread write, with ranks of the purpose `SAVE`; `ranks` are those of the thread that trains."""
         self.saving = Saving(self.pool.submit(written), path, ranks)
         return self.saving
