@@ -35,11 +35,13 @@ bench: $(VENV)/.development
 	-$(BIN)/python bench/zero_optimizer.py
 	-$(BIN)/python bench/training.py
 	-$(BIN)/python bench/any_world_size.py
+	-$(BIN)/python bench/durable_saves.py
 	-$(BIN)/python bench/rank_files.py
 	-$(BIN)/python bench/plan_scale.py
 	-$(BIN)/python bench/scale.py
 	-$(BIN)/python bench/map.py
 	-$(BIN)/python bench/average.py
+	-$(BIN)/python bench/to_megatron.py
 	-$(BIN)/python bench/remote.py
 	-$(BIN)/python bench/cold_start.py
 	-$(BIN)/python bench/limits.py

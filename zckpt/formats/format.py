@@ -121,8 +121,13 @@ class TargetFiles:
         Names of files that are copies of the source's as they are, whatever is in them.
     replaceable : callable
         Tells a name of a file that the format does not own, but a target that is to be replaced may have as well.
+    in_floats : bool
+        Whether quantised state is cut otherwise than in the source, so that what its codes stand for is to be compared.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
+    names : sequence of str or None
+        Of the parameters of the target's optimizer, in the order in which it numbers them and to which it is proven;
+        None: as the target itself says.
     """
 
     files: Collection[TargetFile]
@@ -133,6 +138,8 @@ class TargetFiles:
     copied: Collection[str] = frozenset()
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
+    names: Sequence[str] | None = None
+    in_floats: bool = False
 
 
 @dataclass(frozen=True, slots=True)

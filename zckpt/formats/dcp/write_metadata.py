@@ -2,7 +2,7 @@
 
 Metadata(
     state_dict_metadata  {key: TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()}
-    planner_data         {key: path}
+    planner_data         {key: path}; None where all keys are those of a flat dict
     storage_data         {MetadataIndex(key, first element of a chunk, its number): _StorageInfo(file, offset, length)}
     storage_meta         None
     version              "1.0.0"
@@ -15,7 +15,7 @@ written. The pickle is written opcode by opcode, as there may be a million items
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
@@ -69,9 +69,20 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def metadata(entries: Sequence[Entry]) -> bytes:
-    """Return the content of `.metadata`."""
-    return _Metadata().pickle(entries)
+def metadata(
+    entries: Sequence[Entry], *, paths: bool = True, flattened: Mapping[str, tuple[int, ...]] | None = None
+) -> bytes:
+    """Return the content of `.metadata`.
+
+    Parameters
+    ----------
+    entries : sequence of Entry
+    paths : bool
+        Whether to say the path of each key.
+    flattened : mapping of str to tuple of int, optional
+        The shapes of tensors that Megatron-Core flattens, by key: `mcore_data`, where it looks for them.
+    """
+    return _Metadata().pickle(entries, paths=paths, flattened=flattened or {})
 
 
 class _Metadata:
@@ -88,20 +99,26 @@ class _Metadata:
         self.sizes: dict[tuple[int, ...], int] = {}
         self.repeated: dict[object, bytes] = {}
 
-    def pickle(self, entries: Sequence[Entry]) -> bytes:
+    def pickle(self, entries: Sequence[Entry], *, paths: bool, flattened: Mapping[str, tuple[int, ...]]) -> bytes:
         writer = self.writer
         self.new(CLASSES, "Metadata")
         writer.out += b"}("
         writer.text("state_dict_metadata")
         self.mapping(self.storage_metadata, entries)
         writer.text("planner_data")
-        self.mapping(self.path, entries)
+        if paths:
+            self.mapping(self.path, entries)
+        else:
+            writer.out += b"N"
         writer.text("storage_data")
         self.mapping(self.storage, ((entry, number) for entry in entries for number in range(len(entry.chunks))))
         writer.text("storage_meta")
         writer.out += b"N"
         writer.text("version")
         writer.text(VERSION)
+        if flattened:
+            writer.text("mcore_data")
+            self.mapping(self.flattened, flattened.items())
         writer.out += b"ub."
         return bytes(writer.out)
 
@@ -163,6 +180,14 @@ class _Metadata:
             else:
                 writer.text(part)
         writer.out += b"t"
+
+    def flattened(self, one: tuple[str, tuple[int, ...]]) -> None:
+        key, shape = one
+        self.writer.text(key)
+        self.writer.out += b"}"
+        self.writer.text("nd_reformulated_orig_global_shape")
+        self.writer.shape(shape)
+        self.writer.out += b"s"
 
     def storage(self, one: tuple[Entry, int]) -> None:
         writer, (entry, number) = self.writer, one

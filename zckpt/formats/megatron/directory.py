@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zckpt.codes import LATEST, MISSING_FILE
 from zckpt.errors import DamagedFileError, ShardError, UnknownFormatError, UnsupportedError
-from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, OWN_NAME, rank_of
+from zckpt.formats.dcp.directory import HEAD_NBYTES, MEGATRON_MARK, rank_of
 from zckpt.formats.dcp.directory import NAME as METADATA_NAME
 from zckpt.formats.format import NearMiss
 from zckpt.formats.latest import LATEST_NBYTES, is_name
@@ -46,6 +46,15 @@ _KEYS = ((b"optimizer.param_to_group_meta.",), (b"model.module.", b"checkpoint_v
 
 METADATA_NBYTES = 1 << 28
 """Of `.metadata` that keys are looked for in."""
+
+OWN_NAME = "zckpt.pt"
+RELEASE = "release"
+"""The directory of a model that no training has saved."""
+
+_WRITTEN = re.compile(
+    rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
+    r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +167,16 @@ def _of_rank(path: Path) -> Place | None:
 def folder_of(text: str) -> str:
     """Return the name of the directory that a run's file names: an iteration, or a name."""
     return f"iter_{int(text):07d}" if text.isdecimal() else text
+
+
+def names_own(name: str) -> bool:
+    """Tell whether a file name within a run's directory is one that zckpt writes."""
+    return _WRITTEN.fullmatch(name) is not None
+
+
+def is_written(run: Path) -> bool:
+    """Tell whether all that a run's directory holds was written by zckpt."""
+    return all(is_file(one / OWN_NAME) for one in run.iterdir() if one.is_dir())
 
 
 def is_marked(directory: Path) -> bool:
