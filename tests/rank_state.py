@@ -1,9 +1,9 @@
 """What a test may leave behind in a rank. Only a rank that is as it was before is used again.
 
-The environment, the working directory, and what an engine of DeepSpeed leaves in its modules and in torch's functions
-are put back. What cannot be put back with certainty is found out: variables of these tests, threads (a process group
-that something still holds has some), children, handlers of signals, limits, settings and hooks of torch, what it
-compiled, functions of `torch.distributed` that are not its own, and libraries that keep what they were first given.
+The environment, the working directory, and what DeepSpeed and Accelerate leave in their modules and in torch's
+functions are put back. What cannot be put back with certainty is found out: variables of these tests, threads (a
+process group that something still holds has some), children, handlers of signals, limits, settings and hooks of torch,
+what it compiled, and functions of `torch.distributed` that are not its own.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 WATCHED = "tests."
-PUT_BACK = ("deepspeed", "torch.nn.functional")
-"""ZeRO-3 leaves a `linear` of its own in the latter; what else a training changes is in DeepSpeed's own modules."""
+PUT_BACK = ("deepspeed.", "accelerate.", "transformers.integrations.deepspeed.", "torch.nn.functional.")
+"""ZeRO-3 leaves a `linear` of its own in the last; what else trainings change is in the modules of what trains."""
+OF_TRANSFORMERS = "smart_apply"
+"""A method of modules that Transformers adds, again for each model."""
 THREADS = "threads of the system"
 MOST_THREADS = 128
 """ZeRO-3's engine is not let go of, and has three threads for each process group, which then do nothing."""
-LASTING = ("accelerate.state",)
-"""Modules that keep what they were first given."""
 
 
 class State:
@@ -49,7 +49,7 @@ class State:
                 continue
             if name.startswith(WATCHED):
                 self.variables[module] = dict(vars(module))
-            elif name in PUT_BACK or name.startswith("deepspeed."):
+            elif f"{name}.".startswith(PUT_BACK):
                 self._keep(module)
                 for one in self.kept[module].values():
                     if isinstance(one, type) and one.__module__ == name:
@@ -127,6 +127,7 @@ def _settings() -> dict[str, Any]:
         "compiled": dict(counters["frames"]),
         "hooks": {name: len(value) for name, value in hooks.items() if name.startswith("_global_") and value},
         "functions": {name: value for name, value in vars(dist).items() if callable(value)},
-        "module": {name: value for name, value in vars(torch.nn.Module).items() if callable(value)},
-        "lasting": [name for name in LASTING if name in sys.modules],
+        "module": {
+            name: value for name, value in vars(torch.nn.Module).items() if callable(value) and name != OF_TRANSFORMERS
+        },
     }
