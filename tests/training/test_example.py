@@ -85,6 +85,7 @@ def test_example_cannot_be_run_with_too_few_steps_or_over_another_run(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.nightly
 def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     program, place = tmp_path / "program.py", tmp_path / "run"
     program.write_text(PROGRAM)
@@ -99,6 +100,30 @@ def test_example_without_agreement_or_matplotlib(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "matplotlib is not here to draw a picture"
     assert "  step     alone   resumed  ranks" in done.stdout
     assert not list(place.glob("*.png"))
+
+
+def test_what_is_told_without_agreement_or_matplotlib(
+    called: Called, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs as they come back from their ranks, one of which took a wrong turn."""
+    losses = {step: 1 / step for step in range(1, train_and_resume.QUICK_STEPS + 1)}
+    found = iter([
+        Part(4, losses=losses),
+        Part(4, losses={step: losses[step] for step in range(1, 6)}, killed=3),
+        Part(4, resumed=5, saved_by=4, losses={step: losses[step] for step in range(6, 12)}, killed=0),
+        Part(3, resumed=11, saved_by=4, losses={step: 1.02 * losses[step] for step in range(12, 18)}, killed=1),
+        Part(2, resumed=17, saved_by=3, losses={step: losses[step] for step in range(18, 25)}),
+    ])  # fmt: skip
+    monkeypatch.setattr(train_and_resume, "run", lambda *_, **__: next(found))
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    status, out, _ = called("--quick", "--directory", tmp_path / "run")
+    assert status == 1
+    wrong = [line for line in out.splitlines() if line.startswith("WRONG")]
+    assert [line.split(" of ")[1][:7] for line in wrong] == ["3 ranks"]
+    assert out.splitlines()[-1] == "matplotlib is not here to draw a picture"
+    assert "  step     alone   resumed  ranks" in out
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_a_picture_that_is_there_is_not_replaced(called: Called, tmp_path: Path) -> None:
