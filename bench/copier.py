@@ -1,10 +1,11 @@
 """Time the copier alone, case by case: pieces that are long, small, thin, strided, cast; of this tree or another, too.
 
-    python bench/copier.py [--repeat N] [--work DIR] [--megabytes N] [--other TREE] [--cold] [CASE ...]
+    python bench/copier.py [--repeat N] [--work DIR] [--megabytes N] [--other TREE] [--cold] [--direct] [CASE ...]
 
 Each case is a plan that is run in a process of its own: seconds, CPU seconds and calls to the system of the copy,
 without the start and the planning of holes. With --other, the copier of another checkout takes turns with this one's,
-and the last column is what it takes of the other's time. The source is in the page cache, unless --cold.
+and the last column is what it takes of the other's time; with --direct, so does this one past the page cache. The
+source is in the page cache, unless --cold; the time includes the target's sync.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _slot(path: str, shape: tuple[int, ...], offset: int, strides: tuple[int, ..
     return Slot("weight", "float32", shape, (Span(Extent.whole(shape), path, offset, "float32", strides),))
 
 
-def copy(name: str, source: Path, target: Path, *, cold: bool) -> dict[str, float]:
+def copy(name: str, source: Path, target: Path, *, cold: bool, direct: bool) -> dict[str, float]:
     """Run one case in this process."""
     from zckpt.engine.plan import plan
     from zckpt.engine.targets import Hole, TargetFile
@@ -118,7 +119,8 @@ def copy(name: str, source: Path, target: Path, *, cold: bool) -> dict[str, floa
     if cold:
         drop(source)
     before, cpu, began = calls(), time.process_time(), time.perf_counter()
-    write(planned, [target])
+    write(planned, [target], **({"direct": True} if direct else {}))
+    sync(target)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     return {"seconds": seconds, "cpu": cpu, "calls": calls() - before, "MB": at / 1e6}
 
@@ -132,6 +134,13 @@ def calls() -> int:
     return int(counted["syscr"]) + int(counted["syscw"])
 
 
+def sync(path: Path) -> None:
+    """Wait until a file is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 def drop(path: Path) -> None:
     """Ask the system to forget a file's pages."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -140,11 +149,12 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def child(tree: Path, name: str, source: Path, target: Path, *, cold: bool) -> dict[str, float]:
+def child(tree: Path, name: str, source: Path, target: Path, *, cold: bool, direct: bool) -> dict[str, float]:
     """Run one case in a process with the copier of a tree."""
     target.unlink(missing_ok=True)
     os.sync()
-    command = [sys.executable, __file__, "--run", "--work", str(source.parent), *(["--cold"] if cold else []), name]
+    command = [sys.executable, __file__, "--run", "--work", str(source.parent), *(["--cold"] if cold else [])]
+    command += [*(["--direct"] if direct else []), name]
     done = subprocess.run(
         command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tree)}
     )
@@ -160,25 +170,29 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=128)
     parser.add_argument("--other", type=Path, help="another checkout, to compare with")
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--direct", action="store_true", help="compare with reads and writes past the page cache")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     source, target = options.work / "source.bin", options.work / "target.bin"
     if options.run:
-        print(json.dumps(copy(options.cases[0], source, target, cold=options.cold)))
+        print(json.dumps(copy(options.cases[0], source, target, cold=options.cold, direct=options.direct)))
         return
     options.work.mkdir(parents=True, exist_ok=True)
     make_source(source, options.megabytes * BLOCK)
     trees = {"here": ROOT} | ({"other": options.other.resolve()} if options.other else {})
+    trees |= {"direct": ROOT} if options.direct else {}
     print(f"{'case':<18}{'tree':<7}{'MB':>8}{'median s':>10}{'CPU s':>8}{'calls':>9}{'GB/s':>7}{'ratio':>7}")
     for name in options.cases or CASES:
         found: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
         for turn in range(options.repeat):
             for tree in list(trees)[:: 1 if turn % 2 else -1]:
-                found[tree].append(child(trees[tree], name, source, target, cold=options.cold))
+                found[tree].append(child(trees[tree], name, source, target, cold=options.cold, direct=tree == "direct"))
         for tree, runs in found.items():
             seconds, cpu = (median(run[key] for run in runs) for key in ("seconds", "cpu"))
             line = f"{name:<18}{tree:<7}{runs[0]['MB']:>8.1f}{seconds:>10.3f}{cpu:>8.3f}{runs[0]['calls']:>9.0f}"
-            ratio = median(a["seconds"] / b["seconds"] for a, b in zip(runs, found.get("other", runs), strict=True))
+            ratio = median(
+                a["seconds"] / b["seconds"] for a, b in zip(runs, found.get("other", found["here"]), strict=True)
+            )
             print(f"{line}{runs[0]['MB'] / 1e3 / seconds:>7.2f}{ratio:>7.2f}", flush=True)
     target.unlink(missing_ok=True)
 

@@ -168,6 +168,12 @@ def _adafactor(groups: Groups) -> torch.optim.Optimizer:
     return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False, warmup_init=False)
 
 
+def _fused_adam(groups: Groups) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import FusedAdam
+
+    return FusedAdam(groups, lr=1e-2, betas=(0.9, 0.95))
+
+
 def _cpu_adam(groups: Groups) -> torch.optim.Optimizer:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -185,6 +191,7 @@ KINDS: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=1e-2),
     "lion": lambda groups: Lion(groups, lr=1e-3),
     "fused_layout": lambda groups: FusedLayoutAdam(groups, lr=1e-2, betas=(0.9, 0.95)),
+    "fused": _fused_adam,  # at stage 0 it gets flat masters
     "lamb": Lamb,
     "blockwise": BlockwiseAdam,
     "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),

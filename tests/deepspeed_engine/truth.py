@@ -44,6 +44,8 @@ def read_live(engine: Any, spec: Spec) -> Live:
         _read_stage3(engine.optimizer, names, live)
     elif wrapper in ("DeepSpeedZeroOptimizer", "BF16_Optimizer"):
         _read_flat(engine.optimizer, names, live)
+    elif wrapper == "FP16_Optimizer":
+        _read_fused(engine.optimizer, names, live)
     elif wrapper == "FP16_UnfusedOptimizer":
         _read_unfused(engine.optimizer, names, live)
     else:
@@ -118,6 +120,20 @@ def _matrices(optimizer: Any, group: int, names: dict) -> dict[str, torch.Tensor
             if not torch.equal(found.setdefault(name, value), value):
                 raise AssertionError(f"ranks differ in the momentum of {name}")
     return found
+
+
+def _read_fused(optimizer: Any, names: dict, live: Live) -> None:
+    """Stage 0 in 16 bits with a fused optimizer: each group is one flat tensor, whole."""
+    for params, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+        state = optimizer.optimizer.state[flat]
+        whole, at = _slots(flat, state), 0
+        for p in params:
+            live.slots[names[p]] = {
+                slot: value[at : at + p.numel()].reshape(p.shape).float() for slot, value in whole.items()
+            }
+            at += p.numel()
+        live.order.append([names[p] for p in params])
+        live.scalars.append(_scalars(state))
 
 
 def _read_unfused(optimizer: Any, names: dict, live: Live) -> None:

@@ -18,10 +18,11 @@ from tests.deepspeed_engine.resume import Verdict, _compare_groups, _compare_slo
 from tests.deepspeed_engine.spec import Spec
 
 
-def resume_universal(directory: Path, spec: Spec, truth_folder: Path) -> Verdict:
+def resume_universal(directory: Path, spec: Spec, truth_folder: Path, *, own_steps: bool = False) -> Verdict:
     """Load the checkpoint that `latest_universal` in `directory` names into the engine of `spec`; train the next steps.
 
-    `spec` is that of the saved run, with the world size or stage wanted now. The model starts from another seed.
+    `spec` is that of the saved run, with the world size or stage wanted now. The model starts from another seed. With
+    `own_steps`, each (sub-)group gets a copy of the step, which ZeRO-3's loader gives to all.
 
     Raises
     ------
@@ -29,7 +30,7 @@ def resume_universal(directory: Path, spec: Spec, truth_folder: Path) -> Verdict
         With the ranks' tracebacks.
     """
     wanted = spec.at(spec.world_size, config={**spec.config, "checkpoint": {"load_universal": True}})
-    return gloo.run(_resume, spec.world_size, wanted, directory, truth_folder)[0]
+    return gloo.run(_resume, spec.world_size, wanted, directory, truth_folder, own_steps)[0]
 
 
 def steps_after_one_more(directory: Path, spec: Spec) -> list[Any]:
@@ -48,7 +49,7 @@ def _steps_after_one_more(rank: int, world_size: int, spec: Spec, directory: Pat
     return [scalars["step"]["value"] for scalars in read_live(engine, spec).scalars]
 
 
-def _resume(rank: int, world_size: int, spec: Spec, directory: Path, folder: Path) -> Verdict:
+def _resume(rank: int, world_size: int, spec: Spec, directory: Path, folder: Path, own_steps: bool) -> Verdict:
     from safetensors.torch import load_file
 
     from tests.deepspeed_engine.training import build_engine, train_step
@@ -61,6 +62,8 @@ def _resume(rank: int, world_size: int, spec: Spec, directory: Path, folder: Pat
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint in {directory}")
     bring_untrained(engine, directory)
+    for state in engine.optimizer.optimizer.state.values() if own_steps else ():
+        state["step"] = state["step"].clone()
     live = read_live(engine, spec)
     wanted_steps = about["scalar_state_per_group"]
     verdict = Verdict(

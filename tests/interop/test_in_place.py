@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ def ask(rank: int, world_size: int, source: Path) -> dict[str, Any]:
     """Load in several ways, at the stages in which they differ; return what there was then."""
     told: dict[str, Any] = {}
     spec = SPECS["s2_bf16_dp2_client"]
-    before = set(Path(tempfile.gettempdir()).glob("zckpt-names-*"))
+    before = set(Path("/dev/shm").glob("zckpt-names-*"))
     for stage in (2, 3):
         for name, how in (
             ("module", {"load_module_only": True}),
@@ -146,7 +145,7 @@ def ask(rank: int, world_size: int, source: Path) -> dict[str, Any]:
                 weights_of(engine), engine.global_steps, client,
                 engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
             )  # fmt: skip
-    assert set(Path(tempfile.gettempdir()).glob("zckpt-names-*")) == before
+    assert set(Path("/dev/shm").glob("zckpt-names-*")) == before
     return told
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zckpt
 from tests.deepspeed_engine import Spec, resume, train
 from tests.deepspeed_engine.catalogue import SPECS
+from tests.interop.test_reshard_pipeline import pipeline, sliced
 from tests.truth import Truth, assert_consolidated
 
 pytestmark = pytest.mark.interop
@@ -43,3 +46,66 @@ def test_slices_have_their_optimizer(dtype: str, tmp_path: Path) -> None:
     zckpt.reshard(made, tmp_path / "cut", world_size=2, verify=True)
     verdict = resume(tmp_path / "cut", spec.at(4), made)
     assert verdict.ok, verdict
+
+
+NAMES = [
+    "0.weight", "1.mix.weight", "1.alpha", "1.norm.weight", "1.norm.bias", "1.mix.bias",
+    "0.weight", "3.up.weight", "3.down.weight", "3.up.bias", "4.weight", "4.bias",
+]  # fmt: skip
+"""Of the model `pipeline` in two stages, with two param groups."""
+
+SHORT = {"stage": 0, "steps": 3, "steps_after": 2}
+SLICED = sliced("pp2_tp2_s0", 2, 2, dtype="fp16", **SHORT)
+FLAT = pipeline("pp2_s0_flat", 2, 1, dtype="fp16", optimizer="fused", **SHORT)
+BF16 = pipeline("pp2_s0_bf16", 2, 2, dtype="bf16", **SHORT)
+
+REGROUPED = [
+    (FLAT, {"world_size": 2, "pipeline_parallel_size": 1}),
+    (FLAT, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
+    (pipeline("pp2_s0_fp16", 2, 1, dtype="fp16", **SHORT), {"world_size": 1, "stage_bounds": "0,2,4,6"}),
+    (pipeline("pp2_s0_fp32", 2, 2, **SHORT), {"world_size": 1, "pipeline_parallel_size": 3, "names": NAMES,
+                                             "partition_method": "uniform"}),
+    (SLICED, {"world_size": 1, "tensor_parallel_size": 1}),
+    (SLICED, {"world_size": 2, "pipeline_parallel_size": 1}),
+    (SLICED, {"world_size": 1, "pipeline_parallel_size": 1, "tensor_parallel_size": 4}),
+    (BF16, {"world_size": 2, "pipeline_parallel_size": 1}),
+    (BF16, {"world_size": 1, "pipeline_parallel_size": 3, "partition_method": "uniform"}),
+]  # fmt: skip
+"""Pipelines and slices of stage 0. With bf16, DeepSpeed has BF16_Optimizer there, and loads of it what ZeRO-1 saves."""
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [REGROUPED[0], *(pytest.param(*one, marks=pytest.mark.nightly) for one in REGROUPED[1:])],
+    ids=lambda one: one.name if isinstance(one, Spec) else "-".join(map(str, one.values()))[:40],
+)
+def test_deepspeed_resumes_other_stages_and_slices(
+    spec: Spec, options: dict[str, Any], made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    folder = made(spec)
+    if "names" not in options:
+        assert not zckpt.open(folder).warnings
+        assert zckpt.verify(folder, deep=True).sound
+    zckpt.reshard(folder, tmp_path / "cut", verify=True, **options)
+    stages = 3 if "stage_bounds" in options else options.get("pipeline_parallel_size", spec.pipeline_parallel)
+    degree = options.get("tensor_parallel_size", spec.tensor_parallel)
+    ranks = options["world_size"] * stages * degree
+    bf16 = {"stage": 1, "bf16_optimizer": True} if spec.dtype == "bf16" else {}
+    resumed = spec.at(ranks, pipeline_parallel=stages, tensor_parallel=degree, **bf16)
+    verdict = resume(tmp_path / "cut", resumed, folder)
+    assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference <= {"fp32": 2e-5, "bf16": 3e-3, "fp16": 3e-3}[spec.dtype]
+
+
+def test_flat_masters_have_names_by_their_values(made: Callable[[Spec], Path], tmp_path: Path) -> None:
+    spec = Spec("s0_flat", stage=0, dtype="fp16", optimizer="fused", world_size=1, steps=2, steps_after=1)
+    folder = made(spec)
+    assert_consolidated(folder, Truth(folder), tmp_path)
+    assert not zckpt.open(folder).warnings
+    names = [name for group in zckpt.open(folder).param_groups for name in group.parameters]
+    assert [group.parameters for group in zckpt.open(folder, names=names).param_groups] == [
+        group.parameters for group in zckpt.open(folder).param_groups
+    ]
+    with pytest.raises(zckpt.UsageError, match="is not what lies at element"):
+        zckpt.open(folder, names=names[::-1])
+    zckpt.convert(folder, tmp_path / "zero", to="deepspeed", world_size=2, stage=2, verify=True)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests import gloo
 from tests.deepspeed_engine import Spec, resume
+from zckpt.operations.convert import convert
 from zckpt.operations.strip import strip
 
 pytestmark = pytest.mark.interop
@@ -139,6 +140,28 @@ def test_deepspeed_loads_the_slots_that_were_kept(wanted: Spec, made: Callable[[
         assert set(slots) == {"fp32", "exp_avg"}
         for slot, value in slots.items():
             assert torch.equal(value, truth[f"{slot}/{name}"]), f"{slot}/{name}"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "options"), [(ADAMW, AS_ALWAYS), (STAGE3, MODULE_ONLY)], ids=lambda one: getattr(one, "name", None)
+)
+def test_deepspeed_loads_a_universal_checkpoint_without_the_optimizer(
+    wanted: Spec, options: dict[str, bool], made: Callable[[Spec], Path], tmp_path: Path
+) -> None:
+    """The masters stay, and weights are rounded from them."""
+    source = tmp_path / "run" / "universal"
+    source.parent.mkdir()
+    convert(made(wanted), source, to="universal")
+    strip(source.parent, tmp_path / "model", optimizer=True)
+    universal = wanted.at(1, config={**wanted.config, "checkpoint": {"load_universal": True}})
+    loaded = load(tmp_path / "model", universal, options)
+    truth = load_file(made(wanted) / "truth.safetensors")
+    assert loaded.slots
+    for name, slots in loaded.slots.items():
+        assert torch.equal(loaded.weights[name], truth[f"module/{name}"]), name
+        assert torch.equal(slots["fp32"], truth[f"fp32/{name}"]), name
+    assert loaded.fresh
+    assert loaded.steps == 2
 
 
 # --- how it is loaded

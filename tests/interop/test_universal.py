@@ -179,12 +179,18 @@ def test_frozen_parameters_are_not_loaded(made: Callable[[Spec], Path], tmp_path
 
 
 def test_zero3_has_one_step_for_all_groups(made: Callable[[Spec], Path], tmp_path: Path) -> None:
-    """Everything is right after loading, but a step that is a tensor is then counted up by each group."""
+    """Everything is right after loading, but a step that is a tensor is then counted up by each group.
+
+    That is all that is wrong with the losses: with a copy for each they are right.
+    """
     folder = made(S3_FP32)
     directory = written(folder, tmp_path)
     verdict = resume_universal(directory, S3_FP32.at(3), folder)
     assert [*verdict.slots, *verdict.weights, *verdict.hyperparameters, *verdict.steps] == []
+    assert verdict.loss_difference > 1e-3
     assert steps_after_one_more(directory, S3_FP32.at(3)) == [5.0, 5.0]
+    assert resume_universal(directory, S3_FP32.at(3), folder, own_steps=True).loss_difference <= TOLERANCE["fp32"]
+    assert any("count up one step" in note for note in writer.notes(zckpt.open(folder)))
 
 
 @pytest.mark.parametrize("source", [S2_SGDM, S3_SGDM], ids=lambda source: source.name)

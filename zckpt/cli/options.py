@@ -198,7 +198,7 @@ def write_options(command: Command) -> Command:
 
     @wraps(command)
     def with_writing(*arguments: object, no_weight_check: bool, no_checksums: bool, **given: Any) -> object:  # noqa: ANN401
-        keys = ("memory", "executor", "overwrite", "drop", "dry_run", "resume", "restart")
+        keys = ("memory", "executor", "direct", "overwrite", "drop", "dry_run", "resume", "restart")
         writing = {key: given.pop(key) for key in keys}
         writing |= {"weight_check": not no_weight_check, "checksums": not no_checksums}
         return command(*arguments, writing=writing, **given)
@@ -212,8 +212,9 @@ def write_options(command: Command) -> Command:
                 is_flag=True,
                 help="Copy bytes that are not those of SOURCE's own checksums, to salvage what is left.",
             ),
-            memory_option("Bound of all copy buffers."),
+            memory_option("Bound of the copy buffers of all workers together."),
             executor_option,
+            click.option("--direct", is_flag=True, help="Read and write past the page cache, where that can be."),
             click.option("--overwrite", is_flag=True, help="Replace TARGET if it exists."),
             click.option("--resume", is_flag=True, help="Go on with what a run to TARGET that was killed has done."),
             click.option("--restart", is_flag=True, help="Remove what a run to TARGET that was killed has left."),

@@ -346,7 +346,7 @@ def formats_command(as_json: bool) -> None:
 
     Formats that other packages add are listed, too.
     """
-    from zckpt.operations.inspect import list_formats
+    from zckpt.operations.listing import list_formats
     from zckpt.report.text import formats
 
     document = list_formats()

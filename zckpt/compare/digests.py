@@ -184,7 +184,7 @@ def digest_share(
     share : (int, int)
         Which of how many.
     memory : int, bytes
-        Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
+        Upper bound of what the buffers of all workers take together; those of one are needed in any case.
     reporter : Reporter, optional
 
     Raises

@@ -93,8 +93,8 @@ class Checked:
 class WatchedSources(Sources):
     """Sources that note what was read of the files in `watched`."""
 
-    def __init__(self, watched: frozenset[str]) -> None:
-        super().__init__()
+    def __init__(self, watched: frozenset[str], direct: int = 0) -> None:
+        super().__init__(direct)
         self.watched = watched
         self.seen: list[Seen] = []
 

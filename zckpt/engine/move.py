@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 from zckpt.engine.checking import Seen, WatchedSources, seen_of
 from zckpt.engine.copy import Piece, converted, elements
@@ -21,7 +23,7 @@ from zckpt.engine.targets import Literal
 from zckpt.storage.clone import clone
 from zckpt.storage.crc32 import crc32
 from zckpt.storage.distant import found
-from zckpt.storage.files import read_into
+from zckpt.storage.files import PAGE_NBYTES, read_into, write_all
 
 SMALL_NBYTES = 1 << 15
 """A piece of at most this goes together with others: a call to the system costs as much as its bytes."""
@@ -30,9 +32,36 @@ VIEWS_AT_ONCE = 1 << 10
 """Most buffers of one write (IOV_MAX of Linux)."""
 
 
+class Target(Protocol):
+    """A file that is open for writing."""
+
+    @property
+    def descriptor(self) -> int:
+        """Through which it is written, or cloned to."""
+
+    def write(self, data: memoryview, offset: int, phase: int | None = None) -> None:
+        """Write bytes at an offset; `phase` is how far behind a page of memory they begin, where that is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedTarget:
+    """A file that is written through the page cache.
+
+    Parameters
+    ----------
+    descriptor : int
+    """
+
+    descriptor: int
+
+    def write(self, data: memoryview, offset: int, phase: int | None = None) -> None:  # noqa: ARG002
+        """Write bytes at an offset; what the system raises, this raises."""
+        write_all(self.descriptor, data, offset)
+
+
 def write_pieces(
     pieces: Iterable[Piece | PackPiece | Literal],
-    target: int,
+    target: Target,
     sources: WatchedSources,
     buffer: memoryview,
     *,
@@ -45,8 +74,7 @@ def write_pieces(
     Parameters
     ----------
     pieces : iterable of Piece, PackPiece or Literal
-    target : int
-        Descriptor of the file, open for writing.
+    target : Target
     sources : WatchedSources
         Note what was read of the files that they watch.
     buffer : memoryview of bytes
@@ -99,7 +127,7 @@ def _groups(pieces: Iterable[Piece], most: int) -> Iterator[list[Piece]]:
 
 
 def _write_small(
-    group: list[Piece], target: int, sources: WatchedSources, buffer: memoryview, *, path: str, checksummed: bool
+    group: list[Piece], target: Target, sources: WatchedSources, buffer: memoryview, *, path: str, checksummed: bool
 ) -> list[Seen]:
     """Write small pieces whose elements lie end to end on both sides, and fit the buffer together."""
     if len(group) == 1:
@@ -182,7 +210,7 @@ def _alike(placed: list[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, int]]]
 
 def _write_piece(
     piece: Piece | PackPiece | Literal,
-    target: int,
+    target: Target,
     sources: WatchedSources,
     buffer: memoryview,
     checksummed: bool,
@@ -194,12 +222,12 @@ def _write_piece(
     if isinstance(piece, Piece) and piece.is_bytewise:
         return _copy_bytes(piece, target, sources, buffer, checksummed=checksummed, cloned=cloned)
     data = piece.read(sources) if isinstance(piece, PackPiece) else elements(piece, sources)
-    _write_all(target, data, piece.offset)
+    target.write(data, piece.offset)
     return crc32(data) if checksummed else None
 
 
 def _copy_bytes(
-    piece: Piece, target: int, sources: WatchedSources, buffer: memoryview, *, checksummed: bool, cloned: bool
+    piece: Piece, target: Target, sources: WatchedSources, buffer: memoryview, *, checksummed: bool, cloned: bool
 ) -> int | None:
     """Clone or copy contiguous bytes; return their CRC-32 where it is asked for, or the source is watched."""
     copy = piece.copies[0]
@@ -207,7 +235,7 @@ def _copy_bytes(
     watched = source.path in sources.watched
     low, high = 0, 0
     if found(source.path) is None:
-        low, high = clone(sources.descriptor(source.path), source.offset, target, copy.offset, copy.nbytes)
+        low, high = clone(sources.descriptor(source.path), source.offset, target.descriptor, copy.offset, copy.nbytes)
     summed = watched or (checksummed if low == high else cloned)
     crc = _copy_range(copy, 0, low, 0, target, sources, buffer, summed=summed)
     if summed:
@@ -223,7 +251,7 @@ def _copy_range(
     start: int,
     end: int,
     crc: int,
-    target: int | None,
+    target: Target | None,
     sources: WatchedSources,
     buffer: memoryview,
     *,
@@ -231,18 +259,19 @@ def _copy_range(
 ) -> int:
     """Read bytes [start, end) of a copy, and write them unless there is no target; return the CRC-32 carried on."""
     source = copy.sources[0]
-    descriptor = sources.descriptor(source.path)
-    for at in range(start, end, len(buffer)):
-        view = buffer[: min(len(buffer), end - at)]
-        read_into(descriptor, source.offset + at, view, path=source.path)
+    at = start
+    while at < end:
+        into = buffer[: min(len(buffer) - (copy.offset + at) % PAGE_NBYTES, end - at)]  # the next begins at a page
+        view, phase = sources.window(source.path, source.offset + at, into)
         if summed:
             crc = crc32(view, crc)
         if target is not None:
-            _write_all(target, view, copy.offset + at)
+            target.write(view, copy.offset + at, phase)
+        at += len(into)
     return crc
 
 
-def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool) -> int | None:
+def _write_memory(literal: Literal, target: Target, step: int, *, checksummed: bool) -> int | None:
     """Write what is in memory, each step of it while it is in the cache of the core that sums it; return its CRC-32."""
     data = memoryview(literal.data)
     crc = 0
@@ -250,18 +279,12 @@ def _write_memory(literal: Literal, target: int, step: int, *, checksummed: bool
         view = data[at : at + step]
         if checksummed:
             crc = crc32(view, crc)
-        _write_all(target, view, literal.offset + at)
+        target.write(view, literal.offset + at)
     return crc if checksummed else None
 
 
-def _write_views(target: int, views: Sequence[memoryview], offset: int) -> None:
+def _write_views(target: Target, views: Sequence[memoryview], offset: int) -> None:
     """Write buffers end to end."""
-    done = os.pwritev(target, views, offset)
+    done = os.pwritev(target.descriptor, views, offset)
     if done < sum(map(len, views)):  # a signal came, or the disk is full, which the next call says
-        _write_all(target, memoryview(b"".join(views))[done:], offset + done)
-
-
-def _write_all(target: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(target, data[done:], offset + done)
+        write_all(target.descriptor, memoryview(b"".join(views))[done:], offset + done)

@@ -29,7 +29,7 @@ from zckpt.engine.plan import Fill, fill
 from zckpt.engine.read import read_piece
 from zckpt.engine.targets import Hole
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import READERS, Workers, batched, buffer_nbytes
+from zckpt.engine.workers import READERS, Workers, batched, budget
 from zckpt.errors import UnsupportedError
 from zckpt.state import Extent, Slot, Span
 from zckpt.state.dtypes import itemsize
@@ -41,6 +41,9 @@ BLOCK_NBYTES = 1 << 20
 
 BUFFERS_PER_WORKER = 8
 """What a block may need at once: the slots of its set, and what a gather, a cast and `look` take besides."""
+
+BUFFERS_OF_GIVEN = 4
+"""The same, of one slot that is read in blocks of a given number of elements."""
 
 MOST_NBYTES = 1 << 34
 """Bytes of elements, most of them repeated, that are read one by one where every one counts in what is found."""
@@ -145,7 +148,7 @@ def scan(
     numel : int, elements, optional
         Of each block but a set's last; by default as many as have `BLOCK_NBYTES` bytes, or as `memory` allows.
     memory : int, bytes
-        Upper bound of what buffers take together, where `numel` is not given.
+        Upper bound of what the buffers of all workers take together; one block is looked at in any case.
     reporter : Reporter, optional
         Hears of progress, in bytes of the first slot of each set as it is read.
     goes_on : callable, optional
@@ -167,8 +170,13 @@ def scan(
     total = sum(one.numel * itemsize(one.dtypes[0]) for one in sets)
     progress.begin(total)
     try:
-        with Workers(READERS) as workers:
-            most = buffer_nbytes(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+        if numel is None:
+            share = budget(memory, READERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+        else:
+            block = numel * max((one.widest for one in sets), default=1)
+            share = budget(memory, READERS, buffers=BUFFERS_OF_GIVEN, most=block, least=block)
+        with Workers(READERS, at_once=share.at_once) as workers:
+            most = share.nbytes
             blocks = (block for index, one in enumerate(sets) for block in _blocks(index, one, numel, most, goes_on))
             spare: list[list[Array]] = []
             batches = batched(blocks, attrgetter("nbytes"))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -74,13 +75,55 @@ def batched(items: Iterable[Item], nbytes_of: Callable[[Item], int]) -> Iterator
         yield tuple(batch)
 
 
-def buffer_nbytes(memory: int, threads: range, *, buffers: int, most: int) -> int:
-    """Return the size of a buffer of which each worker holds `buffers` at once, so that all fit into `memory` bytes.
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What all workers together may hold, divided among them.
 
-    Where a limit of the process leaves less than that, they fit into what it leaves.
+    Parameters
+    ----------
+    at_once : int
+        Batches that run at the same time, in whichever processes.
+    nbytes : int, bytes
+        Of each buffer.
+    """
+
+    at_once: int
+    nbytes: int
+
+
+def budget(
+    memory: int, threads: range, *, buffers: int, most: int, least: int = LEAST_BUFFER_NBYTES, here: bool = False
+) -> Budget:
+    """Divide memory among all that run at once: threads of this process, or all workers of an executor together.
+
+    Where a limit of the process leaves less than that, it is what the limit leaves. Where memory is too little for the
+    least buffers of all, fewer run at once; one does in any case.
+
+    Parameters
+    ----------
+    memory : int, bytes
+    threads : range
+    buffers : int
+        Held by each batch while it runs.
+    most, least : int, bytes
+        Of a buffer.
+    here
+        As for `Workers`.
     """
     memory = buffers_within(memory)
-    return max(min(memory // _count(threads) // buffers, most), LEAST_BUFFER_NBYTES)
+    at_once = max(min(_at_once(_given(here=here), threads), memory // (buffers * least)), 1)
+    nbytes = min(memory // at_once // buffers, most)
+    return Budget(at_once, max(nbytes - nbytes % LEAST_BUFFER_NBYTES, least))
+
+
+def _given(*, here: bool) -> Executor | None:
+    """Return the executor of `running_on`, if what is run can run there."""
+    given = _EXECUTOR.get()
+    return None if here and not isinstance(given, ThreadPoolExecutor) else given
+
+
+def _at_once(given: Executor | None, threads: range) -> int:
+    return _count(threads) if given is None else workers_of(given)
 
 
 def _count(threads: range) -> int:
@@ -97,16 +140,19 @@ class Workers:
         `WRITERS` or `READERS`: between its ends, as many as there are cores.
     here : bool
         What is run needs the memory of this process: the executor is used only if it has threads of it.
+    at_once : int, optional
+        Most batches that run at the same time; see `budget`.
     """
 
-    def __init__(self, threads: range, *, here: bool = False) -> None:
+    def __init__(self, threads: range, *, here: bool = False, at_once: int | None = None) -> None:
         confine_threads()
-        given = _EXECUTOR.get()
-        if here and not isinstance(given, ThreadPoolExecutor):
-            given = None
+        given = _given(here=here)
+        count = _at_once(given, threads)
+        self._at_once = min(at_once or count, count)
         self._is_own = given is None
         self.are_here = given is None or isinstance(given, ThreadPoolExecutor)
-        self._pool = given or ThreadPoolExecutor(_count(threads), thread_name_prefix="zckpt")
+        self._pool = given or ThreadPoolExecutor(self._at_once, thread_name_prefix="zckpt")
+        self._is_bounded = given is not None and self._at_once < count
 
     def __enter__(self) -> Self:
         return self
@@ -161,6 +207,7 @@ class Workers:
 
     def _run(self, work: Callable[[Item], Result], items: Iterable[Item], most: int) -> Generator[tuple[Item, Result]]:
         queue: deque[tuple[Item, Future[Result]]] = deque()
+        most = self._at_once if self._is_bounded else most  # others' threads run all that is queued
         remaining = iter(items)
         try:
             while True:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,12 @@ from zckpt.engine import DEFAULT_MEMORY_NBYTES, Reporter, SilentReporter
 from zckpt.engine.checking import Checked, Checks, Seen, WatchedSources, crc_of, patch_checksums
 from zckpt.engine.copy import Piece, pieces, ranges_read
 from zckpt.engine.identity import key_of, names_of, whole
-from zckpt.engine.move import write_pieces
+from zckpt.engine.move import BufferedTarget, Target, write_pieces
 from zckpt.engine.packs import PackPiece
 from zckpt.engine.plan import FilePlan, Plan
 from zckpt.engine.targets import Literal
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, buffer_nbytes
+from zckpt.engine.workers import BATCH_NBYTES, WRITERS, Workers, batched, budget
 from zckpt.errors import SourceError, TargetError
 from zckpt.state import ZEROS
 from zckpt.storage.crc32 import crc32
@@ -35,11 +36,17 @@ from zckpt.storage.journal import Journal, Work
 BUFFER_NBYTES = 1 << 19
 """What moves bytes as they are reads and writes at once: few calls, of what a core sums and writes from its cache."""
 
+DIRECT_NBYTES = 1 << 21
+"""The same past the page cache, where each read waits for the disk, and nothing is read ahead."""
+
 LARGE_LITERAL_NBYTES = 1 << 20
 """A literal of this size is written by the workers: it is a tensor in memory."""
 
 BUFFERS_PER_WORKER = 4
 """What a piece may need at once: the bytes read, the elements gathered, cast, and a float32 intermediate."""
+
+BUFFERS_OF_DIRECT = 2
+"""And what is read into past the page cache, and written from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,7 @@ class Batch:
     """Pieces of one file that one worker writes in order, and the size of its buffer.
 
     What it writes is summed if it is `checksummed`, and what it reads of the source files in `watched`; if it is
-    `recorded`, all that is not cloned.
+    `recorded`, all that is not cloned. It is moved past the page cache if it is `direct`.
     """
 
     path: str
@@ -56,6 +63,7 @@ class Batch:
     buffer_nbytes: int
     watched: frozenset[str] = frozenset()
     recorded: bool = False
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,7 @@ def write(
     reporter: Reporter | None = None,
     checks: Checks | None = None,
     journal: Journal | None = None,
+    direct: bool = False,
 ) -> Checked:
     """Write the files of a plan.
 
@@ -93,12 +102,14 @@ def write(
     paths : sequence of Path
         One for each file of the plan, in its order; what is there is overwritten.
     memory : int, bytes
-        Upper bound of what buffers take together.
+        Upper bound of what the buffers of all workers take together.
     reporter : Reporter, optional
     checks : Checks, optional
         Hold what is copied against the checksums of the sources.
     journal : Journal, optional
         Record what is written, and go on with what it has.
+    direct : bool
+        Read and write long ranges past the page cache, where the file systems can.
 
     Raises
     ------
@@ -114,14 +125,15 @@ def write(
         journal = None
     progress.begin(plan.copy_nbytes)
     try:
-        with Workers(WRITERS) as workers:
+        held = BUFFERS_PER_WORKER + BUFFERS_OF_DIRECT * direct
+        share = budget(memory, WRITERS, buffers=held, most=BATCH_NBYTES)
+        with Workers(WRITERS, at_once=share.at_once) as workers:
             large = LARGE_LITERAL_NBYTES if workers.are_here else sys.maxsize  # memory is not sent to processes
-            most = buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BATCH_NBYTES)
             files = _Files(zip(paths, plan.files, strict=True), large, resumes=journal is not None and journal.resumes)
             batches = (
-                (one.file.name, replace(batch, recorded=True) if journal is not None else batch)
+                (one.file.name, replace(batch, recorded=journal is not None, direct=direct))
                 for path, one in files
-                for batch in _batches(path, one, most, large, checks)
+                for batch in _batches(path, one, share.nbytes, large, checks, direct=direct)
             )
             recording = _Recording(journal, plan.sources)
             portions = Portions(plan.copy_nbytes, _task_nbytes, _reads, _writes)
@@ -286,8 +298,10 @@ def _write_literals(path: Path, one: FilePlan, large: int, known: set[tuple[int,
     return [Seen(str(path), literal.offset, len(literal.data), crc32(literal.data)) for literal in small]
 
 
-def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -> Iterator[Batch]:
-    checksummed, buffer = bool(one.file.checksums), min(most, BUFFER_NBYTES)
+def _batches(
+    path: Path, one: FilePlan, most: int, large: int, checks: Checks, *, direct: bool = False
+) -> Iterator[Batch]:
+    checksummed, buffer = bool(one.file.checksums), min(most, DIRECT_NBYTES if direct else BUFFER_NBYTES)
     for literal in one.file.literals:
         data = memoryview(literal.data)
         for at in range(0, len(data) if len(data) >= large else 0, BATCH_NBYTES):
@@ -305,17 +319,35 @@ def _batches(path: Path, one: FilePlan, most: int, large: int, checks: Checks) -
 
 def write_batch(batch: Batch) -> tuple[list[Seen], list[Seen]]:
     """Write the pieces of a batch in order; return what was written and what was read. May run in another process."""
-    target = os.open(batch.path, os.O_WRONLY)
+    descriptor = os.open(batch.path, os.O_WRONLY)
     buffer = memoryview(bytearray(batch.buffer_nbytes))
     try:
         sums = {"checksummed": batch.checksummed, "recorded": batch.recorded}
-        with WatchedSources(batch.watched) as sources, ahead(_ranges(batch)):
+        with (
+            WatchedSources(batch.watched, len(buffer) if batch.direct else 0) as sources,
+            _target(batch, descriptor) as target,
+            ahead(_ranges(batch)),
+        ):
             seen = write_pieces(batch.pieces, target, sources, buffer, path=batch.path, **sums)
         first = min(one.offset for one in seen)
-        start_writeback(target, first, max(one.offset + one.nbytes for one in seen) - first)
+        start_writeback(descriptor, first, max(one.offset + one.nbytes for one in seen) - first)
         return seen, sources.seen
     finally:
-        os.close(target)
+        os.close(descriptor)
+
+
+@contextmanager
+def _target(batch: Batch, descriptor: int) -> Iterator[Target]:
+    if not batch.direct:
+        yield BufferedTarget(descriptor)
+        return
+    from zckpt.storage.direct import DirectTarget
+
+    target = DirectTarget(descriptor, batch.path, batch.buffer_nbytes)
+    try:
+        yield target
+    finally:
+        target.close()
 
 
 def _ranges(batch: Batch) -> Iterator[Range]:

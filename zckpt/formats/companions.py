@@ -26,7 +26,6 @@ from zckpt.formats.torch_files.tensors import carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Extent, Slot, SourceFile, Span
 from zckpt.state.inventory import CARRIED as CARRIED_AS_IS
 from zckpt.state.inventory import IMPLIED, Claim
-from zckpt.storage.durable import interrupted
 from zckpt.storage.files import read_whole
 from zckpt.torchfile import Tensor, read_torchfile
 
@@ -206,6 +205,8 @@ def _unreadable(error: OSError) -> None:
 
 def warned(checkpoint: Checkpoint, path: Path) -> Checkpoint:
     """Return a checkpoint with a warning if what is to go with its file is not there yet."""
+    from zckpt.storage.durable import interrupted
+
     unfinished = interrupted(path)
     checkpoint.warnings += [unfinished] if unfinished else []
     return checkpoint

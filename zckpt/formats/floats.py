@@ -7,8 +7,6 @@ from typing import TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UsageError
-from zckpt.formats.deepspeed.quantised import with_float_slots
-from zckpt.formats.torch_files.quantised import as_floats
 from zckpt.state import Checkpoint
 
 AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
@@ -39,6 +37,9 @@ def with_floats(*checkpoints: AnyCheckpoint) -> list[AnyCheckpoint]:
 
 
 def _with_floats(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+    from zckpt.formats.deepspeed.quantised import with_float_slots  # verbs that never do this do not wait for it
+    from zckpt.formats.torch_files.quantised import as_floats
+
     path, own = checkpoint.source, with_float_slots(checkpoint)
     return replace(
         own,

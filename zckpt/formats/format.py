@@ -123,6 +123,9 @@ class TargetFiles:
         Tells a name of a file that the format does not own, but a target that is to be replaced may have as well.
     check : callable or None
         Holds values of the source against each other beyond masters and weights; returns how many elements it compared.
+    names : sequence of str or None
+        Of the parameters of the target's optimizer, in the order in which it numbers them and to which it is proven;
+        None: as the target itself says.
     """
 
     files: Collection[TargetFile]
@@ -133,6 +136,7 @@ class TargetFiles:
     copied: Collection[str] = frozenset()
     replaceable: Callable[[str], bool] = lambda _: False
     check: Callable[[], int] | None = None
+    names: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

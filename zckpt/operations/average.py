@@ -83,6 +83,7 @@ def average(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -150,7 +151,7 @@ def average(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="average", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="average", resume=resume, restart=restart,
         options={"weights": weights, "ema": ema, "dtype": dtype, "slots": slots, "from_last": from_last,
             "tied": tied, "exclude_frozen": exclude_frozen, "max_shard_size": max_shard_size, "config": config,
             "drop": drop, "names": names},

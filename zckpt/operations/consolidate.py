@@ -104,6 +104,7 @@ def consolidate(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -160,6 +161,8 @@ def consolidate(
     executor : concurrent.futures.Executor or str, optional
         Who does the work: an executor, or as `--executor` names one, "dask://HOST:PORT", "mpi", "ray". By default
         threads of this process.
+    direct : bool
+        Read and write past the page cache, where the file systems can; `notes` say where they cannot.
     drop : sequence of str
         What the source holds, nothing reads, and may be lost: `FILE`, `FILE:PLACE` or `PLACE` as the inventory has it,
         with shell wildcards. Without, such a source is refused.
@@ -195,7 +198,7 @@ def consolidate(
     chosen = Chosen(dtype, slots, tied, exclude_frozen, max_shard_size, config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="consolidate", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="consolidate", resume=resume, restart=restart,
         options={"dtype": dtype, "slots": slots, "tied": tied, "exclude_frozen": exclude_frozen,
             "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names, "rename": rename,
             "strip_prefix": strip_prefix, "add_prefix": add_prefix, "map": map, "map_config": map_config},

@@ -45,6 +45,7 @@ def convert(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -69,7 +70,7 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", "megatron", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional
@@ -102,7 +103,7 @@ def convert(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="convert", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="convert", resume=resume, restart=restart,
         options={"to": to, "drop": drop, "names": names, "rename": rename, "strip_prefix": strip_prefix,
             "add_prefix": add_prefix, "map": map, "map_config": map_config, **options},
     )  # fmt: skip

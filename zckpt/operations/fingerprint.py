@@ -39,7 +39,7 @@ def fingerprint(
     ----------
     source : path-like or Checkpoint
     memory : int, bytes
-        Upper bound of what buffers take together; a few leaves for each thread are needed in any case.
+        Upper bound of what the buffers of all workers take together; those of one are needed in any case.
     reporter : Reporter, optional
     executor
         As for `consolidate`: who reads.

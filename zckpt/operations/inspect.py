@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from zckpt.formats.account import take_inventory
-from zckpt.formats.format import Format
-from zckpt.formats.options import options_of
-from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
 from zckpt.formats.remainder import jsonable, jsonables
 from zckpt.operations.open import Source, opened
 from zckpt.operations.places import takes_urls
@@ -234,38 +231,3 @@ def _file(checkpoint: Checkpoint, index: int, include_globals: bool) -> dict[str
 
 def _values(of: object, names: Sequence[str]) -> dict[str, object]:
     return {name: getattr(of, name) for name in names}
-
-
-def list_formats() -> dict[str, object]:
-    """Return what is known of each format, and the errors about formats of other packages that cannot be loaded.
-
-    Returns
-    -------
-    dict
-        JSON-able: `formats`, in the order in which they are asked whose a path is, `broken`, and the `maps` that come
-        with zckpt.
-    """
-    from zckpt.naming.document import read_map, shipped
-
-    broken: list[BrokenPluginError] = []
-    found = [_about(one) for one in formats(broken)]
-    maps = [{"name": one.name, "sides": list(one.sides), "about": one.about} for one in map(read_map, shipped())]
-    return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
-
-
-def _about(one: Format) -> dict[str, object]:
-    options = [
-        {"name": option.name, "type": option.kind.__name__, **_values(option, ("default", "choices", "help"))}
-        for option in options_of(one.options)
-    ]
-    return {
-        "name": one.name,
-        "title": one.title,
-        "built_in": one.name in BUILT_IN,
-        "reads": [{"what": what, "details": details} for what, details in one.reads] or [{"what": one.title}],
-        "written": bool(one.writes),
-        "writes": one.writes or None,
-        "options": options,
-        "reshard": type(one).recut is not Format.recut,
-        "strip": type(one).strip is not Format.strip,
-    }

@@ -71,6 +71,7 @@ def merge_adapter(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -127,7 +128,7 @@ def merge_adapter(
     chosen = Chosen(dtype=dtype, tied=tied, max_shard_size=max_shard_size, config=config, takes_assets=map is None)
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="merge-adapter", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="merge-adapter", resume=resume, restart=restart,
         options={"adapter_config": adapter_config, "fan_in_fan_out": fan_in_fan_out, "dtype": dtype, "tied": tied,
             "max_shard_size": max_shard_size, "config": config, "drop": drop, "names": names},
     )  # fmt: skip

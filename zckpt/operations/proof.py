@@ -119,6 +119,8 @@ class Proof:
         any more have some of their own.
     copied : collection of str
         Files that arrive as they are, whatever is in them, by their names within the source.
+    names : sequence of str or None
+        Of the parameters that the target's optimizer numbers.
     verified : int, bytes
         What was compared.
     """
@@ -132,6 +134,7 @@ class Proof:
     drop: Sequence[str] = ()
     restated: Collection[str] | None = ()
     copied: Collection[str] = ()
+    names: Sequence[str] | None = None
     verified: int = 0
 
     @property
@@ -148,7 +151,7 @@ class Proof:
         more : sequence of Path
             Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
-        found = like_model(open_checkpoint(written), [one.name for one in self.checkpoint.tensors()])
+        found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
         prove(self.checkpoint, found, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:

@@ -69,6 +69,7 @@ def strip(
     memory: int = DEFAULT_MEMORY_NBYTES,
     reporter: Reporter | None = None,
     executor: Executor | str | None = None,
+    direct: bool = False,
     drop: Sequence[str] = (),
     roots: Sequence[str | os.PathLike[str]] = (),
     tag: str | None = None,
@@ -113,7 +114,7 @@ def strip(
     """
     how = How(
         weight_check=weight_check, checksums=checksums, overwrite=overwrite, dry_run=dry_run, memory=memory,
-        reporter=reporter, executor=executor, verb="strip", resume=resume, restart=restart,
+        reporter=reporter, executor=executor, direct=direct, verb="strip", resume=resume, restart=restart,
         options={"padding": padding, "optimizer": optimizer, "unreferenced": unreferenced, "keep_slots": keep_slots,
             "drop": drop, "names": names},
     )  # fmt: skip

@@ -53,6 +53,7 @@ def write_target(
     prove: Prove | None = None,
     prove_files: ProveFiles | None = None,
     journal: Journal | None = None,
+    direct: bool = False,
 ) -> Checked:
     """Write the files of a plan; the target appears whole or not at all.
 
@@ -78,6 +79,8 @@ def write_target(
         See `Prove` and `ProveFiles`.
     journal : Journal, optional
         Record what is done, so that another run can go on with it, and go on with what is there.
+    direct : bool
+        Read and write long ranges past the page cache; a store is sent to as ever.
 
     Returns
     -------
@@ -96,9 +99,10 @@ def write_target(
     if is_remote(path):
         from zckpt.operations.remote_target import write_remote
 
-        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files)
+        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files,
+                            journal)  # fmt: skip
     with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
-        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal)
+        checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal, direct=direct)
         if journal is not None:
             journal.check_sources()
         check_unchanged()
@@ -136,6 +140,8 @@ class How:
         Of the verb, as far as they decide what is written; for the journal.
     resume, restart : bool
         Go on with what a killed run has left, or remove it.
+    direct : bool
+        Read and write past the page cache.
     """
 
     weight_check: bool
@@ -149,6 +155,7 @@ class How:
     options: Mapping[str, object] = field(default_factory=dict)
     resume: bool = False
     restart: bool = False
+    direct: bool = False
 
     def __post_init__(self) -> None:
         if self.memory < 1:
@@ -158,17 +165,13 @@ class How:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
     def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
-        """Return the journal of a run to a target, and to the files beside it; a store has none.
+        """Return the journal of a run to a target, and to the files beside it; to a store, of its purpose only.
 
         Raises
         ------
-        SourceError, UsageError
-            A file of the source is gone; what is in a store is to be gone on with.
+        SourceError
+            A file of the source is gone.
         """
-        if is_remote(target) and self.resume:
-            raise UsageError("--resume: what is written to a store begins anew", path=target)
-        if is_remote(target):
-            return None
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
         purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])
@@ -237,6 +240,7 @@ def write_from(
                 prove=prove,
                 prove_files=prove_files,
                 journal=how.journal(target, planned, [*more, *files] if owned is None else []),
+                direct=how.direct,
             )
         for one in laid.outside:
             write_target(plan([one]), target.parent / one.name, overwrite=True)
@@ -248,11 +252,18 @@ def write_from(
         memory=how.memory,
         compared=compared,
         checksummed=checked.nbytes,
-        notes=tuple(laid.notes),
+        notes=(*laid.notes, *(_not_direct(planned, target) if how.direct else ())),
         dropped=dropped,
         warnings=tuple(dict.fromkeys(warning for one in origins for warning in one.warnings)),
         foresight=foresight,
     )
+
+
+def _not_direct(planned: Plan, target: Path) -> list[str]:
+    """Return what of a plan is read or written through the page cache in any case."""
+    from zckpt.storage.direct import unavailable
+
+    return unavailable(planned.sources, target.parent)
 
 
 def _compared(origins: Sequence[Checkpoint], laid: TargetFiles) -> int:

@@ -24,8 +24,13 @@ from zckpt.storage import distant
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from zckpt.storage.direct import DirectReads
+
 OPEN_SOURCES = 32
 """Source files kept open at once by each worker; a checkpoint may have more files than a process may open."""
+
+PAGE_NBYTES = 1 << 12
+"""Of memory, and of the page cache: what is read past it begins and ends at one, on disk and in memory."""
 
 FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 """Opening does not wait, whatever has taken the place of a file since it was looked at."""
@@ -114,7 +119,7 @@ def check_nbytes(path: str, nbytes: int) -> None:
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size < nbytes:
-            raise _too_short(path, nbytes, size)
+            raise too_short(path, nbytes, size)
 
 
 def read_at(descriptor: int, offset: int, nbytes: int, *, path: str) -> bytes:
@@ -151,15 +156,26 @@ def read_into(descriptor: int, offset: int, buffer: memoryview, *, path: str) ->
         except OSError as error:
             raise SourceError("cannot be read", path=path, found=error.strerror) from error
         if count == 0:
-            raise _too_short(path, offset + len(buffer), offset + filled)
+            raise too_short(path, offset + len(buffer), offset + filled)
         filled += count
 
 
 class Sources:
-    """Descriptors of source files for one worker; the first opened is closed when there are many."""
+    """Descriptors of source files for one worker; the first opened is closed when there are many.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    direct : int, bytes
+        Read so much at once past the page cache, where that can be; 0: through it.
+    """
+
+    def __init__(self, direct: int = 0) -> None:
         self._open: dict[str, int] = {}
+        self._direct: DirectReads | None = None
+        if direct:
+            from zckpt.storage.direct import DirectReads
+
+            self._direct = DirectReads(direct)
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +199,29 @@ class Sources:
 
     def read(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes at byte `offset` of a file; errors are those of `read_into`."""
-        read_into(self.descriptor(path), offset, buffer, path=path)
+        descriptor = self.descriptor(path)
+        if self._direct is None:
+            read_into(descriptor, offset, buffer, path=path)
+            return
+        for at in range(0, len(buffer), self._direct.nbytes):
+            into = buffer[at : at + self._direct.nbytes]
+            view = self._direct.window(path, offset + at, len(into))
+            if view is None:
+                read_into(descriptor, offset + at, into, path=path)
+            else:
+                into[:] = view
+
+    def window(self, path: str, offset: int, buffer: memoryview) -> tuple[memoryview, int | None]:
+        """Return the bytes at byte `offset` of a file, as many as `buffer` has: in it, or where they were read.
+
+        The number is how far behind a page of memory they begin, where that is known.
+        """
+        descriptor = self.descriptor(path)
+        view = None if self._direct is None else self._direct.window(path, offset, len(buffer))
+        if view is not None:
+            return view, offset % PAGE_NBYTES
+        read_into(descriptor, offset, buffer, path=path)
+        return buffer, None
 
     def touch(self, path: str, offset: int, nbytes: int) -> None:
         """Note that some of these bytes are read otherwise."""
@@ -193,9 +231,19 @@ class Sources:
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
+        if self._direct is not None:
+            self._direct.close()
 
 
-def _too_short(path: str, expected: int, found: int) -> DamagedFileError:
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at a byte offset of an open file; what the system raises, this raises."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def too_short(path: str, expected: int, found: int) -> DamagedFileError:
+    """Return the error about a file that has fewer bytes than are read of it."""
     return DamagedFileError(
         "the file ends too early",
         path=path,

@@ -54,9 +54,15 @@ def test_a_tag_comes_out_as_a_tag(tmp_path: Path) -> None:
 
 
 def test_other_changes_are_refused_by_name(tmp_path: Path) -> None:
-    for options in ({"stage": 1}, {"elastic": True}, {"tensor_parallel_size": 2}):
+    for options in ({"stage": 1}, {"elastic": True}):
         with pytest.raises(zckpt.UnsupportedError, match=next(iter(options))):
             zckpt.reshard(run_of("s0_fp32_dp2"), tmp_path / "cut", world_size=2, **options)
+    for name, options in (
+        ("s0_fp32_dp2", {"tensor_parallel_size": 2}),
+        ("pp2_s0_fp32_dp2", {"pipeline_parallel_size": 1}),
+    ):
+        with pytest.raises(zckpt.UnsupportedError, match="optimizer of each rank numbers is not certain"):
+            zckpt.reshard(run_of(name), tmp_path / "cut", world_size=2, **options)
     with pytest.raises(zckpt.UsageError, match="experts spread over 2 ranks"):
         zckpt.reshard(run_of("moe_ep2_s0_fp32_dp4"), tmp_path / "cut", world_size=3)
     assert not (tmp_path / "cut").exists()

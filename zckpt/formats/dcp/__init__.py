@@ -24,6 +24,7 @@ from zckpt.formats.steps import is_tag, last_folder
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
+    from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
@@ -122,6 +123,12 @@ class Dcp(Format):
         return TargetFiles(
             lay_out(job.checkpoint, world_size=options.world_size, dtype=options.dtype, keys=options.keys)
         )
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Return `.metadata` and the items without the optimizer's state."""
+        from zckpt.formats.dcp.strip import strip
+
+        return strip(checkpoint, source, request)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""

@@ -25,6 +25,7 @@ from zckpt.errors import DamagedFileError, ShardError, UnsupportedError, UsageEr
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.shards import ModelShard
 from zckpt.formats.deepspeed.stage0 import keep_other_state, mark_frozen, of_content, rounds_to_weight
+from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY
 from zckpt.formats.torch_files.optimizer import attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, Parameter, ParamGroup
@@ -239,9 +240,9 @@ class _Rank:
         names: Sequence[str] | None,
     ) -> None:
         self.checkpoint, self.rank, self.content, self.file = checkpoint, rank, content, file
-        optimizer = of_content(content, file.path)
-        if optimizer is None:
+        if FLAT_KEY in content:
             raise UnsupportedError("flat masters without names and experts", path=file.path)
+        optimizer = of_content(content, file.path)
         self.of_experts = [i for i, group in enumerate(optimizer.groups) if group.get("moe") is True]
         self._check_degree(optimizer, degree)
         total = experts_per_rank(checkpoint.parameters)

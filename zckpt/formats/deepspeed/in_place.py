@@ -99,6 +99,7 @@ class Served:
     target: Target
     training: Training
     notes: list[str] = field(default_factory=list)
+    _files: dict[tuple[str, int, int], TargetFile] = field(default_factory=dict)
 
     @property
     def tag(self) -> str:
@@ -106,7 +107,7 @@ class Served:
         return self.target.origin.directory.tag
 
     def file(self, shard: Shard) -> TargetFile:
-        """Return a file by what its name says.
+        """Return a file by what its name says; it is laid out once.
 
         Raises
         ------
@@ -116,9 +117,12 @@ class Served:
         mp_rank, rank = shard.mp_rank or 0, shard.dp_rank or 0
         if shard.role not in (MODEL, OPTIMIZER) or mp_rank >= len(self.target.ranks) or rank >= self.target.world_size:
             raise UsageError("the engine asks for a file that a checkpoint for it does not have", path=shard.path)
-        mp = self.target.ranks[mp_rank]
-        tree = self._model(mp, rank) if shard.role == MODEL else optimizer_tree(self.target, mp, rank)
-        return torch_writer.lay_out(shard.path, tree)
+        key = shard.role, mp_rank, rank
+        if key not in self._files:
+            mp = self.target.ranks[mp_rank]
+            tree = self._model(mp, rank) if shard.role == MODEL else optimizer_tree(self.target, mp, rank)
+            self._files[key] = torch_writer.lay_out(shard.path, tree)
+        return self._files[key]
 
     def _model(self, mp: TargetRank, rank: int) -> object:
         tree = model_tree(self.target, mp, rank)

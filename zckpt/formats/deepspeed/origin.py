@@ -25,6 +25,8 @@ class RankState:
     whole : frozenset of str
         Parameters that are whole and the same on all tensor-parallel ranks, whatever the rules say: experts that are
         spread over them.
+    tied : frozenset of str
+        Parameters of layers that other stages of a pipeline use, too, where their names do not say so.
     """
 
     mp_rank: int
@@ -40,6 +42,7 @@ class RankState:
     degrees: list[int | None] = field(default_factory=list)
     lanes: int = 1
     whole: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ A tied layer's weights lie in the file of its first use only; every stage that u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from zckpt.errors import LayoutError, UnsupportedError
 from zckpt.formats.deepspeed.directory import Shard
 from zckpt.formats.deepspeed.origin import RankState
-from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard, Shapes
 from zckpt.state import Duplicate, Parameter, ParamGroup
 from zckpt.torchfile import Digests, Tensor, TorchFile
 
@@ -93,6 +94,68 @@ def stage_weights(
             for rank in owners:
                 found[rank][name] = (shard.path, content[key])
     return found, copies
+
+
+def with_shapes(
+    models: Sequence[ModelShard],
+    optimizers: Sequence[OptimizerShard],
+    layers: Sequence[tuple[Shard, TorchFile]],
+    tp: int,
+) -> list[ModelShard]:
+    """Return the model files, each with the shapes by group where it has none, and the optimizer's files have names.
+
+    Those of BF16_Optimizer do at stage 0, too, with numbers of elements: shapes are those of the layers' weights.
+
+    Raises
+    ------
+    UnsupportedError
+        A tied layer could be several of the files'.
+    """
+    found = []
+    for model in models:
+        mp_rank = model.shard.mp_rank or 0
+        members = sorted((o for o in optimizers if (o.shard.mp_rank or 0) == mp_rank), key=lambda one: one.rank)
+        if model.param_shapes is None and members and all(member.mappings is not None for member in members):
+            own = [(shard, file) for shard, file in layers if (shard.mp_rank or 0) == mp_rank % tp]
+            model = replace(model, param_shapes=_shapes(model, members, own))  # noqa: PLW2901
+        found.append(model)
+    return found
+
+
+def _shapes(
+    model: ModelShard, members: Sequence[OptimizerShard], files: Sequence[tuple[Shard, TorchFile]]
+) -> list[Shapes]:
+    weights = {
+        f"{shard.layer}.{key}": tensor.shape
+        for shard, file in files
+        if isinstance(file.root, dict)
+        for key, tensor in file.root.items()
+        if isinstance(tensor, Tensor)
+    }
+    found: list[Shapes] = []
+    for index in range(len(members[0].masters)):
+        numels: dict[str, int] = {}
+        for member in members:
+            mapping = (member.mappings or [])[index]
+            for name, (_, numel) in sorted(mapping.items(), key=lambda item: item[1][0]):
+                numels[name] = numels.get(name, 0) + numel
+        found.append({name: _shape_of(name, numel, weights, model.shard.path) for name, numel in numels.items()})
+    return found
+
+
+def _shape_of(name: str, numel: int, weights: Mapping[str, tuple[int, ...]], path: str) -> tuple[int, ...]:
+    if name in weights:
+        return weights[name]
+    key = name.removeprefix(TIED).partition(".")[2]
+    fitting = {shape for n, shape in weights.items() if n.partition(".")[2] == key and math.prod(shape) == numel}
+    if len(fitting) != 1:
+        raise UnsupportedError(
+            f"the shape of {name} is not known",
+            path=path,
+            expected=f"one weight {key} of {numel} elements in the layers' files",
+            found=", ".join(map(str, sorted(fitting))) or "none",
+        )
+    return fitting.pop()
 
 
 def layer_names(shard: Shard, file: TorchFile, models: Sequence[ModelShard]) -> dict[str, str]:
@@ -183,7 +246,8 @@ def join(stages: Sequence[RankState], path: str) -> RankState:
         return stages[0]
     joined = RankState(0, expert_parallel=max(stage.expert_parallel for stage in stages))
     for stage in stages:
-        twice = [n for n in stage.parameters if n in joined.parameters and not n.startswith(TIED)]
+        tied = stage.tied
+        twice = [n for n in stage.parameters if n in joined.parameters and not n.startswith(TIED) and n not in tied]
         if twice:
             raise LayoutError(f"{twice[0]} is in two pipeline stages", path=path)
         joined.buffers.update(stage.buffers)

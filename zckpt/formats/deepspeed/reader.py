@@ -20,7 +20,7 @@ from zckpt.formats.deepspeed.expert_ranks import expert_files, lost_ranks, sprea
 from zckpt.formats.deepspeed.experts import attach_experts, check_empty, is_expert
 from zckpt.formats.deepspeed.groups import zero_option
 from zckpt.formats.deepspeed.origin import Origin, RankFiles, RankState
-from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights
+from zckpt.formats.deepspeed.pipeline import Copy, degrees, join, stage_weights, with_shapes
 from zckpt.formats.deepspeed.rank_state import read_rank
 from zckpt.formats.deepspeed.ranks import check_models, data_parallel_size, listed, missing_ranks, ranks_text, select
 from zckpt.formats.deepspeed.shards import (
@@ -31,10 +31,11 @@ from zckpt.formats.deepspeed.shards import (
     read_models,
     read_optimizer,
 )
-from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, attach_to_slices, keep_other_state
+from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
+from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
-from zckpt.formats.deepspeed.values import MODEL_RULES, keep_others, shard_rules
+from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of_optimizers, keep_others, shard_rules
 from zckpt.formats.torch_files.tensors import by_name, carried, describe, slot_of
 from zckpt.state import WEIGHT, Checkpoint, Duplicate, SourceFile, Topology
 from zckpt.torchfile import Object, TorchFile, plain, read_torchfile
@@ -100,10 +101,13 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     ranks = _ranks(directory, models, optimizers, outside, checkpoint)
     states, members = [rank.state for rank in ranks], next((r.members for r in ranks if r.members), ())
     pp, tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(states))
-    by_slices = not optimizers and not of_experts and pp == 1 < tp and models[0].content.get("optimizer") is not None
-    reasons = attach_to_slices(checkpoint.source, ranks, names) if by_slices else []
     info = _info(models[0]) if given is None else given
     rules = _rules(info, str(tp_rules or models[0].shard.path), tp)
+    layers = bool(directory.of(PIPELINE_LAYER))
+    if optimizers or of_experts:
+        attached = None
+    else:
+        attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
     state = join(stages, models[0].shard.path)
     checkpoint.parameters, checkpoint.buffers, checkpoint.param_groups = (
@@ -122,9 +126,9 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     checkpoint.warnings += state.warnings
     _describe(checkpoint, directory, models, members, state, pp=pp, tp=tp)
     _keep_others(checkpoint, models, optimizers, members, of_experts)
-    checkpoint.warnings += reasons
+    checkpoint.warnings += attached or []
     if not optimizers:
-        _attach_without_zero(checkpoint, models, of_experts, names, by_slices=by_slices, ranks=len(states))
+        _attach_without_zero(checkpoint, models, of_experts, names, by_rank=attached is not None, ranks=len(states))
     elif names is not None:
         checkpoint.warnings.append("--names is not used: the files have the names of the parameters")
     return checkpoint
@@ -136,30 +140,30 @@ def _attach_without_zero(
     of_experts: Sequence[tuple[Shard, TorchFile]],
     names: Sequence[str] | None,
     *,
-    by_slices: bool,
+    by_rank: bool,
     ranks: int,
 ) -> None:
-    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its slices do not have one already.
+    """Give a checkpoint of stage 0 the optimizer in its model or expert files, if its ranks do not have one already.
 
     Parameters
     ----------
-    by_slices : bool
-        Whether slices have been looked at, each with the optimizer of its rank.
+    by_rank : bool
+        Whether stages and slices have been looked at, each with the optimizer of its rank.
     ranks : int
         Model-parallel ranks.
     """
     content = models[0].content.get("optimizer")
-    if by_slices and checkpoint.param_groups and isinstance(content, dict):
+    if by_rank and checkpoint.param_groups and isinstance(content, dict):
         keep_other_state(checkpoint, content, models[0].file)
         return
     for parameter in checkpoint.parameters.values():
         parameter.frozen = False  # a file without groups does not say
-    if by_slices or (content is None and not of_experts):
+    if by_rank or (content is None and not of_experts):
         return
     if ranks > 1:
         checkpoint.warnings.append(
-            "without ZeRO, each pipeline stage numbers its optimizer's parameters by itself; the optimizer's state is "
-            "left out"
+            "without ZeRO, each model-parallel rank numbers the parameters of its experts by itself; the optimizer's "
+            "state is left out"
         )
     elif of_experts:
         attach_experts(checkpoint, of_experts, models[0], names)
@@ -204,8 +208,9 @@ def _ranks(
         )
     shared = {alias: owner for model in models for alias, owner in (model.shared or {}).items()}
     layers = [(shard, file) for shard, file in outside if shard.role == PIPELINE_LAYER]
-    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     tp = degrees(models[0], directory.of(PIPELINE_LAYER), len(mp_ranks))[1]
+    models = with_shapes(models, optimizers, layers, tp) if layers else models
+    firsts = [next((m for m in models if (m.shard.mp_rank or 0) == rank), models[0]) for rank in mp_ranks]
     weights, copies = stage_weights(layers, firsts, tp) if layers else ({}, [])
     found: list[tuple[int, list[ModelShard], list[OptimizerShard]]] = []
     for mp_rank in mp_ranks:
@@ -348,6 +353,8 @@ def _keep_others(
         checkpoint.optimizer_metadata |= own
         rules |= {path: (*one, *shard_rules(first=False)) for path, one in more.items()}
         rules[lead.path] = shard_rules(first=True)
+        for path, one in copies_of_optimizers(models, optimizers).items():
+            rules[path] = (*rules.get(path, ()), *one)
     else:
         plain_ones = [(file, file.root) for _, file in of_experts] + [
             (m.file, m.content) for m in models if of_experts or checkpoint.param_groups

@@ -59,9 +59,9 @@ def stage_states(
     if stages is None and degree == tp:
         return sliced, None
     if stages is not None:
-        bf16 = origin.members[0].bf16_optimizer
+        by_groups = bool(origin.members) and not origin.members[0].bf16_optimizer
         by_rank = [[of_stage[rank].state for of_stage in sliced] for rank in range(degree)]
-        slices = [_dealt(states, stages, checkpoint.source, bf16_optimizer=bf16) for states in by_rank]
+        slices = [_dealt(states, stages, checkpoint.source, by_groups=by_groups) for states in by_rank]
         grid = [[of_rank[stage] for of_rank in slices] for stage in range(len(stages.bounds) - 1)]
     else:
         grid = [[files.state for files in of_stage] for of_stage in sliced]
@@ -70,10 +70,15 @@ def stage_states(
             for stage, of_stage in enumerate(grid)], stages  # fmt: skip
 
 
-def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, bf16_optimizer: bool) -> list[RankState]:
+def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, by_groups: bool) -> list[RankState]:
     """Return the state of each stage of the target, of one tensor-parallel rank.
 
     A param group of which a stage has nothing is not there: DeepSpeed removes it from the training's optimizer.
+
+    Parameters
+    ----------
+    by_groups : bool
+        Whether DeepSpeed adds up the gradients' norms group by group, as ZeRO-1 does.
     """
     count = len(stages.bounds) - 1
     found = [RankState(0) for _ in range(count)]
@@ -96,7 +101,7 @@ def _dealt(source: Sequence[RankState], stages: Stages, path: str, *, bf16_optim
             if its:
                 ordered = _in_order(its, groups, stages, stage, path)
                 state.groups.append(ParamGroup(groups[0].hyperparameters, ordered, groups[0].state))
-            elif len(groups) == len(row) and not bf16_optimizer:  # no stage of the source lacks it, either
+            elif len(groups) == len(row) and by_groups:  # no stage of the source lacks it, either
                 raise UnsupportedError(
                     f"stage {stage} would train no parameter of param group {number}, and DeepSpeed's ZeRO-1 then "
                     f"waits for ever: it adds up the gradients' norms group by group, over all stages",

@@ -9,18 +9,18 @@ optimizer = {optimizer_state_dict, fp32_groups_flat, ...}                   FP16
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import accumulate
 
 from zckpt.errors import DamagedFileError
-from zckpt.formats.deepspeed.origin import RankFiles
 from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.stage0_flat import FLAT_KEY, flat_optimizer
 from zckpt.formats.torch_files.optimizer import Sample, attach
 from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
 from zckpt.formats.torch_files.tensors import carried, slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint
 from zckpt.torchfile import Tensor, TorchFile
 
-STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", "fp32_groups_flat", "state", "param_groups"})
+STATE_KEYS = frozenset({"optimizer_state_dict", "fp32_groups", FLAT_KEY, "state", "param_groups"})
 """What of an optimizer is read as slots and groups; the rest is about loss scaling and clipping."""
 
 
@@ -39,64 +39,54 @@ def attach_optimizer(checkpoint: Checkpoint, model: ModelShard, names: Sequence[
             "unexpected content", path=path, expected="an optimizer's state dict", found=type(content).__name__
         )
     keep_other_state(checkpoint, content, model.file)
-    optimizer = of_content(content, path)
-    if optimizer is None:
-        checkpoint.warnings.append(
-            f"{path}: FP16_Optimizer holds its masters and state in one flat tensor for each group without the names "
-            f"and order of the parameters; they are left out, the weights are there"
-        )
-        return
-    attach(checkpoint, optimizer, path, names=names, sample=rounds_to_weight(checkpoint, path, optimizer))
+    if FLAT_KEY in content:
+        flat = flat_optimizer(checkpoint, content, path, names)
+        if flat is None:
+            checkpoint.warnings.append(
+                f"{path}: FP16_Optimizer holds its masters and state in one flat tensor for each group, and in which "
+                f"order parameters make it up is not certain; they are left out, the weights are there (give --names "
+                f"FILE, one name a line in the optimizer's order)"
+            )
+            return
+        attach(checkpoint, flat.state, path, certain=flat.names)
+    else:
+        optimizer = of_content(content, path)
+        attach(checkpoint, optimizer, path, names=names, sample=rounds_to_weight(checkpoint, path, optimizer))
     mark_frozen(checkpoint)
 
 
-def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
-    """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
+def has_all_names(checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint has an optimizer, and the name of each parameter that it numbers."""
+    names = [name for group in checkpoint.param_groups for name in group.parameters]
+    return bool(names) and all(name in checkpoint.parameters for name in names)
 
-    Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
-    none of them gets an optimizer.
 
-    Returns
-    -------
-    list of str
-        Why they have none; empty where they have one.
+def numbers_of(model: ModelShard, numels: Sequence[int]) -> int:
+    """Return how many parameters a model file's optimizer has.
 
-    Raises
-    ------
-    DamagedFileError
-        One is none that DeepSpeed writes.
+    Parameters
+    ----------
+    numels : sequence of int, elements
+        Of parameters of which the first make up flat masters; of numbered ones nothing is asked.
     """
-    found: list[Checkpoint] = []
-    for files in ranks:
-        one = Checkpoint(source, "deepspeed")
-        one.parameters = {name: replace(p, slots=dict(p.slots)) for name, p in files.state.parameters.items()}
-        path = files.models[0].shard.path
-        if not isinstance(files.models[0].content.get("optimizer"), dict):
-            return [f"{path}: holds no optimizer, as other tensor-parallel ranks do; its state is left out"]
-        attach_optimizer(one, files.models[0], names)
-        groups = [group.parameters for group in one.param_groups]
-        if one.unnamed or not groups or (found and groups != [group.parameters for group in found[0].param_groups]):
-            return [
-                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out (give "
-                f"--names FILE, one name a line in the optimizer's order)"
-            ]
-        found.append(one)
-    for files, one in zip(ranks, found, strict=True):
-        files.state.parameters.update(one.parameters)
-        files.state.groups[:] = one.param_groups
-    return []
+    content = model.content.get("optimizer")
+    if not isinstance(content, dict):
+        return 0
+    if FLAT_KEY not in content:
+        return len(of_content(content, model.shard.path).every_number)
+    flats = content[FLAT_KEY]
+    total = sum(t.numel for t in flats if isinstance(t, Tensor)) if isinstance(flats, (list, tuple)) else 0
+    return next((n for n, held in enumerate(accumulate(numels, initial=0)) if held >= total), len(numels))
 
 
-def of_content(content: Mapping[object, object], path: str) -> OptimizerState | None:
-    """Return an optimizer with its masters; None where they are flat.
+def of_content(content: Mapping[object, object], path: str) -> OptimizerState:
+    """Return an optimizer with its masters, which are no flat ones.
 
     Raises
     ------
     DamagedFileError
         It is none that DeepSpeed writes.
     """
-    if "fp32_groups_flat" in content:
-        return None
     masters: list[Tensor] = []
     base: object = content
     if "optimizer_state_dict" in content:

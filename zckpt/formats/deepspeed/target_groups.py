@@ -336,7 +336,10 @@ def _padded(parameter: Parameter, rules: Rules, degree: int, rows: int | None) -
         )
     kept = min(padded, present)
     # Spans may reach over the end of a slot with fewer rows; what is not there is not read.
-    slots = {key: replace(slot, shape=(kept, *slot.shape[1:])) for key, slot in parameter.slots.items()}
+    slots = {
+        key: replace(slot, shape=(kept, *slot.shape[1:])) if slot.shape else slot
+        for key, slot in parameter.slots.items()
+    }
     return replace(parameter, shape=(padded, *parameter.shape[1:]), slots=slots)
 
 

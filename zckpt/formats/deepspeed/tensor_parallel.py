@@ -66,7 +66,7 @@ def merge(states: Sequence[RankState], rules: Rules | None, path: str, *, padded
         ):
             raise LayoutError(f"mp_rank {other.mp_rank} has other parameters than mp_rank 0", path=path)
     merged = RankState(0, buffers=first.buffers, expert_parallel=first.expert_parallel, degrees=first.degrees,
-                       lanes=first.lanes, whole=first.whole)  # fmt: skip
+                       lanes=first.lanes, whole=first.whole, tied=first.tied)  # fmt: skip
     for name in names:
         slices = [s.parameters[name] for s in states]
         if name in first.whole:
@@ -214,7 +214,10 @@ def cut(parameter: Parameter, rule: Rule, rank: int) -> Parameter:
         return parameter
     shares = rule.shares[rank]
     shape = _with(rule.shape, rule.dim, sum(s.size for s in shares))
-    slots = {key: _cut_slot(slot, rule.dim, shares) for key, slot in parameter.slots.items()}
+    slots = {
+        key: _cut_slot(slot, rule.dim, shares) if slot.shape else slot  # a step that each parameter has by itself
+        for key, slot in parameter.slots.items()
+    }
     return replace(parameter, shape=shape, slots=slots)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zckpt.formats.deepspeed.shards import OptimizerShard
+from zckpt.formats.deepspeed.shards import ModelShard, OptimizerShard
 from zckpt.formats.torch_files.state_dicts import optimizer_rules
 from zckpt.formats.torch_files.tensors import carried
 from zckpt.state import Scalar
@@ -183,6 +183,25 @@ def keep_others(
                 metadata[f"{Path(file.path).stem}.{key}"] = carried(file, content[key])
         rules[file.path] = tuple(copies)
     return metadata, rules
+
+
+def copies_of_optimizers(
+    models: Sequence[ModelShard], optimizers: Sequence[OptimizerShard]
+) -> dict[str, tuple[Rule, ...]]:
+    """Return rules for the optimizer that a model file of stage 0 holds besides that of BF16_Optimizer's own files.
+
+    It is the one of the first data-parallel rank; what is not, is not accounted for.
+    """
+    firsts = {shard.shard.mp_rank: shard for shard in optimizers if shard.rank == 0}
+    rules: dict[str, tuple[Rule, ...]] = {}
+    for model in models:
+        held, first = model.content.get("optimizer"), firsts.get(model.shard.mp_rank)
+        if isinstance(held, dict) and first is not None:
+            own = first.file.root["optimizer_state_dict"] if isinstance(first.file.root, dict) else None
+            if is_same(FromFile.of(model.file, held), FromFile.of(first.file, own)):
+                about = f"as in {Path(first.path).name}"
+                rules[model.shard.path] = (Rule(("optimizer", "**"), COPY, about, tensors=True),)
+    return rules
 
 
 def is_same(one: FromFile, other: FromFile) -> bool:

@@ -1,13 +1,16 @@
-"""Stage 0 for another number of data-parallel ranks: all of them load the same files, which stay what they are.
+"""Stage 0 for other ranks. All data-parallel ranks load the same files, which stay what they are.
 
 What changes is what the model files say of the ranks: `dp_world_size`, and in DeepSpeed's configuration the batch of
 one rank. The optimizer lies in the model files (of experts, in `expp_rank_E` for each expert rank) under the numbers of
 its parameters, so that neither their names nor their order need be known.
+
+For other stages of a pipeline and tensor-parallel ranks they have to be: each of those numbers its own parameters.
 """
 
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -16,8 +19,11 @@ from zckpt.formats.companions import METADATA_ROLE, copy_of
 from zckpt.formats.deepspeed import RecutOptions
 from zckpt.formats.deepspeed.origin import origin_of
 from zckpt.formats.deepspeed.other_files import companion_files, is_trainers_own
+from zckpt.formats.deepspeed.regroup_stage0 import names_in, regroup, regrouped_files
 from zckpt.formats.deepspeed.shards import ModelShard
+from zckpt.formats.deepspeed.tensor_parallel import check_slices
 from zckpt.formats.deepspeed.write_optimizer import batch_of
+from zckpt.formats.deepspeed.writer import rank_notes
 from zckpt.formats.format import Job, TargetFiles
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.state import Checkpoint
@@ -51,15 +57,23 @@ def recut(job: Job) -> TargetFiles:
     if origin is None or not isinstance(options, RecutOptions):
         raise UnsupportedError("is no checkpoint of DeepSpeed", path=checkpoint.source)
     _check(checkpoint, options)
+    regrouped = [
+        one for one in _OF_MODEL_PARALLEL if getattr(options, one) not in (None, _degrees(checkpoint).get(one))
+    ]
     tag, run_directory = origin.directory.tag, job.source.resolve() != Path(checkpoint.source).resolve()
     folder = f"{tag}/" if run_directory else ""
     models = {files.models[0].shard.path: files.models[0] for files in origin.ranks}
-    files = [_file(folder, path, models.get(path), options) for path in _paths(checkpoint)]
-    copied = {one.name for one in files}
-    notes = [COPIED_RANKS.format(options.world_size)]
+    target = regroup(checkpoint, origin, options) if regrouped else None
+    if target is None:
+        files = [_file(folder, path, models.get(path), options) for path in _paths(checkpoint)]
+        notes = [COPIED_RANKS.format(options.world_size)]
+    else:
+        files = list(regrouped_files(target, folder))
+        notes = rank_notes(target)
+    copied = set() if target is not None else {one.name for one in files}
     copies: list[TargetFile] = []
     if run_directory:
-        processes = options.world_size * len(origin.ranks)
+        processes = options.world_size * len(origin.ranks if target is None else target.ranks)
         copies, more = companion_files(checkpoint, job.source, processes=processes, roots=job.roots)
         notes += more
         files.append(TargetFile("latest", len(tag.encode()), [Literal(0, tag.encode())]))
@@ -69,22 +83,36 @@ def recut(job: Job) -> TargetFiles:
         restated=None,
         copied=copied | {one.name for one in copies},
         replaceable=is_trainers_own if copies else lambda _: False,
+        check=None if target is None else partial(check_slices, origin, checkpoint.topology.tp, target.tp),
+        names=None if target is None or not checkpoint.param_groups else names_in(target),
     )
 
 
-def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
-    check_world_size(options.world_size)
+_OF_MODEL_PARALLEL = (
+    "tensor_parallel_size", "pipeline_parallel_size", "partition_method", "stage_bounds", "pipeline_layers",
+    "padded_vocab_size",
+)  # fmt: skip
+"""Options for which each rank's optimizer has to be put together anew."""
+
+
+def _degrees(checkpoint: Checkpoint) -> dict[str, int]:
+    """Return the ranks of the source, by the option that changes them."""
     topology = checkpoint.topology
-    same = {
+    return {
         "tensor_parallel_size": topology.tp,
         "expert_parallel_size": topology.ep,
         "pipeline_parallel_size": topology.pp,
     }
-    names = [one.name for one in fields(options) if one.name != "world_size"]
+
+
+def _check(checkpoint: Checkpoint, options: RecutOptions) -> None:
+    check_world_size(options.world_size)
+    topology, same = checkpoint.topology, _degrees(checkpoint)
+    names = [one.name for one in fields(options) if one.name not in ("world_size", *_OF_MODEL_PARALLEL)]
     asked = [name for name in names if getattr(options, name) not in (None, False, same.get(name))]
     if asked:
         raise UnsupportedError(
-            f"stage 0 is resharded for another number of data-parallel ranks alone, not for another {asked[0]}",
+            f"stage 0 is resharded for other data-, tensor- and pipeline-parallel ranks, not for another {asked[0]}",
             path=checkpoint.source,
             advice="`zckpt convert --to deepspeed --stage` makes one of ZeRO of it, which `zckpt reshard` cuts",
         )

@@ -36,10 +36,12 @@ def model_tree(target: Target, mp: TargetRank, rank: int) -> object:
         written["checkpoint_parallel_dimensions"] = {**dimensions, **known}
     if target.origin.layers:
         written["module"] = None
+    if mp.members:
+        written["optimizer"] = None  # BF16_Optimizer of stage 0 has a copy of one rank's there
     if target.stages is not None:
         written["buffer_names"] = list(mp.buffers)
     frozen = [p for p in mp.parameters.values() if p.frozen and not is_expert(p.name)]
-    if target.stage == 1 or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
+    if target.stage in (0, 1) or not (frozen or mp.model.frozen_shapes is not None or mp.members[0].stage == 1):
         written["frozen_param_shapes"] = written["frozen_param_fragments"] = None
     else:
         written["frozen_param_shapes"] = _shapes(frozen)
@@ -118,7 +120,7 @@ def _module(target: Target, mp: TargetRank, source: ModelShard) -> object:
         module.state = old.state
     weights: dict[str, Tensor] = {}
     apart = "num_experts" in source.content
-    for group in mp.groups if target.stage != 3 and not apart else []:
+    for group in mp.groups if target.stage in (1, 2) and not apart else []:
         weights.update(_views(group))
     for name in dict.fromkeys([*source.module, *mp.parameters, *mp.buffers]):
         if name in mp.buffers:

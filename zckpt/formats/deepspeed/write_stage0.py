@@ -34,11 +34,14 @@ class Unpartitioned:
         The parameters of each group in the optimizer's numbers, frozen ones included where it has those.
     scaling : mapping
         What the engine itself would write of loss scaling and clipping: taken where the checkpoint says nothing.
+    own_state : bool
+        Whether each parameter has all of its state itself; else a group's single values are those of its parameters.
     """
 
     form: str
     numbered: Sequence[Sequence[str]]
     scaling: Mapping[str, object] = field(default_factory=dict)
+    own_state: bool = False
 
 
 def form_of(held: Mapping[object, object]) -> str:
@@ -80,8 +83,10 @@ def _numbered(mp: TargetRank, how: Unpartitioned) -> dict[str, object]:
             numbers.append(number)
             owner = mp.owner(name) if name in mp.parameters else None
             keys = [] if owner is None else [key for key in owner.slots if key not in (WEIGHT, MASTER)]
-            if owner is not None and owner.group is not None and (keys or group.values.state):
-                values = {key: value_node(value) for key, value in group.values.state.items()}
+            common = {} if how.own_state else group.values.state
+            single = {**common, **owner.state} if owner is not None and owner.group is not None else {}
+            if owner is not None and owner.group is not None and (keys or single):
+                values = {key: value_node(value) for key, value in single.items()}
                 state[number] = {**values, **{key: _whole(owner, key) for key in keys}}
             number += 1
         groups.append(_group(group, numbers))
@@ -92,8 +97,11 @@ def _of_groups(mp: TargetRank) -> dict[str, object]:
     """Return an optimizer with one flat tensor for each group."""
     state: dict[int, object] = {}
     for group in mp.groups:
-        keys = dict.fromkeys(key for p in group.experts[0] for key in p.slots if key not in (WEIGHT, MASTER))
-        values = {key: value_node(value) for key, value in group.values.state.items()}
+        single = group.values.state
+        keys = dict.fromkeys(
+            key for p in group.experts[0] for key in p.slots if key not in (WEIGHT, MASTER) and key not in single
+        )
+        values = {key: value_node(value) for key, value in single.items()}
         if keys or values:
             state[group.index] = {**values, **{key: _flat(group, key) for key in keys}}
     return {"state": state, "param_groups": [_group(group, [group.index]) for group in mp.groups]}
@@ -123,6 +131,8 @@ def _flat(group: TargetGroup, key: str) -> Tensor:
 
 def _known_scaling(mp: TargetRank) -> dict[str, object]:
     """Return what the source's optimizer files say of loss scaling, in stage 0's words."""
+    if not mp.members:
+        return {}
     content = mp.members[0].content
     scaler = content.get("loss_scaler")
     node = scaler.node if isinstance(scaler, FromFile) else scaler

@@ -204,7 +204,7 @@ def _models(target: Target, mp: TargetRank) -> Iterator[tuple[int, str]]:
 
 _WRITTEN = frozenset({
     "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
-    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", INFO_KEY,
+    "optimizer", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", INFO_KEY,
 })  # fmt: skip
 """Keys of a model file that are not carried."""
 
@@ -217,6 +217,11 @@ def rank_notes(target: Target) -> list[str]:
     ranks = target.origin.ranks
     old = len(ranks[0].models) if ranks else 1
     found: dict[str, str] = {}
+    if target.bf16_optimizer and target.checkpoint.zero_stage == 0:
+        found["zero_stage"] = (
+            "BF16_Optimizer's state is written as that of ZeRO-1: DeepSpeed 0.19 does not load what it saves of it at "
+            "stage 0"
+        )
     if target.regrouped and len(ranks) > 1:
         for key in _differing([files.models[0] for files in ranks]):
             found[key] = f"{key} differs between model-parallel ranks: mp_rank 0's is carried to all"

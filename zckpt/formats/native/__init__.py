@@ -26,6 +26,7 @@ from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.engine.checking import Sum
+    from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint, SourceFile
 
@@ -139,6 +140,12 @@ class Zckpt(Format):
         from zckpt.formats.native.writer import lay_out
 
         return TargetFiles(lay_out(job.checkpoint, world_size=job.options.world_size))
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Return the document and the ranks' files without what goes; each rank's file keeps its part of the rest."""
+        from zckpt.formats.native.strip import strip
+
+        return strip(checkpoint, source, request)
 
     def checks(self, file: SourceFile) -> Iterable[Sum]:
         """Return the digest of each tensor; refuse a file that was replaced after the checkpoint was opened."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from zckpt.engine.targets import Literal, TargetFile
@@ -27,6 +27,9 @@ IDENTITY_NBYTES = 16
 Layout = tuple[tuple[tuple[str, object], ...], ...]
 """The pieces of a slot as members of JSON objects."""
 
+Pieces = tuple[tuple[int, Extent], ...]
+"""Which file, and which elements of a slot it has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placed:
@@ -35,7 +38,7 @@ class Placed:
     name: str
     key: str
     slot: Slot
-    pieces: tuple[tuple[int, Extent], ...]
+    pieces: Pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,41 @@ def lay_out(checkpoint: Checkpoint, *, world_size: int = 1) -> list[TargetFile]:
         Something that the format has no way to say.
     """
     check_world_size(world_size)
+
+    def evenly(slots: Sequence[Slot], before: int) -> Iterator[Pieces]:
+        sizes = [(slot.numel, itemsize(slot.dtype)) for slot in slots]
+        for slot, extents in zip(slots, even_extents(sizes, world_size, before=before), strict=True):
+            yield tuple((one.file, Extent.flat(slot.shape, one.start, one.numel)) for one in extents)
+
+    return _lay_out(checkpoint, world_size, evenly)
+
+
+def lay_out_as_cut(checkpoint: Checkpoint, paths: Sequence[str]) -> list[TargetFile]:
+    """Return the files of a checkpoint of this format, with every slot cut as it is.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Slots may have been taken from it.
+    paths : sequence of str
+        Its ranks' files, in order.
+    """
+    numbers = {path: number for number, path in enumerate(paths)}
+
+    def as_they_are(slots: Sequence[Slot], _: int) -> Iterator[Pieces]:
+        for slot in slots:
+            yield tuple((numbers[span.path], span.extent) for span in slot.spans)
+
+    return _lay_out(checkpoint, len(paths), as_they_are)
+
+
+def _lay_out(
+    checkpoint: Checkpoint, world_size: int, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]]
+) -> list[TargetFile]:
+    """Return the files, given what says of all slots, and the bytes before them, which file has which elements."""
     about = describe(checkpoint)
     stored = [_storage_entry(number, one) for number, one in enumerate(about.storages)]
-    placed = list(_place(checkpoint, world_size, stored))
+    placed = list(_place(checkpoint, cut, stored))
     entries: list[list[Entry]] = [[] for _ in range(world_size)]
     entries[0].extend(stored)
     for one in placed:
@@ -169,19 +204,19 @@ def _groups(checkpoint: Checkpoint, nodes: NodeWriter) -> list[dict[str, object]
     ]
 
 
-def _place(checkpoint: Checkpoint, world_size: int, stored: Sequence[Entry]) -> Iterator[Placed]:
+def _place(
+    checkpoint: Checkpoint, cut: Callable[[Sequence[Slot], int], Iterable[Pieces]], stored: Sequence[Entry]
+) -> Iterator[Placed]:
     """Yield where each slot goes, all parameters' slots in order; no two tensors of the files have the same name."""
     slots = [(name, p.name, slot) for p in _parameters(checkpoint) for name, slot in p.slots.items()]
-    sizes = [(slot.numel, itemsize(slot.dtype)) for *_, slot in slots]
     used = {entry.key for entry in stored}
-    assigned = even_extents(sizes, world_size, before=sum(entry.nbytes for entry in stored))
-    for (name, parameter, slot), extents in zip(slots, assigned, strict=True):
+    assigned = cut([slot for *_, slot in slots], sum(entry.nbytes for entry in stored))
+    for (name, parameter, slot), pieces in zip(slots, assigned, strict=True):
         key = f"{name}/{parameter}"
         while key in used:
             key += "'"
         used.add(key)
-        pieces = ((one.file, Extent.flat(slot.shape, one.start, one.numel)) for one in extents)
-        yield Placed(name, key, slot, tuple(pieces))
+        yield Placed(name, key, slot, pieces)
 
 
 def _parameter(parameter: Parameter, state: object, slots: list[dict[str, object]]) -> dict[str, object]:

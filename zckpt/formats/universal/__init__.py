@@ -23,6 +23,9 @@ from zckpt.formats.universal.directory import FOLDER, find, is_own, latest_unive
 from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zckpt.formats.stripping import Request, Stripping
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
 
@@ -58,6 +61,12 @@ class Universal(Format):
         version = job.checkpoint.format_version if own is not None and own.family == self.family else None
         outside = [latest_universal(job.target.name)]
         return TargetFiles(lay_out(job.checkpoint, version), outside=outside, notes=notes(job.checkpoint))
+
+    def strip(self, checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+        """Return the files without those of the slots that go."""
+        from zckpt.formats.universal.strip import strip
+
+        return strip(checkpoint, source, request)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file; an error about one in a folder is about the parameter of that name."""

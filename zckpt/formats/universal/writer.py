@@ -101,6 +101,11 @@ def notes(checkpoint: Checkpoint) -> tuple[str, ...]:
         )
     elif hindrance is not None:
         found.append(f"DeepSpeed loads this at ZeRO-1 and 2; its ZeRO-3 loader stops: {hindrance}")
+    elif any(isinstance(group.state.get(STEP_STEM), Scalar) for group in checkpoint.param_groups):
+        found.append(
+            "DeepSpeed's universal loader at ZeRO-3 lets all sub-groups count up one step that is a tensor: give each "
+            "a copy of it after loading (docs/formats.md), or use `zckpt convert --to deepspeed --stage 3`"
+        )
     starved = without_a_share(checkpoint)
     if starved:
         numbers = ", ".join(map(str, starved))

@@ -21,7 +21,7 @@ from zckpt.engine.cast import Array, cast, numpy_dtype, swapped
 from zckpt.engine.checking import Sum
 from zckpt.engine.read import read_extent
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import WRITERS, Workers, batched, buffer_nbytes
+from zckpt.engine.workers import WRITERS, Budget, Workers, batched, budget
 from zckpt.errors import LayoutError, SourceError, UnsupportedError
 from zckpt.operations.verify.inventory import (
     BUFFER,
@@ -269,13 +269,13 @@ class Checks:
             self.wrong[number] = whole
 
 
-def block_nbytes(memory: int) -> int:
-    """Return the size of a block so that all workers' buffers together fit into memory."""
-    return buffer_nbytes(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
+def share_of(memory: int) -> Budget:
+    """Return the size of a block, and how many are looked at at once, so that all buffers together fit into memory."""
+    return budget(memory, WRITERS, buffers=BUFFERS_PER_WORKER, most=BLOCK_NBYTES)
 
 
 def run(
-    inventory: Inventory, sums: Sequence[Sum], work: Iterable[Work], *, most: int, total: int, reporter: Reporter
+    inventory: Inventory, sums: Sequence[Sum], work: Iterable[Work], *, share: Budget, total: int, reporter: Reporter
 ) -> tuple[Outcome, dict[int, int]]:
     """Do all work and return what was found, and the CRC-32 of each record whose bytes are not those written.
 
@@ -284,7 +284,7 @@ def run(
     inventory : Inventory
     sums : sequence of Sum
     work : iterable of Block and Scattered
-    most : int, bytes
+    share : Budget
         Of a block.
     total : int, bytes
         Of all work.
@@ -296,8 +296,8 @@ def run(
         total, lambda batch: sum(map(nbytes_of, batch[0])), lambda batch: (p for one in batch[0] for p in paths_of(one))
     )
     with (
-        Workers(WRITERS) as workers,
-        closing(workers.run(partial(_run_batch, most), batches, portions)) as results,
+        Workers(WRITERS, at_once=share.at_once) as workers,
+        closing(workers.run(partial(_run_batch, share.nbytes), batches, portions)) as results,
     ):
         for (batch, _), found in results:
             outcome.add(found)

@@ -211,7 +211,7 @@ def _deep(
     """Read every byte once."""
     from zckpt.engine.checking import Sum
     from zckpt.formats.survey import checksums
-    from zckpt.operations.verify.deep import block_nbytes, nbytes_of, run
+    from zckpt.operations.verify.deep import nbytes_of, run, share_of
     from zckpt.operations.verify.inventory import Inventory, SumIndex, Work, blocks, take_inventory
     from zckpt.operations.verify.weights import Damage, damage_findings
 
@@ -225,11 +225,11 @@ def _deep(
     index = SumIndex(sums)
     inventory = Inventory() if checkpoint is None else take_inventory(checkpoint, index)
     paths = list(dict.fromkeys([*(file.path for file in files), *inventory.pieces]))
-    most = block_nbytes(memory)
-    work: list[Work] = [*blocks(inventory, index, paths, most), *inventory.apart]
+    share = share_of(memory)
+    work: list[Work] = [*blocks(inventory, index, paths, share.nbytes), *inventory.apart]
     reporter.begin(total := sum(map(nbytes_of, work)))
     try:
-        outcome, wrong = run(inventory, sums, work, most=most, total=total, reporter=reporter)
+        outcome, wrong = run(inventory, sums, work, share=share, total=total, reporter=reporter)
     finally:
         reporter.end()
     counts |= {"nbytes": total, "elements": outcome.elements, "checksums": outcome.checksums}

@@ -1,0 +1,122 @@
+"""What `--memory` bounds: the buffers of all workers together, however many run, and of whatever executor."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from time import sleep
+
+import numpy as np
+import pytest
+import torch
+
+import zckpt
+from tests.plans import write_directory
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Hole, TargetFile
+from zckpt.engine.tasks import Portions
+from zckpt.engine.workers import LEAST_BUFFER_NBYTES, READERS, WRITERS, Workers, budget, running_on
+from zckpt.state import Extent, Slot, Span
+
+MEBIBYTE = 1 << 20
+
+BESIDES = 3 * MEBIBYTE
+"""What is no buffer: pieces and batches that wait, threads, results."""
+
+
+class Processes(Executor):
+    """An executor of so many workers elsewhere; what it is given it runs at once."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def submit(self, fn, /, *args, **kwargs):
+        future: Future = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+@pytest.mark.parametrize("executor", [None, ThreadPoolExecutor(1), ThreadPoolExecutor(48), Processes(1), Processes(64)])
+@pytest.mark.parametrize("memory", [1, 100_000, 64 * 10**6])
+def test_a_budget_is_divided_among_all_that_run_at_once(executor, memory):
+    with running_on(executor):
+        share = budget(memory, WRITERS, buffers=4, most=8 * MEBIBYTE)
+    assert share.at_once * share.nbytes * 4 <= max(memory, 4 * LEAST_BUFFER_NBYTES)
+    if memory > MEBIBYTE and executor is not None:
+        assert share.at_once == getattr(executor, "workers", None) or executor._max_workers
+
+
+def test_no_more_run_at_once_than_a_budget_has_buffers_for():
+    running, most, lock = 0, 0, Lock()
+
+    def work(_: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        sleep(0.002)
+        with lock:
+            running -= 1
+
+    for executor in (None, ThreadPoolExecutor(8)):
+        with running_on(executor), Workers(WRITERS, at_once=3) as workers:
+            assert len(list(workers.run(work, range(30), Portions()))) == 30
+    assert most == 3
+
+
+@contextmanager
+def traced() -> Iterator[Callable[[], int]]:
+    """Yield what tells the most memory that was taken within the context."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def cast_and_columns(path: Path) -> list[TargetFile]:
+    """A long tensor that is cast, and one whose columns are there in 8 slices."""
+    shape, rows = (3 * MEBIBYTE,), 24 << 10
+    whole = Slot("weight", "float32", shape, (Span(Extent.whole(shape), str(path), 0, "float32"),))
+    slices = [
+        Span(Extent((0, 16 * i), (rows, 16), 0, 16 * rows), str(path), 64 * i * rows, "float32") for i in range(8)
+    ]
+    columns = Slot("weight", "float32", (rows, 128), tuple(slices))
+    holes = [Hole(0, "w", whole, Extent.whole(shape), "bfloat16")]
+    holes.append(Hole(holes[0].nbytes, "c", columns, Extent.whole(columns.shape), "float32"))
+    return [TargetFile("x", sum(hole.nbytes for hole in holes), [], holes)]
+
+
+@pytest.mark.parametrize("threads", [None, 1, 16])
+def test_buffers_of_any_number_of_threads_stay_within_the_budget(tmp_path, threads):
+    (tmp_path / "s").write_bytes(np.random.default_rng(0).bytes(12 * MEBIBYTE))
+    made = plan(cast_and_columns(tmp_path / "s"))
+    write_directory(made, tmp_path / "first")  # loads what is loaded once
+    with running_on(None if threads is None else ThreadPoolExecutor(threads)):
+        for memory in (2 * MEBIBYTE, 16 * MEBIBYTE):
+            with traced() as peak:
+                write_directory(made, tmp_path / "t", overwrite=True, memory=memory)
+                assert peak() < memory + BESIDES
+            assert (tmp_path / "t" / "x").read_bytes() == (tmp_path / "first" / "x").read_bytes()
+
+
+def test_digests_and_a_deep_look_stay_within_the_budget(tmp_path):
+    tensors = {"a": torch.randn(3 << 20), "b": torch.randn(3 << 20, dtype=torch.float64)}
+    tensors["a"][7] = torch.nan
+    torch.save(tensors, tmp_path / "m.pt")
+    expected = zckpt.fingerprint(tmp_path / "m.pt").text
+    zckpt.verify(tmp_path / "m.pt", deep=True)
+    block = 2 * (1 << 18) * 8 * 4  # of doubles; a leaf is a leaf, whatever the budget
+    for verb in (zckpt.fingerprint, lambda *given, **more: zckpt.verify(*given, deep=True, **more)):
+        with traced() as peak:
+            found = verb(tmp_path / "m.pt", memory=2 * MEBIBYTE, executor=ThreadPoolExecutor(12))
+            assert peak() < block + BESIDES
+    assert zckpt.fingerprint(tmp_path / "m.pt", memory=1, executor=ThreadPoolExecutor(12)).text == expected
+    with running_on(ThreadPoolExecutor(12)):
+        assert budget(2 * MEBIBYTE, READERS, buffers=4, most=block, least=block).at_once == 1
+    assert found is not None

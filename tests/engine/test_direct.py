@@ -1,0 +1,147 @@
+"""Reads and writes past the page cache: the same bytes, whatever begins where, and where a file system has none."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.plans import write_directory
+from zckpt.engine.checking import Checks, Sum
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
+from zckpt.errors import DamagedFileError
+from zckpt.state import Extent, Slot, Span
+from zckpt.storage import direct
+from zckpt.storage.direct import PAGE_NBYTES, DirectReads, DirectTarget
+
+NBYTES = 3 << 20
+
+DIRECT = bool(getattr(os, "O_DIRECT", 0))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "s"
+    path.write_bytes(np.random.default_rng(1).bytes(NBYTES + 77))
+    return path
+
+
+@given(offset=st.integers(0, NBYTES), nbytes=st.integers(1, 1 << 18))
+def test_a_window_has_the_bytes_of_its_place(source, offset, nbytes):
+    reads = DirectReads(1 << 18)
+    try:
+        if offset + nbytes > NBYTES + 77:
+            with pytest.raises(DamagedFileError, match="ends too early"):
+                reads.window(str(source), offset, max(nbytes, direct.LEAST_NBYTES + NBYTES + 77 - offset))
+            return
+        found = reads.window(str(source), offset, nbytes)
+        if nbytes < direct.LEAST_NBYTES:
+            assert found is None
+        elif found is not None:
+            assert found.tobytes() == source.read_bytes()[offset : offset + nbytes]
+    finally:
+        reads.close()
+
+
+@given(offset=st.integers(0, 3 * PAGE_NBYTES), nbytes=st.integers(1, 1 << 19), phase=st.none() | st.integers(0, 4095))
+def test_what_is_written_directly_is_written_there_and_nowhere_else(tmp_path_factory, offset, nbytes, phase):
+    path = tmp_path_factory.mktemp("t") / "t"
+    path.write_bytes(b"\xaa" * (1 << 20))
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    memory = direct.aligned(nbytes + PAGE_NBYTES)[phase or 0 :][:nbytes]
+    memory[:] = data
+    with path.open("r+b") as file:
+        target = DirectTarget(file.fileno(), str(path), 1 << 17)
+        target.write(memory, offset, phase)
+        target.close()
+    assert path.read_bytes() == b"\xaa" * offset + data + b"\xaa" * ((1 << 20) - offset - nbytes)
+
+
+def files(source: Path) -> list[TargetFile]:
+    """What stays as it is, at good and bad offsets; what is cast; small tensors; slices; and checksums of it."""
+    whole = Extent.whole((NBYTES // 8,))
+    first = Slot("w", "float32", whole.sizes, (Span(whole, str(source), 64, "float32"),))
+    shifted = Slot("w", "float32", whole.sizes, (Span(whole, str(source), 68, "float32"),))
+    slices = [Span(Extent((0, 4 * i), (8192, 4), 0, 32768), str(source), 131072 * i, "float32") for i in range(4)]
+    columns = Slot("w", "float32", (8192, 16), tuple(slices))
+    small = [Slot("w", "float32", (900,), (Span(Extent.whole((900,)), str(source), 3600 * i, "float32"),))
+             for i in range(9)]  # fmt: skip
+    holes, at = [], 4160
+    for slot, dtype in [(first, "float32"), (shifted, "float32"), (first, "bfloat16"), (columns, "float32"),
+                        *((one, "float32") for one in small)]:  # fmt: skip
+        holes.append(Hole(at, "w", slot, Extent.whole(slot.shape), dtype))
+        at += holes[-1].nbytes + 4
+    checksums = [Checksum(holes[0].offset, holes[1].offset + holes[1].nbytes, (0,))]
+    return [TargetFile("x", at, [Literal(4, b"head")], holes, checksums)]
+
+
+def test_targets_are_the_same_bit_by_bit(source, tmp_path):
+    made = plan(files(source))
+    sums = [Sum("s", str(source), 64, NBYTES // 2, zlib.crc32(source.read_bytes()[64 : 64 + NBYTES // 2]))]
+    write_directory(made, tmp_path / "a")
+    for memory in (1, 300_000, 64 << 20):
+        checked = write_directory(made, tmp_path / "b", direct=True, memory=memory, overwrite=True, checks=Checks(sums))
+        assert checked.nbytes == NBYTES // 2
+        assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+
+
+def test_a_file_system_without_it_is_read_and_written_as_ever_and_named(source, tmp_path, monkeypatch):
+    made, usual = plan(files(source)), os.open
+    write_directory(made, tmp_path / "a")
+
+    def refused(path, flags, *rest, **more):
+        if flags & direct._O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return usual(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refused)
+    write_directory(made, tmp_path / "b", direct=True)
+    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+    done = zckpt.consolidate(FIXTURES / "s2_bf16_dp2", tmp_path / "m.safetensors", direct=True)
+    said = [note for note in done.notes if "page cache" in note]
+    assert len(said) == 2
+    assert "is read through" in said[0]
+    assert f"{tmp_path} is written through" in said[1]
+
+
+@pytest.mark.skipif(not DIRECT, reason="a system without O_DIRECT")
+def test_reads_and_writes_that_are_refused_later_go_on_through_the_cache(source, tmp_path, monkeypatch):
+    made = plan(files(source))
+    write_directory(made, tmp_path / "a")
+    kept = {"preadv": os.preadv, "pwrite": os.pwrite}
+    flags = __import__("fcntl")
+
+    def refusing(name):
+        def call(descriptor, *rest):
+            if flags.fcntl(descriptor, flags.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return kept[name](descriptor, *rest)
+
+        return call
+
+    for name in kept:
+        monkeypatch.setattr(os, name, refusing(name))
+    write_directory(made, tmp_path / "b", direct=True)
+    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()
+
+
+@pytest.mark.nightly
+def test_other_processes_do_it_too(source, tmp_path):
+    from zckpt.engine.workers import running_on
+
+    made = plan(files(source))
+    write_directory(made, tmp_path / "a")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool, running_on(pool):
+        write_directory(made, tmp_path / "b", direct=True)
+    assert (tmp_path / "a" / "x").read_bytes() == (tmp_path / "b" / "x").read_bytes()

@@ -1,0 +1,133 @@
+"""Directories of zckpt, of torch's DCP and universal ones without optimizer state: what stays is there, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import zckpt
+from tests.cli.console import FIXTURES
+from tests.inventory.sources import SOURCES
+from tests.truth import bits
+from zckpt.errors import UnsupportedError
+from zckpt.formats.account import take_inventory
+from zckpt.operations.strip import strip
+
+Made = Callable[[str, str], Path]
+READ = ["other/accel_fsdp2_dp2", "other/dcp_fsdp1_dp2", "other/dcp_fsdp2_dp3", "other/dcp_fsdp2_dp2_flatopt",
+        "other/dcp_fsdp2_dp2_raw", "other/lightning_fsdp2", "other/zckpt_v1", "universal/s2_bf16_dp4",
+        "universal/s3_bf16_dp2"]  # fmt: skip
+WRITTEN = [("zckpt", {"world_size": 3}), ("dcp", {"world_size": 3}), ("dcp", {"keys": "flat"}), ("universal", {})]
+
+
+def assert_stays(whole: Path, thin: Path, slots: set[str]) -> None:
+    """Hold every slot that is left against the source; nothing else is there, and all of it has a meaning."""
+    before, after = zckpt.open(whole), zckpt.open(thin)
+    assert set(after.slot_names()) - {"step"} == slots
+    for one in after.tensors():
+        for key in one.slots:
+            assert torch.equal(bits(after.read(one.name, key)), bits(before.read(one.name, key))), f"{key}/{one.name}"
+    assert [g.hyperparameters for g in after.param_groups] == [g.hyperparameters for g in before.param_groups]
+    assert zckpt.verify(thin, deep=True).sound
+    assert not take_inventory(after).left_out
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_other_programs_wrote(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name]
+    model = {"weight"} | ({"master"} if name.startswith("universal") else set())
+    done = strip(source, tmp_path / "model", optimizer=True)
+    assert sum(done.saved.values()) == nbytes(source) - nbytes(tmp_path / "model")
+    assert done.saved["exp_avg"] > 0
+    assert_stays(source, tmp_path / "model", model)
+    assert not any(group.state for group in zckpt.open(tmp_path / "model").param_groups)
+    strip(source, tmp_path / "some", keep_slots=["exp_avg"])
+    kept = model | {"exp_avg"} | ({"master"} if name == "other/zckpt_v1" else set())
+    assert_stays(source, tmp_path / "some", kept)
+    assert zckpt.open(tmp_path / "some").param_groups[0].state == zckpt.open(source).param_groups[0].state
+
+
+@pytest.mark.parametrize(("to", "options"), WRITTEN)
+def test_what_is_written_here(to: str, options: dict[str, Any], tmp_path: Path) -> None:
+    whole = tmp_path / "run" / "whole"
+    whole.parent.mkdir()
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", whole, to=to, fingerprint=True, **options)
+    strip(whole, tmp_path / "model", optimizer=True)
+    assert_stays(whole, tmp_path / "model", {"weight", "master"} if to == "universal" else {"weight"})
+    assert not (tmp_path / "model" / "fingerprint.json").exists()
+    strip(whole, tmp_path / "masters", keep_slots=["master"])
+    assert_stays(whole, tmp_path / "masters", {"weight", "master"})
+    strip(whole, tmp_path / "same", unreferenced=True, padding=True)
+    assert {p.name: p.read_bytes() for p in whole.rglob("*") if p.is_file()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "same").rglob("*") if p.is_file()
+    }
+
+
+def nbytes(path: Path) -> int:
+    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+
+@pytest.mark.parametrize("keys", ["nested", "flat"])
+def test_torch_loads_every_item_that_is_left(keys: str, tmp_path: Path) -> None:
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", tmp_path / "whole", to="dcp", keys=keys, world_size=2)
+    strip(tmp_path / "whole", tmp_path / "thin", keep_slots=["exp_avg"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a process without a group
+        whole, thin = (_load_state_dict_from_keys(checkpoint_id=tmp_path / one) for one in ("whole", "thin"))
+        some = {"model": {k: torch.empty_like(v) for k, v in whole.get("model", {}).items()}}
+        if keys == "nested":
+            dcp.load(some, checkpoint_id=tmp_path / "thin")
+            assert all(torch.equal(value, whole["model"][key]) for key, value in some["model"].items())
+    before, after = leaves(whole), leaves(thin)
+    assert before.keys() - after.keys() == {path for path in before if "exp_avg_sq" in path[-1]}
+    for path, value in after.items():
+        same = torch.equal(value, before[path]) if isinstance(value, torch.Tensor) else value == before[path]
+        assert same, path
+
+
+def leaves(node: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    below = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
+    if below is None:
+        return {path: node}
+    return {key: value for step, child in below for key, value in leaves(child, (*path, str(step))).items()}
+
+
+def test_an_optimizer_starts_afresh_from_a_model_alone(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    zckpt.save(tmp_path / "run" / "step-1", model=model, optimizer=optimizer, step=1)
+    (tmp_path / "run" / "latest").write_text("step-1")
+    done = strip(tmp_path / "run", tmp_path / "thin", optimizer=True)
+    assert any("only this checkpoint" in note for note in done.notes)
+    fresh = torch.nn.Linear(3, 2)
+    other = torch.optim.AdamW(fresh.parameters(), lr=0.5)
+    zckpt.load(tmp_path / "thin", model=fresh, optimizer=other)
+    assert torch.equal(fresh.weight, model.weight)
+    assert other.param_groups[0]["lr"] == 0.25
+    assert not any(other.state.values())
+    other.step()
+
+
+def test_a_run_of_universal_checkpoints_stays_one(tmp_path: Path) -> None:
+    source = tmp_path / "run" / "universal"
+    source.parent.mkdir()
+    zckpt.convert(FIXTURES / "s2_bf16_dp4", source, to="universal")
+    strip(source.parent, tmp_path / "thin", optimizer=True)
+    assert (tmp_path / "thin" / "latest_universal").read_text() == "universal"
+    assert_stays(source, tmp_path / "thin", {"weight", "master"})
+
+
+def test_files_that_torch_itself_does_not_read_back_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="safetensors"):
+        strip(SOURCES["other/dcp_fsdp2_dp2_stformat"], tmp_path / "thin", optimizer=True)
+    assert list(tmp_path.iterdir()) == []

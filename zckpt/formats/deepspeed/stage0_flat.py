@@ -1,0 +1,206 @@
+"""FP16_Optimizer of stage 0: one flat master for each param group, and the order of the parameters in it.
+
+{optimizer_state_dict: {state: {group: {slot: flat}}, param_groups: [{params: [group]}]}, fp32_groups_flat: [flat, ...]}
+
+The trained parameters of a group lie in its flat tensor end to end, in the order in which the user gave them, and
+without names. So they are found by value: what lies there rounds to a parameter's weight. As for numbered optimizers,
+an order is certain where a group in the model's order, or sorted by name, has one reading, and not both have another.
+
+Source: `FP16_Optimizer.__init__`, DeepSpeed 0.14 to 0.19.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zckpt.engine.boxes import row_major
+from zckpt.engine.cast import cast
+from zckpt.engine.read import read_extent
+from zckpt.errors import DamagedFileError, UsageError
+from zckpt.formats.torch_files.state_dicts import OptimizerState, parse
+from zckpt.formats.torch_files.tensors import slot_of
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.state.dtypes import is_floating
+from zckpt.storage.files import Sources
+from zckpt.torchfile import Tensor
+
+FLAT_KEY = "fp32_groups_flat"
+
+Fits = Callable[[int, str], bool]
+"""Whether what lies from an element of a flat master on rounds to the weight of this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unflattened:
+    """A flat optimizer as one that numbers its parameters, and their names by number."""
+
+    state: OptimizerState
+    names: Mapping[int, str]
+
+
+def flat_optimizer(
+    checkpoint: Checkpoint, content: Mapping[object, object], path: str, names: Sequence[str] | None
+) -> Unflattened | None:
+    """Return the optimizer with the state of each parameter; None where their order is not certain.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Has its parameters already.
+    names : sequence of str, optional
+        All of the optimizer's, in its order, from the user.
+
+    Raises
+    ------
+    DamagedFileError
+        It is none that DeepSpeed writes.
+    UsageError
+        `names` do not fit the file.
+    """
+    base = parse(content.get("optimizer_state_dict"), path)
+    flats = content[FLAT_KEY]
+    if not isinstance(flats, (list, tuple)) or not all(isinstance(t, Tensor) and len(t.shape) == 1 for t in flats):
+        raise DamagedFileError(f"unreadable {FLAT_KEY}", path=path, expected="a list of flat tensors")
+    if [len(numbers) for numbers in base.numbers] != [1] * len(flats):
+        raise DamagedFileError(
+            "flat masters and param groups disagree", path=path, expected=f"{len(flats)} groups of one tensor",
+            found=str(base.numbers)[:80],
+        )  # fmt: skip
+    candidates = {
+        p.name: p for p in checkpoint.parameters.values()
+        if p.tied_to is None and p.numel and WEIGHT in p.slots and is_floating(p.slots[WEIGHT].dtype)
+    }  # fmt: skip
+    orders: list[list[str]] = []
+    with Sources() as sources:
+        rest = list(names or ())
+        for flat in flats:
+            fits = _by_value(slot_of(MASTER, flat, path), candidates, sources)
+            if names is None:
+                found = _order(list(candidates), {n: p.numel for n, p in candidates.items()}, flat.numel, fits)
+                if found is None:
+                    return None
+            else:
+                found = _given(rest, candidates, flat.numel, fits, path)
+                rest = rest[len(found) :]
+            orders.append(found)
+    every = [name for order in orders for name in order]
+    if rest:
+        raise UsageError("more parameter names than the optimizer has", path=path, found=rest[0])
+    if len(set(every)) < len(every):
+        return None
+    return _cut(base, flats, orders, candidates)
+
+
+def _given(names: Sequence[str], known: Mapping[str, Parameter], numel: int, fits: Fits, path: str) -> list[str]:
+    """Return the first of the user's names, which make up a flat tensor."""
+    found: list[str] = []
+    at = 0
+    for name in names:
+        if at == numel:
+            break
+        if name not in known or at + known[name].numel > numel or not fits(at, name):
+            raise UsageError(
+                f"{name} is not what lies at element {at} of a flat master", path=path,
+                expected="a parameter whose weight is that, rounded",
+            )  # fmt: skip
+        found.append(name)
+        at += known[name].numel
+    if at != numel:
+        raise UsageError("too few parameter names for a flat master", path=path, expected=f"{numel} elements", found=at)
+    return found
+
+
+def _order(names: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[str] | None:
+    """Return the names that make up a flat tensor in its order; None where that is not certain."""
+    readings = [_reading(order, numels, numel, fits) for order in (list(names), sorted(names))]
+    ways = {tuple(way) for found in readings for way in found}
+    return list(ways.pop()) if len(ways) == 1 else None
+
+
+def _reading(order: Sequence[str], numels: Mapping[str, int], numel: int, fits: Fits) -> list[list[str]]:
+    """Return how names in this order, some left out, make up a flat tensor: no way, one, or two of several.
+
+    Of each element at which a name can begin it is counted how many ways lead there.
+    """
+    ways: dict[int, int] = {0: 1}
+    before: dict[int, list[tuple[int, int]]] = {}
+    for index, name in enumerate(order):
+        for at in [at for at in ways if at + numels[name] <= numel]:
+            if fits(at, name):
+                end = at + numels[name]
+                ways[end] = min(ways.get(end, 0) + ways[at], 2)
+                before.setdefault(end, []).append((at, index))
+    if ways.get(numel, 0) > 1:
+        return [[], [""]]
+    found: list[str] = []
+    at, limit = numel, len(order)
+    while numel in ways and at:
+        at, limit = next((start, index) for start, index in before[at] if index < limit)
+        found.append(order[limit])
+    return [found[::-1]] if numel in ways else []
+
+
+def _by_value(master: Slot, known: Mapping[str, Parameter], sources: Sources) -> Fits:
+    """Return what holds a flat master against weights, at both ends of each."""
+    from zckpt.compare.weights import ELEMENTS_PER_END, not_rounded
+
+    first: dict[str, bytes] = {}
+    rounded: dict[tuple[int, str], bytes | None] = {}
+
+    def begins(at: int, weight: Slot, name: str) -> bool:
+        """Tell whether the first elements are alike, which is known for each place and name once."""
+        if name not in first:
+            first[name] = read_extent(weight, Extent.flat(weight.shape, 0, 1), sources).tobytes()
+        key = at, weight.dtype
+        if key not in rounded:
+            one = cast(read_extent(master, Extent.flat(master.shape, at, 1), sources), weight.dtype)
+            rounded[key] = None if np.isnan(one.astype(np.float32)).any() else one.tobytes()
+        return rounded[key] in (None, first[name])
+
+    def fits(at: int, name: str) -> bool:
+        weight = known[name].slots[WEIGHT]
+        if not begins(at, weight, name):
+            return False
+        count = min(ELEMENTS_PER_END, weight.numel)
+        for start in dict.fromkeys((0, weight.numel - count)):
+            there = Extent.flat(master.shape, at + start, count)
+            stored = read_extent(weight, Extent.flat(weight.shape, start, count), sources)
+            if len(not_rounded(read_extent(master, there, sources), stored)):
+                return False
+        return True
+
+    return fits
+
+
+def _cut(
+    base: OptimizerState, flats: Sequence[Tensor], orders: Sequence[Sequence[str]], known: Mapping[str, Parameter]
+) -> Unflattened | None:
+    """Return the state of each parameter; None where some state is not one value for each element, nor one for all."""
+    found = OptimizerState({}, [])
+    names: dict[int, str] = {}
+    for group, (number,), flat, order in zip(base.groups, base.numbers, flats, orders, strict=True):
+        state = base.state.get(number, {})
+        whole = {key for key, value in state.items() if isinstance(value, Tensor) and value.shape}
+        if any(state[key].shape != flat.shape or not state[key].is_contiguous for key in whole):  # type: ignore[attr-defined]
+            return None
+        starts = itertools.accumulate((known[name].numel for name in order), initial=0)
+        first = len(names)
+        for own, (name, at) in enumerate(zip(order, starts, strict=False), first):
+            names[own] = name
+            shape = known[name].shape
+            found.masters[own] = _part(flat, shape, at)
+            if state:
+                found.state[own] = {
+                    key: _part(value, shape, at) if isinstance(value, Tensor) and key in whole else value
+                    for key, value in state.items()
+                }
+        found.groups.append({**group, "params": list(range(first, len(names)))})
+    return Unflattened(found, names)
+
+
+def _part(flat: Tensor, shape: tuple[int, ...], at: int) -> Tensor:
+    return replace(flat, shape=shape, strides=row_major(shape), storage_offset=flat.storage_offset + at)

@@ -1,0 +1,355 @@
+"""The optimizers of model-parallel ranks without ZeRO: which parameters each of them numbers.
+
+Tensor-parallel ranks number their slices alike. Of a pipeline, the layers have to be found that a stage has:
+A stage's model file has its optimizer and the names of its buffers, and nothing else says what the stage has: the
+layers' files do not name their stage. A tied layer has one file, and every stage that uses it has state of its own of
+it, under a number of its own. So the names are deduced over all layers, as those of any numbered optimizer are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from zckpt.errors import UnsupportedError, UsageError
+from zckpt.formats.deepspeed.origin import RankFiles, RankState
+from zckpt.formats.deepspeed.pipeline import TIED
+from zckpt.formats.deepspeed.stage0 import attach_optimizer, has_all_names, numbers_of
+from zckpt.formats.deepspeed.stage_bounds import MOST_LAYERS
+from zckpt.formats.deepspeed.stages import layer_of, tied_key
+from zckpt.formats.deepspeed.tp_rules import Rules
+from zckpt.state import Checkpoint, Parameter
+
+
+def attach_to_ranks(
+    source: str,
+    ranks: Sequence[RankFiles],
+    rules: Rules | None,
+    info: Mapping[str, object] | None,
+    tp: int,
+    names: Sequence[str] | None,
+    *,
+    layers: bool,
+) -> list[str] | None:
+    """Give each model-parallel rank the optimizer in its model file, before slices and stages are put together.
+
+    Parameters
+    ----------
+    rules : Rules or None
+        For the slices, made of `info`.
+    tp : int
+        Tensor-parallel ranks.
+    names : sequence of str, optional
+        From the user.
+    layers : bool
+        Whether it is a pipeline.
+
+    Returns
+    -------
+    list of str or None
+        Why none has an optimizer, empty where all have. None: there is one rank, and its checkpoint is to have it.
+
+    Raises
+    ------
+    DamagedFileError, UsageError, UnsupportedError
+        As the functions below.
+    """
+    if ranks[0].models[0].content.get("optimizer") is None:
+        return None
+    # A vocabulary's padding is in the optimizer's state, too, and is to be taken off both.
+    padded = rules is not None and any(map(rules.is_vocabulary, ranks[0].state.parameters))
+    if len(ranks) == 1 and not padded and not (layers and names is not None):
+        return None
+    if layers:
+        names, keys = layer_numbers(names, ranks[0], source)
+        reasons = attach_to_stages(source, ranks, tp, names)
+        name_tied_layers(ranks, keys, info, tp, source)
+    else:
+        reasons = attach_to_slices(source, ranks, names)
+    return None if reasons and len(ranks) == 1 else reasons
+
+
+def layer_numbers(
+    names: Sequence[str] | None, files: RankFiles, path: str
+) -> tuple[Sequence[str] | None, dict[int, str]]:
+    """Return names that a user gave with the number of its file's layer for each tied one, and those layers' keys.
+
+    Raises
+    ------
+    UsageError
+        Which layer a key is of is not known.
+    """
+    rests: dict[str, set[str]] = {}
+    for name in names or ():
+        if name.startswith(TIED):
+            rests.setdefault(tied_key(name) or "", set()).add(name.removeprefix(TIED).partition(".")[2])
+    given = {layer_of(name) for name in names or () if not name.startswith(TIED)}
+    held: dict[int, set[str]] = {}
+    for name in files.state.parameters:
+        held.setdefault(layer_of(name), set()).add(name.partition(".")[2])
+    keys: dict[int, str] = {}
+    for key, its in rests.items():
+        found = [layer for layer, has in held.items() if its <= has and layer not in given]
+        if len(found) != 1:
+            raise UsageError(
+                f"which layer {TIED}{key} is in is not known",
+                path=path,
+                expected=f"one file of a layer with {', '.join(sorted(its))[:80]} whose names are not given otherwise",
+                found=", ".join(map(str, found)) or "none",
+            )
+        keys[found[0]] = key
+    numbers = {key: layer for layer, key in keys.items()}
+    whole = [f"{numbers[tied_key(n) or '']}.{n.removeprefix(TIED).partition('.')[2]}" if n.startswith(TIED) else n
+             for n in names or ()]  # fmt: skip
+    return (None if names is None else whole), keys
+
+
+def attach_to_slices(source: str, ranks: Sequence[RankFiles], names: Sequence[str] | None) -> list[str]:
+    """Give each tensor-parallel rank the optimizer in its model file, under the names of its slices.
+
+    Every rank numbers its own slices, which are alike on all of them. Where the names on one rank are not certain,
+    none of them gets an optimizer.
+
+    Returns
+    -------
+    list of str
+        Why they have none; empty where they have one.
+
+    Raises
+    ------
+    DamagedFileError
+        One is none that DeepSpeed writes.
+    """
+    found: list[Checkpoint] = []
+    for files in ranks:
+        one = Checkpoint(source, "deepspeed")
+        one.parameters = {name: replace(p, slots=dict(p.slots)) for name, p in files.state.parameters.items()}
+        path = files.models[0].shard.path
+        if not isinstance(files.models[0].content.get("optimizer"), dict):
+            return [f"{path}: holds no optimizer, as other tensor-parallel ranks do; its state is left out"]
+        attach_optimizer(one, files.models[0], names)
+        groups = [group.parameters for group in one.param_groups]
+        if not has_all_names(one) or (found and groups != [group.parameters for group in found[0].param_groups]):
+            return [
+                f"{path}: which slices the optimizer's parameters are is not certain; its state is left out (give "
+                f"--names FILE, one name a line in the optimizer's order)"
+            ]
+        found.append(one)
+    for files, one in zip(ranks, found, strict=True):
+        files.state.parameters.update(one.parameters)
+        files.state.groups[:] = one.param_groups
+    return []
+
+
+def attach_to_stages(source: str, ranks: Sequence[RankFiles], tp: int, names: Sequence[str] | None) -> list[str]:
+    """Give each model-parallel rank of a pipeline the optimizer in its model file, and the parameters of its stage.
+
+    Parameters
+    ----------
+    ranks : sequence of RankFiles
+        Those of the first stage have the parameters of all layers. They are changed, unless no name is certain.
+    tp : int
+        Tensor-parallel ranks.
+    names : sequence of str, optional
+        Those of a tensor-parallel rank, stage by stage, in the order of each optimizer's numbers.
+
+    Returns
+    -------
+    list of str
+        Why none has an optimizer; empty where all have.
+
+    Raises
+    ------
+    UsageError
+        `names` are not as many as the optimizers number.
+    DamagedFileError
+        One is none that DeepSpeed writes.
+    """
+    missing = [
+        one.models[0].shard.path for one in ranks if not isinstance(one.models[0].content.get("optimizer"), dict)
+    ]
+    if missing:
+        return [f"{missing[0]}: holds no optimizer, as those of other stages do; none is read"]
+    given = _by_stage(names, ranks[::tp], source)
+    every = [set(ranks[number % tp].state.parameters) for number in range(len(ranks))]
+    found = _attached(source, ranks, tp, every, given)
+    if names is None and any(one.unnamed for one in found):  # what is certain tells which layers the others can have
+        found = _attached(source, ranks, tp, _between(found, every, tp), given)
+    for number, one in enumerate(found):
+        groups = [group.parameters for group in one.param_groups]
+        of_first = [group.parameters for group in found[number // tp * tp].param_groups]
+        if not has_all_names(one) or not _follow(groups, found[number % tp : number : tp]) or groups != of_first:
+            return [
+                f"{ranks[number].models[0].shard.path}: which layers' parameters the optimizer of stage {number // tp} "
+                f"numbers is not certain; its state is not read, and `zckpt reshard` to the same stages copies it "
+                f"(give --names FILE, one name a line: stage by stage, in the order of each optimizer)"
+            ]
+    states = _states(ranks, found, tp)
+    for files, state in zip(ranks, states, strict=True):
+        own = files.state
+        own.parameters, own.groups, own.tied = state.parameters, state.groups, state.tied
+    return []
+
+
+def _attached(
+    source: str,
+    ranks: Sequence[RankFiles],
+    tp: int,
+    allowed: Sequence[Collection[str]],
+    names: Sequence[Sequence[str] | None],
+) -> list[Checkpoint]:
+    """Return for each rank its parameters, those with names that are certain with their state."""
+    found: list[Checkpoint] = []
+    for number, files in enumerate(ranks):
+        one = Checkpoint(source, "deepspeed")
+        every = ranks[number % tp].state.parameters
+        one.parameters = {n: replace(p, slots=dict(p.slots)) for n, p in every.items() if n in allowed[number]}
+        attach_optimizer(one, files.models[0], names[number // tp])
+        found.append(one)
+    return found
+
+
+def _between(found: Sequence[Checkpoint], every: Sequence[Collection[str]], tp: int) -> list[set[str]]:
+    """Return the parameters that each rank can have: of layers between those of other stages, or its own for certain.
+
+    Layers are dealt in order.
+    """
+    certain = [{n for group in one.param_groups for n in group.parameters if n in one.parameters} for one in found]
+    own = [[layer_of(n) for n in names.difference(*certain[number % tp : number : tp])]
+           for number, names in enumerate(certain)]  # fmt: skip
+    allowed = []
+    for number, names in enumerate(every):
+        low = max((layer for layers in own[number % tp : number : tp] for layer in layers), default=-1)
+        high = min((layer for layers in own[number + tp :: tp] for layer in layers), default=MOST_LAYERS)
+        allowed.append({n for n in names if low < layer_of(n) < high} | certain[number])
+    return allowed
+
+
+def _by_stage(names: Sequence[str] | None, stages: Sequence[RankFiles], source: str) -> list[Sequence[str] | None]:
+    """Return the names that a user gave, for each stage as many as its optimizer has parameters."""
+    if names is None:
+        return [None] * len(stages)
+    numels = {name: parameter.numel for name, parameter in stages[0].state.parameters.items()}
+    found: list[Sequence[str] | None] = []
+    at = 0
+    for files in stages:
+        count = numbers_of(files.models[0], [numels.get(name, 0) for name in names[at:]])
+        found.append(names[at : at + count])
+        at += count
+    if at != len(names):
+        raise UsageError(
+            "unusable parameter names",
+            path=source,
+            expected=f"{' + '.join(str(len(one or ())) for one in found)} names, stage by stage",
+            found=len(names),
+        )
+    return found
+
+
+def _follow(groups: Sequence[Sequence[str]], before: Sequence[Checkpoint]) -> bool:
+    """Tell whether a stage's layers follow those of the stages before it, but for layers that are tied to one of them.
+
+    A stage's layers follow each other. Those that an earlier stage has, too, are tied.
+    """
+    known = {layer_of(name) for one in before for group in one.param_groups for name in group.parameters}
+    own = {layer_of(name) for group in groups for name in group} - known
+    return not known or not own or min(own) > max(known)
+
+
+def _states(ranks: Sequence[RankFiles], found: Sequence[Checkpoint], tp: int) -> list[RankState]:
+    """Return parameters and groups of each rank; what no optimizer has goes to the stage of the layers around it."""
+    owned = [{name for group in one.param_groups for name in group.parameters} for one in found]
+    states = [RankState(number) for number in range(len(ranks))]
+    for lane in range(tp):
+        of_lane = range(lane, len(ranks), tp)
+        firsts = [min(map(layer_of, owned[n] - set().union(*owned[lane:n:tp])), default=None) for n in of_lane]
+        for name, parameter in ranks[lane].state.parameters.items():
+            owner = parameter.tied_to or name
+            its = [number for number in of_lane if owner in owned[number]]
+            if not its:
+                begun = [n for n, first in zip(of_lane, firsts, strict=True)
+                         if first is not None and first <= layer_of(name)]  # fmt: skip
+                its = begun[-1:] or [lane]
+            for number in its:
+                states[number].parameters[name] = _placed(found[number].parameters.get(name, parameter), owned[number])
+        for number in of_lane:
+            states[number].groups = found[number].param_groups
+            states[number].tied = frozenset(
+                name for name in owned[number] if sum(name in owned[other] for other in of_lane) > 1
+            )
+    return states
+
+
+def _placed(parameter: Parameter, owned: set[str]) -> Parameter:
+    return replace(parameter, frozen=parameter.tied_to is None and parameter.name not in owned)
+
+
+_TIED_KEY = re.compile(r"tied_modules\\*\.(\w+)")
+"""A key of a tied layer, in a pattern."""
+
+
+def name_tied_layers(
+    ranks: Sequence[RankFiles], keys: Mapping[int, str], info: Mapping[str, object] | None, tp: int, path: str
+) -> None:
+    """Give tied layers the names that files of ZeRO have for them, where their keys are known.
+
+    Parameters
+    ----------
+    keys : mapping of int to str
+        By the number of the layer, as a user gave them. Else the rules for slices may mention one.
+
+    Raises
+    ------
+    UnsupportedError
+        Rules speak of tied layers, there are slices, and which layers those are is not known.
+    """
+    mentioned = set() if info is None else set(_TIED_KEY.findall(json.dumps(info, default=str)))
+    layers = {layer_of(name) for files in ranks for name in files.state.tied}
+    if not keys and len(mentioned) == len(layers) == 1:
+        keys = {layers.pop(): mentioned.pop()}
+    if keys:
+        named = with_tied_names(ranks, keys)
+        for files, one in zip(ranks, named, strict=True):
+            own = files.state
+            own.parameters, own.groups = one.state.parameters, one.state.groups
+            own.tied = frozenset(name for name in own.parameters if name.startswith(TIED)) | own.tied
+    elif mentioned and tp > 1:
+        raise UnsupportedError(
+            "which layer the rules mean by a tied one is not known, nor so how it is sliced",
+            path=path,
+            expected="one tied layer",
+            found=f"rules for {', '.join(sorted(mentioned))}, and {len(layers)} layers that several stages train",
+            advice="give --names FILE, one name a line: stage by stage, in the order of each optimizer",
+        )
+
+
+def with_tied_names(ranks: Sequence[RankFiles], keys: Mapping[int, str]) -> list[RankFiles]:
+    """Return the ranks of a pipeline with the names that files of ZeRO have for tied layers, and the shapes by group.
+
+    Parameters
+    ----------
+    keys : mapping of int to str
+        The key of a tied layer by its number. It is in no file of stage 0; the number stands for it.
+    """
+    tied = {name for files in ranks for name in files.state.tied}
+    if keys:
+        every = [name for files in ranks for name in files.state.parameters]
+        tied |= {name for name in every if not name.startswith(TIED) and layer_of(name) in keys}
+    tied = {name for name in tied if not name.startswith(TIED)}
+    known = {name: f"{TIED}{keys.get(layer_of(name), layer_of(name))}.{name.partition('.')[2]}" for name in tied}
+    return [_renamed(files, known) for files in ranks]
+
+
+def _renamed(files: RankFiles, known: Mapping[str, str]) -> RankFiles:
+    state = files.state
+    parameters = {
+        known.get(name, name): replace(p, name=known.get(name, name), tied_to=known.get(p.tied_to or "", p.tied_to))
+        for name, p in state.parameters.items()
+    }
+    groups = [replace(g, parameters=[known.get(name, name) for name in g.parameters]) for g in state.groups]
+    shapes = [{name: parameters[name].shape for name in group.parameters} for group in groups]
+    frozen = {name: p.shape for name, p in parameters.items() if p.group is None}
+    models = [replace(files.models[0], param_shapes=[*shapes, frozen])]
+    return replace(files, models=models, state=replace(state, parameters=parameters, groups=groups))

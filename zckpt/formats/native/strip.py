@@ -1,0 +1,103 @@
+"""A directory of zckpt's own format without slots: the same files, each with its part of what stays, a new document.
+
+What a parameter or a group has besides slots, such as a step, goes with the last of its slots. Hyperparameters stay,
+and so does what the optimizer keeps besides its state: `zckpt.load` gives an optimizer those, and it starts afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+from zckpt.formats.latest import LATEST
+from zckpt.formats.native import RANK_ROLE
+from zckpt.formats.native.writer import SECTIONS, lay_out_as_cut
+from zckpt.formats.stripped_directory import completed
+from zckpt.formats.stripping import Request, Rewritten, Stripping, as_it_is, replaced
+from zckpt.formats.torch_files.strip import shaped_slots
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter
+from zckpt.state.dtypes import itemsize
+
+
+def strip(checkpoint: Checkpoint, source: Path, request: Request) -> Stripping:
+    """Return what becomes of the files of a directory, or of the one that a run's directory names.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        As read from `source`.
+    source : Path
+        The directory as the user named it.
+    """
+    directory = Path(checkpoint.source)
+    thin = _without(checkpoint, request) if request.slots else checkpoint
+    return completed(source, directory, _rewritten(checkpoint, thin), request, pointer=LATEST)
+
+
+def _rewritten(checkpoint: Checkpoint, thin: Checkpoint) -> list[Rewritten]:
+    """Return the document and the ranks' files, given the checkpoint that they are to hold."""
+    before = {Path(file.path).name: file for file in checkpoint.files}
+    if _state(thin) == _state(checkpoint):
+        return [as_it_is(Path(file.path), name) for name, file in before.items()]
+    kinds = _dropped(checkpoint, thin)
+    ranks = [file.path for file in checkpoint.files if file.role == RANK_ROLE]
+    return [
+        replaced(file.name, before[file.name].nbytes, file, kinds.get(before[file.name].path, {}))
+        for file in lay_out_as_cut(thin, ranks)
+    ]
+
+
+def _without(checkpoint: Checkpoint, request: Request) -> Checkpoint:
+    """Return a checkpoint without the slots that go, and what goes with them."""
+    shaped = set(shaped_slots(checkpoint))
+    thin = replace(checkpoint)
+    emptied: set[str] = set()
+    for section in SECTIONS:
+        every: dict[str, Parameter] = getattr(checkpoint, section)
+        found = {name: _thinned(parameter, request, shaped) for name, parameter in every.items()}
+        emptied |= {name for name, (_, is_empty) in found.items() if is_empty}
+        setattr(thin, section, {name: parameter for name, (parameter, _) in found.items()})
+    thin.param_groups = [
+        replace(group, state={}) if request.optimizer or not emptied.isdisjoint(group.parameters) else group
+        for group in checkpoint.param_groups
+    ]
+    return thin
+
+
+def _thinned(parameter: Parameter, request: Request, shaped: Collection[str]) -> tuple[Parameter, bool]:
+    """Return a parameter without the slots that go, and whether that was the last of them."""
+    present = {key for key in parameter.slots if key in shaped}
+    gone = {key for key in present if request.drops(key)}
+    whole = bool(gone) and gone == present
+    state = request.optimizer or whole
+    kept = {
+        key: slot
+        for key, slot in parameter.slots.items()
+        if key == WEIGHT
+        or (key == MASTER and not (request.optimizer and WEIGHT in parameter.slots))
+        or (key != MASTER and not state and key not in gone)
+    }
+    return replace(parameter, slots=kept, state={} if state else parameter.state), whole
+
+
+def _state(checkpoint: Checkpoint) -> object:
+    """Return what a strip may change."""
+    every = [getattr(checkpoint, section) for section in SECTIONS]
+    return (
+        [[(name, list(one.slots), one.state) for name, one in section.items()] for section in every],
+        [group.state for group in checkpoint.param_groups],
+    )
+
+
+def _dropped(checkpoint: Checkpoint, thin: Checkpoint) -> dict[str, dict[str, int]]:
+    """Return the bytes of the slots that went, by file and slot."""
+    found: dict[str, dict[str, int]] = {}
+    for section in SECTIONS:
+        left = getattr(thin, section)
+        for name, parameter in getattr(checkpoint, section).items():
+            for key, slot in parameter.slots.items():
+                for span in slot.spans if key not in left[name].slots else ():
+                    kinds = found.setdefault(span.path, {})
+                    kinds[key] = kinds.get(key, 0) + span.extent.numel * itemsize(slot.dtype)
+    return found

@@ -1,0 +1,45 @@
+"""Which formats and maps there are, as a JSON-able document. Opens no checkpoint."""
+
+from __future__ import annotations
+
+from zckpt.formats.format import Format
+from zckpt.formats.options import options_of
+from zckpt.formats.registry import BUILT_IN, BrokenPluginError, formats
+from zckpt.naming.document import read_map, shipped
+
+
+def list_formats() -> dict[str, object]:
+    """Return what is known of each format, and the errors about formats of other packages that cannot be loaded.
+
+    Returns
+    -------
+    dict
+        JSON-able: `formats`, in the order in which they are asked whose a path is, `broken`, and the `maps` that come
+        with zckpt.
+    """
+    broken: list[BrokenPluginError] = []
+    found = [_about(one) for one in formats(broken)]
+    maps = [{"name": one.name, "sides": list(one.sides), "about": one.about} for one in map(read_map, shipped())]
+    return {"formats": found, "broken": [str(error) for error in broken], "maps": maps}
+
+
+def _about(one: Format) -> dict[str, object]:
+    options = [
+        {
+            "name": option.name,
+            "type": option.kind.__name__,
+            **{key: getattr(option, key) for key in ("default", "choices", "help")},
+        }
+        for option in options_of(one.options)
+    ]
+    return {
+        "name": one.name,
+        "title": one.title,
+        "built_in": one.name in BUILT_IN,
+        "reads": [{"what": what, "details": details} for what, details in one.reads] or [{"what": one.title}],
+        "written": bool(one.writes),
+        "writes": one.writes or None,
+        "options": options,
+        "reshard": type(one).recut is not Format.recut,
+        "strip": type(one).strip is not Format.strip,
+    }
