@@ -58,11 +58,16 @@ def engine_of(stage: int, layers: int):
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
 
-def save(rank: int, _: int, directory: Path, stage: int, layers: int) -> None:
-    engine = engine_of(stage, layers)
+def train(engine, rank: int) -> None:
+    """Take a step."""
     rows = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(rank)).bfloat16()
     engine.backward(engine(rows).square().mean())
     engine.step()
+
+
+def save(rank: int, _: int, directory: Path, stage: int, layers: int) -> None:
+    engine = engine_of(stage, layers)
+    train(engine, rank)
     engine.save_checkpoint(str(directory))
 
 

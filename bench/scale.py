@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -111,12 +112,13 @@ def planned(options: argparse.Namespace) -> None:
     def write(plan, names, **_):
         print(f"planned   {time.perf_counter() - start:8.1f} s")
         batches = (
-            batch
+            written._Task(batch, None)
             for path, one in zip(names, plan.files, strict=True)
             for batch in written._batches(path, one, written.BATCH_NBYTES, sys.maxsize, Checks())
         )
-        portions = Portions(plan.copy_nbytes, written._batch_nbytes, written._reads, written._writes)
-        for task in tasks_of(written.write_batch, batches, portions, 16):
+        portions = Portions(plan.copy_nbytes, written._task_nbytes, written._reads, written._writes)
+        run = partial(written.run_task, written.write_batch)
+        for task in tasks_of(run, batches, portions, 16):
             size = len(pickle.dumps((results_of, task), protocol=5))
             counts["tasks"] += 1
             counts["nbytes"] += size

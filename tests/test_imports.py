@@ -198,13 +198,25 @@ FLOORS = [
 """The rooms of the house, from the roof down."""
 
 
-def test_torch_is_imported_only_where_it_may_be_and_pickle_nowhere() -> None:
+WRITES_PICKLES = "deepspeed/pickled.py"
+
+
+def test_torch_is_imported_only_where_it_may_be_and_what_reads_pickles_nowhere() -> None:
     for path in MODULES:
         inside = path.relative_to(ROOT / "zckpt").as_posix()
         tree = ast.parse(path.read_text())
-        assert not {"deepspeed", "pickle"} & imported(tree), inside  # `zckpt.deepspeed` finds it where it is loaded
+        assert "deepspeed" not in imported(tree), inside  # `zckpt.deepspeed` finds it where it is loaded
+        if inside != WRITES_PICKLES:
+            assert "pickle" not in imported(tree), inside
         if not inside.startswith(MAY_IMPORT_TORCH):
             assert "torch" not in imported(at_module_level(tree)), inside
+
+
+def test_what_writes_pickles_reads_none() -> None:
+    tree = ast.parse((ROOT / "zckpt" / WRITES_PICKLES).read_text())
+    assert not any(isinstance(node, ast.Import) and "pickle" in imported(node) for node in ast.walk(tree))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "pickle"]
+    assert [alias.name for node in found for alias in node.names] == ["Pickler"]
 
 
 def test_each_floor_imports_only_floors_below_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 import zckpt
@@ -110,3 +111,37 @@ def test_residue_is_that_of_most_bytes_and_a_multiple_of_the_step(tmp_path):
     assert residue([hole(0, 100, MIB - 1)], 1) is None
     assert residue([hole(0, 100, MIB, "float32")], 1) is None
     assert residue([], 8) is None
+
+
+@pytest.mark.usefixtures("clones")
+@pytest.mark.parametrize("source", ["m.safetensors", "m.pt"])
+def test_every_large_item_of_a_dcp_directory_can_be_a_clone(source, tmp_path):
+    tensors = model()
+    if source == "m.pt":
+        torch.save(tensors, tmp_path / source)
+    else:
+        save_file(tensors, tmp_path / source)
+    zckpt.convert(tmp_path / source, tmp_path / "dcp", to="dcp")
+    found = cloned(zckpt.open(tmp_path / source), zckpt.open(tmp_path / "dcp"))
+    for name in "abc":
+        assert found[name] > tensors[name].nbytes - 2 * BLOCK_NBYTES
+    zckpt.convert(tmp_path / source, tmp_path / "of3", to="dcp", world_size=3)
+    for directory in ("dcp", "of3"):
+        assert zckpt.verify(tmp_path / directory, deep=True).sound
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        dcp.load({"model": loaded}, checkpoint_id=tmp_path / directory, no_dist=True)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.usefixtures("clones")
+def test_a_file_of_our_own_is_padded_for_most_of_its_bytes_and_is_still_what_the_document_says(tmp_path, monkeypatch):
+    save_file(model(), tmp_path / "s.safetensors")
+    zckpt.convert(tmp_path / "s.safetensors", tmp_path / "own", to="zckpt")
+    found = cloned(zckpt.open(tmp_path / "s.safetensors"), zckpt.open(tmp_path / "own"))
+    large = [tensor.nbytes for tensor in model().values() if tensor.nbytes > LEAST_NBYTES]
+    assert sum(found.values()) >= sum(large) - 2 * BLOCK_NBYTES * len(large)
+    assert zckpt.verify(tmp_path / "own", deep=True).sound
+    loaded = load_file(tmp_path / "own" / "rank-00000-of-00001.safetensors")
+    assert all(torch.equal(loaded[f"weight/{name}"], tensor) for name, tensor in model().items())
+    monkeypatch.setattr("zckpt.formats.native.reader.open_rank_file", None)  # no header is read to know where all is
+    assert zckpt.fingerprint(tmp_path / "own").text == zckpt.fingerprint(tmp_path / "s.safetensors").text

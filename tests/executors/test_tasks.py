@@ -22,11 +22,14 @@ from zckpt.errors import MissingPackageError, UsageError, WorkerError
 from zckpt.executors.launch import launched
 
 
-def test_tasks_are_consecutive_batches_of_as_many_bytes():
+def test_tasks_are_consecutive_batches_of_fewer_and_fewer_bytes():
     portions = Portions(1000 << 20, lambda batch: batch << 20)
     made = list(tasks_of(int, [5] * 200, portions, 5))
     assert [batch for task in made for batch in task.batches] == [5] * 200
-    assert {len(task.batches) for task in made} == {10}  # 4 x 5 tasks of 50 MB
+    sizes = [len(task.batches) for task in made]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-5:]) == (20, [2] * 5)  # a tenth of all, then of what is left; 10 MB at the end
+    assert len(sizes) <= 30
     assert max(len(task.batches) for task in tasks_of(int, [0] * 200, portions, 5)) == tasks.TASK_BATCHES
 
 
@@ -68,6 +71,24 @@ def test_target_that_is_not_there_is_not_made(tmp_path):
         known.check()
     (tmp_path / "t").write_bytes(bytes(5))
     known.check()
+
+
+def test_what_is_written_elsewhere_is_synced_there_and_what_is_written_here_by_the_driver(tmp_path, monkeypatch):
+    (tmp_path / "t").write_bytes(bytes(5))
+    portions = Portions(5, lambda _: 5, lambda _: (), lambda _: [str(tmp_path / "t")])
+    (task,) = tasks_of(len, ["abc"], portions, 1)
+    synced = []
+    monkeypatch.setattr(os, "fdatasync", synced.append, raising=False)
+    assert results_of(task) == [3]
+    assert not synced or tasks._kernel() is None
+    monkeypatch.setattr(tasks, "_kernel", lambda: "another machine")
+    assert results_of(task) == [3]
+    (tmp_path / "u").write_bytes(bytes(5))
+    (tmp_path / "u").rename(tmp_path / "t")  # another file, of the same size
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "fdatasync", synced.append, raising=False)
+    assert results_of(task) == [3]
+    assert len(synced) >= 2
 
 
 def test_lost_process_leaves_nothing_behind(source, tmp_path, monkeypatch):

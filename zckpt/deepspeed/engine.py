@@ -1,15 +1,82 @@
-"""What a live engine of DeepSpeed is: how it cuts its state, and which parameters it has in which order."""
+"""What a live engine of DeepSpeed is: its methods, how it cuts its state, and its parameters in their order."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from zckpt.errors import UnsupportedError
-from zckpt.formats.deepspeed.in_place import Training
+from zckpt.errors import MissingPackageError, UnsupportedError
+from zckpt.formats.deepspeed.live import Pipeline, Training
 from zckpt.formats.deepspeed.write_stage0 import FUSED, PLAIN, UNFUSED, Unpartitioned
 from zckpt.operations.tensors import dtype_name
+
+ENGINE = "deepspeed.runtime.engine"
+
+_MEMORY = "/dev/shm"  # noqa: S108  # folders in it get names of their own
+"""A file system in memory, on Linux."""
+
+
+@contextmanager
+def replaced_method(
+    engine: Any, name: str, run: Callable[[Any, Callable[..., Any], dict[str, Any]], Any]
+) -> Iterator[None]:
+    """Replace a method of an engine, or of all if it is None, as long as the context lasts.
+
+    `run` is called with the engine, the method that was there, and all arguments by their names.
+
+    Raises
+    ------
+    MissingPackageError
+        Without an engine: DeepSpeed is not installed.
+    """
+    holder = _engine_class() if engine is None else engine
+    was = vars(holder).get(name)
+    original = getattr(holder, name)
+
+    def method(*given: Any, **named: Any) -> Any:
+        own = given[0] if engine is None else engine
+        call = partial(original, own) if engine is None else original
+        bound = inspect.signature(call).bind(*(given[1:] if engine is None else given), **named)
+        bound.apply_defaults()
+        return run(own, call, bound.arguments)
+
+    setattr(holder, name, method)
+    try:
+        yield
+    finally:
+        if was is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, was)
+
+
+def _engine_class() -> Any:
+    try:
+        __import__(ENGINE)
+    except ImportError as error:
+        raise MissingPackageError("without an engine, this needs DeepSpeed") from error
+    return sys.modules[ENGINE].DeepSpeedEngine
+
+
+def names_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return an empty folder for names and little else, in memory where there is such a place."""
+    in_memory = os.access(_MEMORY, os.W_OK | os.X_OK)
+    return tempfile.TemporaryDirectory(prefix="zckpt-names-", dir=_MEMORY if in_memory else None)
+
+
+def has_cores() -> bool:
+    """Tell whether each rank of this machine has more than one core."""
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    ranks = int(local) if local.isdecimal() else torch.distributed.get_world_size()
+    return (os.cpu_count() or 1) >= 2 * ranks
 
 
 def stages(engine: Any) -> int:
@@ -19,8 +86,8 @@ def stages(engine: Any) -> int:
 
 def kind_that_keeps(engine: Any) -> str | None:
     """Return what an engine has that keeps it from loading what was cut otherwise."""
-    if getattr(engine, "pipeline_parallelism", False) or stages(engine) > 1:
-        return "a pipeline"
+    if getattr(engine, "pipeline_parallelism", False) and not engine.zero_optimization():
+        return "a pipeline without ZeRO"
     if getattr(engine, "has_moe_layers", False):
         return "experts"
     if getattr(engine.optimizer, "swap_optimizer", False):
@@ -66,10 +133,11 @@ def training_of(engine: Any) -> Training:
     shapes = [{known[one]: tuple(getattr(one, "ds_shape", one.shape)) for one in group} for group in stored]
     group = getattr(optimizer, "dp_process_group", None) if stage else None
     ranks = engine.seq_dp_world_size if hasattr(engine, "seq_dp_world_size") else engine.dp_world_size
+    pipeline = _pipeline(engine)
     return Training(
         world_size=int(ranks),
         rank=torch.distributed.get_rank(group) if group is not None else 0,
-        tensor_parallel=int(engine.mp_world_size),
+        tensor_parallel=int(engine.mp_world_size) // (1 if pipeline is None else pipeline.stages),
         mp_rank=int(getattr(engine, "checkpoint_mp_rank", 0)),
         stage=stage,
         round_robin=stage in (1, 2) and bool(getattr(optimizer, "round_robin_gradients", False)),
@@ -83,7 +151,16 @@ def training_of(engine: Any) -> Training:
         names=list(names.values()),
         unpartitioned=None if form is None else
         Unpartitioned(form, [[known[one] for one in group] for group in numbered], scaling),
+        pipeline=pipeline,
     )  # fmt: skip
+
+
+def _pipeline(engine: Any) -> Pipeline | None:
+    if not getattr(engine, "pipeline_parallelism", False):
+        return None
+    tied = [getattr(layer, "key", None) if hasattr(layer, "tied_weight_attr") else None
+            for layer in engine.module._layer_specs]  # fmt: skip
+    return Pipeline(tuple(int(bound) for bound in engine.module.parts), tied, int(engine.stage_id))
 
 
 def _unpartitioned(engine: Any) -> tuple[str, list[list[Any]], dict[str, object]]:

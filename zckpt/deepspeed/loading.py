@@ -7,9 +7,7 @@ rank's, laid out as `reshard` would write it. DeepSpeed loads that as it loads i
 
 from __future__ import annotations
 
-import inspect
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +18,17 @@ from typing import Any
 
 import torch
 
-from zckpt.deepspeed.engine import kind_that_keeps, stages, training_of
+from zckpt.deepspeed.engine import (
+    ENGINE,
+    has_cores,
+    kind_that_keeps,
+    names_folder,
+    replaced_method,
+    stages,
+    training_of,
+)
 from zckpt.engine.virtual import VirtualFile, check_readable
-from zckpt.errors import LeftOutError, MissingPackageError, UnsupportedError, UsageError, listed
+from zckpt.errors import LeftOutError, UnsupportedError, UsageError, listed
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.deepspeed.directory import MODEL, OPTIMIZER, Shard, classify
@@ -34,7 +40,6 @@ from zckpt.optim.ranks import Ranks
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent
 from zckpt.state.inventory import FILE
 
-_ENGINE = "deepspeed.runtime.engine"
 _CONSOLIDATE = "get_fp32_state_dict_from_zero_checkpoint"
 """What a ZeRO-3 engine calls to load a model without its optimizer; it opens files of its own."""
 
@@ -92,44 +97,19 @@ def any_world_size(engine: Any = None) -> Iterator[Loading]:
     UsageError
         From `load_checkpoint`, on all ranks: the checkpoint is of another model or other param groups.
     UnsupportedError
-        The engine is of a kind that only loads what one like it saved (experts, pipelines, NVMe), or the checkpoint
-        holds what DeepSpeed's files cannot.
+        The engine is of a kind that only loads what one like it saved (experts, pipelines without ZeRO, NVMe), or the
+        checkpoint holds what DeepSpeed's files cannot.
     SourceError
         The checkpoint cannot be read.
     MissingPackageError
         Without an engine: DeepSpeed is not installed.
     """
     loading = Loading()
-    holder = _engine_class() if engine is None else engine
-    was = vars(holder).get("load_checkpoint")
-    original = holder.load_checkpoint
-
-    def load_checkpoint(*given: Any, **named: Any) -> Any:
-        own = given[0] if engine is None else engine
-        call = partial(original, own) if engine is None else original
-        bound = inspect.signature(call).bind(*(given[1:] if engine is None else given), **named)
-        bound.apply_defaults()
-        return _load(own, call, bound.arguments, loading)
-
-    holder.load_checkpoint = load_checkpoint
-    try:
+    with replaced_method(engine, "load_checkpoint", partial(_load, loading)):
         yield loading
-    finally:
-        if was is None:
-            del holder.load_checkpoint
-        else:
-            holder.load_checkpoint = was
 
 
-def _engine_class() -> Any:
-    try:
-        __import__(_ENGINE)
-    except ImportError as error:
-        raise MissingPackageError("any_world_size() without an engine needs DeepSpeed") from error
-    return sys.modules[_ENGINE].DeepSpeedEngine
-
-
-def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], loading: Loading) -> Any:
+def _load(loading: Loading, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Load a checkpoint into an engine as it is, or in place."""
     directory, tag = arguments["load_dir"], arguments["tag"]
     path = Path(directory) if tag is None else Path(directory, str(tag))
@@ -138,11 +118,10 @@ def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], load
         return call(**arguments)
     module_only = arguments["load_module_only"]
     wants_optimizer = arguments["load_optimizer_states"] and not module_only and engine.optimizer is not None
-    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer))
+    wants_scheduler = not module_only and arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None
+    served = ranks.do(lambda: _served(engine, path, optimizer=wants_optimizer, scheduler=wants_scheduler))
     if served is None:
         return call(**arguments)
-    if wants_optimizer or not module_only:
-        ranks.do(lambda: _check_scheduler(engine, served, arguments, path))
     loading.notes += served.notes
     loading.in_place.append(str(path))
     if ranks.rank == 0:
@@ -161,7 +140,7 @@ def _load(engine: Any, call: Callable[..., Any], arguments: dict[str, Any], load
     return (None if found is None else str(path)), client_state
 
 
-def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
+def _served(engine: Any, path: Path, *, optimizer: bool, scheduler: bool) -> Served | None:
     """Return a checkpoint cut for an engine; None where the engine can load it as it is."""
     checkpoint = open_checkpoint(path)
     kind = kind_that_keeps(engine)
@@ -187,8 +166,25 @@ def _served(engine: Any, path: Path, *, optimizer: bool) -> Served | None:
     wanted = [Shard("model_states.pt", MODEL, training.rank, training.mp_rank)]
     if optimizer and training.stage:
         wanted.append(Shard("optim_states.pt", OPTIMIZER, training.rank, training.mp_rank))
+    wanted += _own_layers(served)
     check_readable(served.file(shard) for shard in wanted)
+    if scheduler and scheduler_of(served) is None:
+        raise UsageError(
+            "holds no state of a learning-rate scheduler, and the engine has one",
+            path=path,
+            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
+        )
     return served
+
+
+def _own_layers(served: Served) -> list[Shard]:
+    """Return the files of layers that a rank of a pipeline loads."""
+    training = served.training
+    if training.pipeline is None:
+        return []
+    every = [classify(name, name) for name in served.layers()]
+    slice_ = training.mp_rank % training.tensor_parallel
+    return [one for one in every if one and one.layer in training.pipeline.layers and (one.mp_rank or 0) == slice_]
 
 
 def _check_nothing_lost(checkpoint: Checkpoint) -> None:
@@ -200,15 +196,6 @@ def _check_nothing_lost(checkpoint: Checkpoint) -> None:
             path=checkpoint.opened or checkpoint.source,
             advice="`zckpt reshard` or `zckpt convert` writes it without, given --drop",
             names=[item.name for item in left],
-        )
-
-
-def _check_scheduler(engine: Any, served: Served, arguments: dict[str, Any], path: Path) -> None:
-    if arguments["load_lr_scheduler_states"] and engine.lr_scheduler is not None and scheduler_of(served) is None:
-        raise UsageError(
-            "holds no state of a learning-rate scheduler, and the engine has one",
-            path=path,
-            advice="load_checkpoint(..., load_lr_scheduler_states=False) leaves the engine's as it is",
         )
 
 
@@ -233,7 +220,7 @@ class _CheckpointEngine:
         shard = classify(Path(path).name, path)
         if shard is None:
             raise UsageError("the engine asks for a file that is none of DeepSpeed's", path=path)
-        file = VirtualFile(self._served.file(shard))
+        file = VirtualFile(self._served.file(shard), threads=has_cores())
         if self._trusted:
             content = torch.load(file, map_location=map_location, weights_only=False)  # type: ignore[arg-type]
         else:
@@ -271,14 +258,16 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
     training = served.training
     prefix = "bf16_" if engine.bfloat16_enabled() else ""
     names = []
-    for mp_rank in range(training.tensor_parallel):
+    for mp_rank in range(len(served.target.ranks)):
         for rank in range(training.world_size):
             names.append(f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
             if training.stage == 3:
                 names.append(f"zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_model_states.pt")
         if training.stage != 3:
             names.append(f"mp_rank_{mp_rank:02d}_model_states.pt")
-    with tempfile.TemporaryDirectory(prefix="zckpt-names-") as folder:
+    if training.pipeline is not None:
+        names += served.layers()
+    with names_folder() as folder:
         Path(folder, served.tag).mkdir()
         for name in names:
             Path(folder, served.tag, name).touch()
@@ -288,7 +277,7 @@ def _folder(engine: Any, served: Served) -> Iterator[tuple[str, str]]:
 @contextmanager
 def _consolidating(served: Served, loading: Loading, *, optimizer: bool) -> Iterator[None]:
     """Let a ZeRO-3 engine that loads a model alone have it from zckpt."""
-    module = sys.modules.get(_ENGINE)
+    module = sys.modules.get(ENGINE)
     if optimizer or served.training.stage != 3 or not hasattr(module, _CONSOLIDATE):
         yield
         return

@@ -20,7 +20,7 @@ LEAST_NBYTES = 1 << 20
 """Of a hole that padding is spent on: at most a block, and with it the sources are looked up once more."""
 
 
-def residue(holes: Iterable[Hole], step: int) -> int | None:
+def residue(holes: Iterable[Hole], step: int, indexes: SpanIndexes | None = None) -> int | None:
     """Return what an offset has to be, modulo a block, for most bytes to be clones; None: for none.
 
     Parameters
@@ -29,9 +29,11 @@ def residue(holes: Iterable[Hole], step: int) -> int | None:
         Their offsets count from the one in question.
     step : int, bytes
         The offset must be a multiple of it; it divides a block.
+    indexes : SpanIndexes, optional
+        Of many holes that are asked for one after the other.
     """
     nbytes: Counter[int] = Counter()
-    indexes = SpanIndexes()
+    indexes = indexes or SpanIndexes()
     for hole in holes:
         if hole.nbytes < LEAST_NBYTES or isinstance(hole.slot, Computed) or not _lies_where_clones_are(hole):
             continue

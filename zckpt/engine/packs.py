@@ -37,6 +37,9 @@ GAP_NBYTES = 1 << 14
 LONG_NUMEL = 1 << 9
 """Elements from which on they are moved one share after the other: there are few enough."""
 
+DIRECT_NUMEL = 1 << 14
+"""From here on each is read by itself, straight to where it goes."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
@@ -201,14 +204,33 @@ class PackPiece:
 
     def read(self, sources: Sources) -> memoryview:
         """Return its bytes; errors are those of `read_into`."""
-        pack = self.pack
-        kind = np.dtype(f"V{pack.itemsize}") if pack.itemsize not in (1, 2, 4, 8) else np.dtype(f"u{pack.itemsize}")
-        found = np.zeros(self.high - self.low, kind)
+        found = memoryview(bytearray(self.nbytes))
+        self.read_into(found, sources)
+        return found
+
+    def read_into(self, into: memoryview, sources: Sources) -> None:
+        """Fill memory with its bytes.
+
+        Raises
+        ------
+        DamagedFileError
+            A file ends too early.
+        SourceError
+            A file cannot be read.
+        """
+        size = self.pack.itemsize
+        kind = np.dtype(f"V{size}") if size not in (1, 2, 4, 8) else np.dtype(f"u{size}")
+        if self.moved_nbytes < self.nbytes:
+            np.frombuffer(into, np.uint8)[:] = 0
         for copies, (path, offset, nbytes) in self._windows():
-            window = np.empty(nbytes // pack.itemsize, kind)
+            source = copies.source - copies.source[0]
+            if int(copies.numel.sum()) >= len(source) * DIRECT_NUMEL:
+                for a, b, n in zip(source.tolist(), copies.target.tolist(), copies.numel.tolist(), strict=True):
+                    sources.read(path, offset + a * size, into[b * size : (b + n) * size])
+                continue
+            window = np.empty(nbytes // size, kind)
             sources.read(path, offset, window.view(np.uint8).data)
-            _scatter(window, copies.source - copies.source[0], found, copies.target, copies.numel)
-        return found.view(np.uint8).data
+            _scatter(window, source, np.frombuffer(into, kind), copies.target, copies.numel)
 
     def ranges(self) -> Iterator[tuple[str, int, int]]:
         """Yield what is read: file, byte offset, bytes."""

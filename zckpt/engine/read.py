@@ -44,7 +44,7 @@ class Read:
     into: memoryview
 
 
-def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
+def read_all(reads: Sequence[Read], *, checks: Checks | None = None, threads: bool = True) -> None:
     """Read the elements of many extents, several at a time.
 
     Parameters
@@ -52,6 +52,8 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     reads : sequence of Read
     checks : Checks, optional
         Gets what is read; the caller finishes them after the last read.
+    threads : bool
+        Else all is read by the calling one.
 
     Raises
     ------
@@ -65,6 +67,10 @@ def read_all(reads: Sequence[Read], *, checks: Checks | None = None) -> None:
     batches = list(batched(_all_pieces(reads), lambda one: one[0].nbytes))
     watching = checks or Checks()
     look = partial(_read_batch, watching.watched)
+    if not threads:
+        for batch in batches:
+            watching.add(look(batch))
+        return
     with (
         Workers(READERS, here=True) as workers,
         closing(workers.run(look, batches, Portions())) as results,

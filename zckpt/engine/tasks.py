@@ -3,9 +3,10 @@
     batch batch batch ... | batch batch batch ... |     consecutive ones, as many bytes in each task
     task = work, batches, the files they read and write as the driver knows them
 
-A task may be run twice, or begun on a worker that dies: it writes the same bytes to the same places. What it wrote is
-on disk when its results arrive, for another machine's cache cannot be synced from here. A worker that finds another
-file than the driver's under a path stops: it would write something else without a word.
+A task may be run twice, or begun on a worker that dies: it writes the same bytes to the same places. What it wrote on
+another machine is on disk when its results arrive, for that one's cache cannot be synced from here; what it wrote to
+the very file of this one, the driver syncs at the end. A worker that finds another file than the driver's under a path
+stops: it would write something else without a word.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import BrokenExecutor, CancelledError, Executor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 from zckpt.errors import WorkerError, ZckptError
@@ -31,8 +33,8 @@ LEAST_TASK_NBYTES = 8 << 20
 TASK_BATCHES = 64
 """Most batches in a task: of tiny tensors they have many items and few bytes."""
 
-TASKS_PER_WORKER = 4
-"""At least, where tasks need not be smaller than `LEAST_TASK_NBYTES` for it: workers end at the same time."""
+TASKS_PER_WORKER = 2
+"""Of what is left: tasks get smaller towards the end, so that workers end at the same time."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -72,11 +74,15 @@ class Portions(Generic[Item]):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A file as the driver sees it: its size in bytes, and of one that is read when it was changed last, in seconds."""
+    """A file as the driver sees it: its size in bytes, and of one that is read when it was changed last, in seconds.
+
+    Of one that is written, `cached` is in which cache of which machine its bytes are, where that is known.
+    """
 
     path: str
     nbytes: int
     changed: int | None
+    cached: tuple[str, int, int] | None = None
 
     def check(self) -> None:
         """Raise WorkerError unless it is the same file here."""
@@ -87,6 +93,10 @@ class Known:
             raise self._error("is another file", f"{self.nbytes} bytes", found.st_size)
         if self.changed is not None and int(found.st_mtime) != self.changed:
             raise self._error("is another file", f"last changed at {self.changed}", int(found.st_mtime))
+
+    def is_cached_here(self) -> bool:
+        """Tell whether what is written to it here is in the cache that the driver syncs."""
+        return self.cached is not None and self.cached == _cached(os.stat(self.path))  # noqa: PTH116
 
     def _error(self, what: str, expected: str | None, found: int | None) -> WorkerError:
         return WorkerError(
@@ -131,8 +141,6 @@ class Task(Generic[Item, Result]):
     batches : tuple
     files : tuple of Known
         What they read and write.
-    writes : tuple of str
-        Which of these are written.
     version : str
         Of zckpt.
     """
@@ -140,7 +148,6 @@ class Task(Generic[Item, Result]):
     work: Callable[[Item], Result]
     batches: tuple[Item, ...]
     files: tuple[Known, ...]
-    writes: tuple[str, ...]
     version: str = __version__
 
 
@@ -166,7 +173,8 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
         if not wanted():
             raise CancelledError
         results.append(task.work(batch))
-    for path in task.writes:
+    elsewhere = [file.path for file in task.files if file.changed is None and not file.is_cached_here()]
+    for path in elsewhere:
         descriptor = os.open(path, os.O_WRONLY)
         try:
             getattr(os, "fdatasync", os.fsync)(descriptor)
@@ -178,7 +186,7 @@ def results_of(task: Task[Item, Result]) -> list[Result]:
 def tasks_of(
     work: Callable[[Item], Result], batches: Iterable[Item], portions: Portions[Item], workers: int
 ) -> Iterator[Task[Item, Result]]:
-    """Yield batches as tasks of about as many bytes each.
+    """Yield batches as tasks, which have fewer and fewer bytes.
 
     Parameters
     ----------
@@ -189,16 +197,17 @@ def tasks_of(
     workers : int
         How many run at once.
     """
-    share = portions.total // (TASKS_PER_WORKER * workers)
-    most = min(max(share, LEAST_TASK_NBYTES), TASK_NBYTES)
+    left = portions.total
     known: dict[tuple[str, bool], Known | None] = {}
     some: list[Item] = []
     nbytes = 0
     for batch in batches:
         some.append(batch)
         nbytes += portions.nbytes(batch)
+        most = min(max(left // (TASKS_PER_WORKER * workers), LEAST_TASK_NBYTES), TASK_NBYTES)
         if nbytes >= most or len(some) >= TASK_BATCHES:
             yield _task(work, some, portions, known)
+            left -= nbytes
             some, nbytes = [], 0
     if some:
         yield _task(work, some, portions, known)
@@ -216,7 +225,7 @@ def _task(
         if one not in known:
             known[one] = _known(*one)
     files = tuple(file for one in (*reads, *writes) if (file := known[one]) is not None)
-    return Task(work, tuple(batches), files, tuple(path for path, _ in writes))
+    return Task(work, tuple(batches), files)
 
 
 def _known(path: str, is_written: bool) -> Known | None:
@@ -227,7 +236,28 @@ def _known(path: str, is_written: bool) -> Known | None:
         found = os.stat(path)  # noqa: PTH116
     except (OSError, ValueError):
         return None
-    return Known(path, found.st_size, None if is_written else int(found.st_mtime))
+    if is_written:
+        return Known(path, found.st_size, None, _cached(found))
+    return Known(path, found.st_size, int(found.st_mtime))
+
+
+def _cached(found: os.stat_result) -> tuple[str, int, int] | None:
+    """Return which cache has the pages of a file: that of a running kernel, a file system mounted there, and a file."""
+    kernel = _kernel()
+    return None if kernel is None else (kernel, found.st_dev, found.st_ino)
+
+
+@lru_cache(maxsize=1)
+def _kernel() -> str | None:
+    """Return what tells a running kernel from all others; None: nothing does.
+
+    A virtual machine that was begun from another's memory has its number, and not its name.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:  # noqa: PTH123
+            return f"{os.uname().nodename} {file.read(64).decode('ascii', 'replace').strip()}"
+    except OSError:  # not Linux
+        return None
 
 
 def _host() -> str:

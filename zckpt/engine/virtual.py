@@ -20,7 +20,7 @@ from zckpt.engine.plan import check_covered
 from zckpt.engine.read import Read, check_reads, read_all
 from zckpt.engine.targets import Hole, Literal, TargetFile
 from zckpt.engine.tasks import Portions
-from zckpt.engine.workers import READERS, Workers
+from zckpt.engine.workers import READERS, Workers, batched
 from zckpt.state import Extent
 from zckpt.state.dtypes import itemsize
 from zckpt.storage.files import Sources
@@ -56,6 +56,8 @@ class VirtualFile(io.RawIOBase):
     Parameters
     ----------
     file : TargetFile
+    threads : bool
+        Whether large ranges are read by several.
 
     Attributes
     ----------
@@ -63,8 +65,9 @@ class VirtualFile(io.RawIOBase):
         Of tensors, so far.
     """
 
-    def __init__(self, file: TargetFile) -> None:
+    def __init__(self, file: TargetFile, *, threads: bool = True) -> None:
         super().__init__()
+        self._threads = threads
         self._nbytes = file.nbytes
         parts: list[Literal | Hole | Pack] = [*file.literals, *file.holes, *file.packs]
         self._parts = sorted((part for part in parts if _nbytes(part)), key=lambda part: part.offset)
@@ -125,11 +128,9 @@ class VirtualFile(io.RawIOBase):
         _clear(into[done - start :])
         self.read_nbytes += sum(read.into.nbytes for read in reads) + sum(one.moved_nbytes for one, _, _ in packed)
         if reads:
-            read_all(reads)
+            read_all(reads, threads=self._threads)
         if packed:
-            with Workers(READERS, here=True) as workers, closing(workers.run(_unpack, packed, Portions())) as results:
-                for _ in results:
-                    pass
+            _read_packed(packed, threads=self._threads)
         for view, found in late:
             view[:] = found
 
@@ -172,7 +173,21 @@ def _of_pack(pack: Pack, view: memoryview, start: int, end: int) -> Sequence[tup
     return found
 
 
-def _unpack(one: tuple[PackPiece, int, memoryview]) -> None:
-    piece, skipped, view = one
+def _read_packed(packed: Sequence[tuple[PackPiece, int, memoryview]], *, threads: bool) -> None:
+    batches = batched(packed, lambda one: one[0].nbytes)
+    if not threads:
+        for batch in batches:
+            _unpack(batch)
+        return
+    with Workers(READERS, here=True) as workers, closing(workers.run(_unpack, batches, Portions())) as results:
+        for _ in results:
+            pass
+
+
+def _unpack(batch: Sequence[tuple[PackPiece, int, memoryview]]) -> None:
     with Sources() as sources:
-        view[:] = piece.read(sources)[skipped : skipped + view.nbytes]
+        for piece, skipped, view in batch:
+            if view.nbytes == piece.nbytes:
+                piece.read_into(view, sources)
+            else:
+                view[:] = piece.read(sources)[skipped : skipped + view.nbytes]

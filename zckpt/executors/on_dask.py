@@ -67,6 +67,7 @@ class DaskExecutor(Executor):
         self.workers = max(sum(self._client.nthreads().values()), 1)
         self.lost = (KilledWorker, CommClosedError, CancelledError)
         self._pool = self._client.get_executor(pure=False)
+        self._run = _unpacked_there()
         self._name = uuid.uuid4().hex
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:  # noqa: ANN401
@@ -74,7 +75,7 @@ class DaskExecutor(Executor):
         from distributed.protocol.pickle import dumps
 
         data = dumps((run_on_worker, (self._name, fn, args, kwargs)))
-        future: Future[Result] = self._pool.submit(_unpacked_there(), data)
+        future: Future[Result] = self._pool.submit(self._run, data)
         return future
 
     def settle(self) -> None:

@@ -70,7 +70,7 @@ def convert(
         `to="universal"`: its parent gets `latest_universal`, which names it, as DeepSpeed expects it.
     to : str
         A format that is written: "deepspeed", "universal", "consolidated", "zckpt", "dcp", "zero-redundancy",
-        "fsdp-rank-files", "transformers-trainer", "accelerate", or one of another package.
+        "fsdp-rank-files", "transformers-trainer", "accelerate", "megatron", or one of another package.
     verify : bool
         Compare all that was written with the source, before it gets its name.
     fingerprint : bool, optional

@@ -43,7 +43,7 @@ from zckpt.torchfile.nodes import (
     Tensor,
 )
 from zckpt.torchfile.pickle_stream import Writer, in_order
-from zckpt.torchfile.pickle_writer import dump
+from zckpt.torchfile.pickle_writer import Pickled, dump
 from zckpt.torchfile.plain import Renderer, brief, plain
 from zckpt.torchfile.reader import read_pickle, read_source, read_torchfile
 from zckpt.torchfile.rebuild import MAX_DIMENSIONS, MAX_ELEMENTS, Context, Guard
@@ -95,6 +95,7 @@ __all__ = [
     "NumpyScalar",
     "Object",
     "OrderedMapping",
+    "Pickled",
     "Placed",
     "PlainParts",
     "QuantizedTensor",

@@ -2,7 +2,7 @@
 
 Metadata(
     state_dict_metadata  {key: TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()}
-    planner_data         {key: path}
+    planner_data         {key: path}; None where all keys are those of a flat dict
     storage_data         {MetadataIndex(key, first element of a chunk, its number): _StorageInfo(file, offset, length)}
     storage_meta         None
     version              "1.0.0"
@@ -69,9 +69,9 @@ class Entry:
     chunks: tuple[Chunk, ...]
 
 
-def metadata(entries: Sequence[Entry]) -> bytes:
-    """Return the content of `.metadata`."""
-    return _Metadata().pickle(entries)
+def metadata(entries: Sequence[Entry], *, paths: bool = True) -> bytes:
+    """Return the content of `.metadata`, with the path of each key or without."""
+    return _Metadata().pickle(entries, paths=paths)
 
 
 class _Metadata:
@@ -88,14 +88,17 @@ class _Metadata:
         self.sizes: dict[tuple[int, ...], int] = {}
         self.repeated: dict[object, bytes] = {}
 
-    def pickle(self, entries: Sequence[Entry]) -> bytes:
+    def pickle(self, entries: Sequence[Entry], *, paths: bool) -> bytes:
         writer = self.writer
         self.new(CLASSES, "Metadata")
         writer.out += b"}("
         writer.text("state_dict_metadata")
         self.mapping(self.storage_metadata, entries)
         writer.text("planner_data")
-        self.mapping(self.path, entries)
+        if paths:
+            self.mapping(self.path, entries)
+        else:
+            writer.out += b"N"
         writer.text("storage_data")
         self.mapping(self.storage, ((entry, number) for entry in entries for number in range(len(entry.chunks))))
         writer.text("storage_meta")

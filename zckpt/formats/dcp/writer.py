@@ -9,7 +9,8 @@ Each item is at a multiple of 64 bytes:
     | archive of item 0 | zeros | archive of item 1 | zeros | ...
 
 Tensors of one type and shape have the same bytes around their elements, and equal values are equal archives, so
-that each kind is laid out once, however many there are.
+that each kind is laid out once, however many there are. Where the sources lie on a file system that clones, the data of
+large ones begins where blocks of it are blocks of the source: those of one kind and beginning are one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zckpt.engine.boxes import SpanIndexes
+from zckpt.engine.congruence import residue
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.formats.dcp.directory import NAME, OWN_NAME
 from zckpt.formats.dcp.own import own_tree
@@ -26,7 +29,9 @@ from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
 from zckpt.formats.torch_files import writer as torch_writer
 from zckpt.formats.torch_files.writer import SlotContent, SlotTensor, ValueTensor
 from zckpt.state import Checkpoint, Extent, Slot
+from zckpt.state.dtypes import itemsize
 from zckpt.state.partition import check_world_size
+from zckpt.storage.clone import BLOCK_NBYTES
 from zckpt.torchfile import ALIGNMENT
 
 CUT_NBYTES = 1 << 16
@@ -169,6 +174,7 @@ class Archives:
 
     def __init__(self) -> None:
         self._known: dict[object, TargetFile] = {}
+        self._indexes = SpanIndexes()
 
     def nbytes(self, value: object) -> int:
         """Return the size of an item, with the zeros after it."""
@@ -177,7 +183,8 @@ class Archives:
 
     def put(self, file: TargetFile, value: object) -> tuple[int, int]:
         """Append an item to a file; return its offset and length in bytes."""
-        archive, at = self._archive(value), file.nbytes
+        at = file.nbytes
+        archive = self._archive(value, self._start(value, at))
         for literal in archive.literals:
             file.literals.append(Literal(at + literal.offset, literal.data) if at else literal)
         for hole in archive.holes:
@@ -193,11 +200,20 @@ class Archives:
         file.nbytes = at + archive.nbytes + -archive.nbytes % ALIGNMENT
         return at, archive.nbytes
 
-    def _archive(self, value: object) -> TargetFile:
-        kind = _kind(value)
+    def _start(self, value: object, at: int) -> int | None:
+        """Return where the data of an archive at `at` begins in it, modulo a block, so that most can be clones."""
+        if not isinstance(value, TensorPiece):
+            return None
+        tensor = value.tensor
+        hole = Hole(0, tensor.label, tensor.slot, value.extent, tensor.dtype)
+        found = residue([hole], itemsize(tensor.dtype), self._indexes)
+        return None if found is None else (found - at) % BLOCK_NBYTES
+
+    def _archive(self, value: object, start: int | None = None) -> TargetFile:
+        kind = _kind(value), start
         archive = self._known.get(kind)
         if archive is None:
-            archive = self._known[kind] = _joined(torch_writer.lay_out(STEM, _node(value)))
+            archive = self._known[kind] = _joined(torch_writer.lay_out(STEM, _node(value, start)))
         return archive
 
 
@@ -212,11 +228,11 @@ def _kind(value: object) -> object:
     return id(value)
 
 
-def _node(value: object) -> object:
+def _node(value: object, start: int | None) -> object:
     if not isinstance(value, TensorPiece):
         return value
     stand_in = Slot("", value.tensor.dtype, value.sizes, ())
-    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotContent(0, stand_in, "")])
+    storage = torch_writer.new_storage(value.tensor.dtype, stand_in.numel, [SlotContent(0, stand_in, "")], start=start)
     return torch_writer.view(storage, value.sizes)
 
 

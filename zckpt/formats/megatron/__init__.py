@@ -22,18 +22,51 @@ buckets       where the distributed optimizer has a parameter in buffers without
 proof         whether every master there is its weight, rounded
 cut           how ranks' slices make up a parameter
 heads         the order of query, key and value in old files
+
+writer        a run's directory with one `torch_dist` checkpoint
+keys          under which key, and where in it, such a directory has each tensor
+write_groups  param groups as Megatron-Core has them
+own           what a directory that zckpt wrote has besides
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zckpt.formats.format import TAG, Format, Found, NearMiss, Search
-from zckpt.formats.megatron.directory import LEGACY, find_place
+from zckpt.formats.format import TAG, Format, Found, Job, NearMiss, Search, TargetFiles
+from zckpt.formats.megatron.directory import LEGACY, find_place, is_written, names_own
+from zckpt.formats.options import dtype_option, option
+from zckpt.storage.ownership import Owned
 
 if TYPE_CHECKING:
     from zckpt.formats.survey import Survey
     from zckpt.state import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `convert --to megatron` can be given."""
+
+    world_size: int = option(int, 1, "Files to spread it over; any parallelism loads it.", metavar="N")
+    dtype: str = dtype_option()
+    optimizer: str | None = option(
+        str,
+        None,
+        "Whose state it is: of the distributed optimizer, or of one that is not. Default: as SOURCE, or the first.",
+        choices=("distributed", "plain"),
+    )
+    layers: str | None = option(
+        str,
+        None,
+        "As one tensor, or one by one (moe_layer_freq, heterogeneous). Default: as SOURCE, or stacked where alike.",
+        choices=("stacked", "apart"),
+    )
+    expert_parallel_size: int | None = option(
+        int, None, "Of the training that loads it; above 1 experts have an optimizer of their own. Default: as SOURCE.",
+        metavar="E",
+    )  # fmt: skip
+    iteration: int | None = option(int, None, "At which it was saved. Default: SOURCE's step.", metavar="N")
 
 
 class Megatron(Format):
@@ -54,6 +87,9 @@ class Megatron(Format):
             "proven by the weights; old orders of query, key and value",
         ),
     )
+    writes = "Megatron-Core: `torch_dist`, which any tensor, pipeline, expert and data parallelism loads"
+    options = Options
+    owns = Owned(names_own, is_written)
     takes = frozenset({TAG})
     own_metadata = frozenset({
         "args", "checkpoint_version", "content_metadata", "iteration", "num_floating_point_operations_so_far",
@@ -72,6 +108,12 @@ class Megatron(Format):
         if found.place.kind == LEGACY:
             return legacy.read(found.place.path, found.place.tracker)
         return torch_dist.read(found.place)
+
+    def lay_out(self, job: Job) -> TargetFiles:
+        """Return the files of a run's directory."""
+        from zckpt.formats.megatron.writer import lay_out
+
+        return lay_out(job)
 
     def survey(self, search: Search, found: Found | None) -> Survey:
         """Read every file, and hold each item against `.metadata`."""

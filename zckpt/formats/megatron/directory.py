@@ -38,6 +38,15 @@ INSIDE = ("weights", "model_weights")
 
 FORMAT = "megatron"
 
+OWN_NAME = "zckpt.pt"
+RELEASE = "release"
+"""The directory of a model that no training has saved."""
+
+_WRITTEN = re.compile(
+    rf"{re.escape(TRACKER)}|(?:iter_[0-9]+|{RELEASE})/"
+    r"(?:\.metadata|metadata\.json|common\.pt|zckpt\.pt|__[0-9]+_0\.distcp)"
+)
+
 TORCH_DIST, LEGACY = "torch_dist", "legacy"
 
 
@@ -140,6 +149,16 @@ def _of_rank(path: Path) -> Place | None:
 def folder_of(text: str) -> str:
     """Return the name of the directory that a run's file names: an iteration, or a name."""
     return f"iter_{int(text):07d}" if text.isdecimal() else text
+
+
+def names_own(name: str) -> bool:
+    """Tell whether a file name within a run's directory is one that zckpt writes."""
+    return _WRITTEN.fullmatch(name) is not None
+
+
+def is_written(run: Path) -> bool:
+    """Tell whether all that a run's directory holds was written by zckpt."""
+    return all(is_file(one / OWN_NAME) for one in run.iterdir() if one.is_dir())
 
 
 def is_marked(directory: Path) -> bool:

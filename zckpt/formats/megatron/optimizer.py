@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from zckpt.errors import DamagedFileError
 from zckpt.formats.megatron.objects import OPTIMIZER, Common
 from zckpt.formats.torch_files.tensors import carried, describe, read_scalars, with_scalars
-from zckpt.state import Checkpoint, ParamGroup
+from zckpt.state import Checkpoint, Parameter, ParamGroup
 from zckpt.state.inventory import ANY, CARRIED, IMPLIED, REST, STATE, Rule
 from zckpt.torchfile import Tensor
 
@@ -68,7 +68,17 @@ class Group:
         return self.hyperparameters.get(WEIGHT_DECAY) != 0
 
 
-def attach(checkpoint: Checkpoint, common: Common) -> None:
+def is_expert(name: str) -> bool:
+    """Tell by its name whether a parameter is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def by_rule_decays(parameter: Parameter) -> bool:
+    """Tell whether Megatron's default rule has any weight decay for a parameter."""
+    return not (len(parameter.shape) == 1 or parameter.name.endswith(".bias"))
+
+
+def attach(checkpoint: Checkpoint, common: Common, members: Sequence[Sequence[str]] | None = None) -> None:
     """Give a checkpoint its param groups, and what else `common.pt` holds.
 
     Parameters
@@ -76,6 +86,8 @@ def attach(checkpoint: Checkpoint, common: Common) -> None:
     checkpoint : Checkpoint
         Has its parameters and their slots.
     common : Common
+    members : sequence of sequence of str, optional
+        The names of each group's parameters, where they are known.
 
     Raises
     ------
@@ -85,16 +97,17 @@ def attach(checkpoint: Checkpoint, common: Common) -> None:
     every = list(optimizers(common.content.get(OPTIMIZER), (OPTIMIZER,)))
     groups = [group for held in every for group in _groups(held, common)]
     rules = [Rule((*held.steps, STATES, COMMON_STEP), STATE, "the step") for held in every]
-    members = _members(checkpoint, groups, common) if groups else []
-    if members is None:
+    known = _given(checkpoint, groups, members, common) if members is not None else None
+    found = known if known is not None else _members(checkpoint, groups, common) if groups else []
+    if found is None:
         checkpoint.warnings.append(
             "which parameters each param group has is not in the files, and Megatron's default rule does not tell: the "
             "groups are kept as they are"
         )
-    for group, names in zip(groups, members or (), strict=False):
+    for group, names in zip(groups, found or (), strict=False):
         checkpoint.param_groups.append(ParamGroup(group.hyperparameters, names, group.state))
         rules.append(Rule((*group.steps, ANY, REST), STATE, "hyperparameters"))
-    taken = {STATES, OPTIMIZER, *([] if members is None else [GROUPS])}
+    taken = {STATES, OPTIMIZER, *([] if found is None else [GROUPS])}
     for held in every:
         for node, steps in ((held.node, held.steps), (held.outer, held.outer_steps)):
             for key, value in node.items():
@@ -155,11 +168,10 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
     qk_norms_decay = common.arguments.get("apply_wd_to_qk_layernorm") is True
     ruled = False
     for one in trained or [*checkpoint.parameters.values()]:
-        fitting = [at for at, group in enumerate(groups) if group.is_experts == bool(_EXPERT.fullmatch(one.name))]
+        fitting = [at for at, group in enumerate(groups) if group.is_experts == is_expert(one.name)]
         fitting = fitting or [at for at, group in enumerate(groups) if not group.is_experts]
         if len(fitting) > 1:
-            decays = not (len(one.shape) == 1 or one.name.endswith(".bias"))
-            decays = decays or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
+            decays = by_rule_decays(one) or (qk_norms_decay and bool(_QK_NORM.fullmatch(one.name)))
             fitting = [at for at in fitting if groups[at].decays == decays]
             ruled = True
         if len(fitting) != 1:
@@ -174,6 +186,28 @@ def _members(checkpoint: Checkpoint, groups: Sequence[Group], common: Common) ->
             "the group without weight decay"
         )
     return found
+
+
+def _given(
+    checkpoint: Checkpoint, groups: Sequence[Group], members: Sequence[Sequence[str]], common: Common
+) -> list[list[str]]:
+    """Return the names of each group's parameters as they are given.
+
+    Raises
+    ------
+    DamagedFileError
+        There are other groups, or other parameters.
+    """
+    names = [name for its in members for name in its]
+    if len(members) != len(groups) or len(set(names)) != len(names) or not set(names) <= set(checkpoint.parameters):
+        expected = f"{len(members)} groups, whose parameters the model has"
+        raise DamagedFileError(
+            "param groups of other parameters", path=common.file.path, expected=expected, found=len(groups)
+        )
+    for at, its in enumerate(members):
+        for name in its:
+            checkpoint.parameters[name].group = at
+    return [list(its) for its in members]
 
 
 def _keep(checkpoint: Checkpoint, common: Common, steps: Steps, value: object, rules: list[Rule]) -> None:

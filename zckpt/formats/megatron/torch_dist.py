@@ -27,6 +27,7 @@ from zckpt.formats.megatron.flat import with_flat
 from zckpt.formats.megatron.names import BUFFERS, Stored, in_order, stored
 from zckpt.formats.megatron.objects import carry_objects, read_common, topology_of
 from zckpt.formats.megatron.optimizer import attach
+from zckpt.formats.megatron.own import add_absent, read_own, restore_own
 from zckpt.formats.megatron.stacked import Index, is_flattened, joined, split, unflattened
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Parameter, Slot, Span
 from zckpt.state.dtypes import is_floating
@@ -38,6 +39,9 @@ MASTERS = frozenset({"param", "fp32_param"})
 
 _SLOT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..+")
+ONE_LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.[0-9]+\..*")
+"""A key of a layer that is not stacked."""
+
 _NEMO = "model."
 """Before every key of NeMo 1."""
 
@@ -78,12 +82,16 @@ def read(place: Place) -> Checkpoint:
     checkpoint.claims[str(path / MARK)] = Claim(IMPLIED, "which backend wrote it")
     if place.tracker is not None:
         checkpoint.claims[str(place.tracker)] = Claim(IMPLIED, "which checkpoint of the run is the newest")
+    own = read_own(path)
     keys = sorted_keys(items.tensors, metadata.path)
-    add_tensors(checkpoint, keys, metadata.path)
+    add_tensors(checkpoint, keys, metadata.path, own.names if own is not None else {})
     carry_objects(checkpoint, items.objects)
-    attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common))
+    attach(checkpoint, with_flat(checkpoint, keys.flat, items.objects, common), own.groups if own is not None else None)
     checkpoint.topology, checkpoint.world_size = topology_of(common, checkpoint)
     checkpoint.step = common.step
+    if own is not None:
+        add_absent(checkpoint, own)
+        restore_own(checkpoint, own)
     _say_flat(checkpoint, items.objects)
     return checkpoint
 
@@ -111,8 +119,17 @@ def sorted_keys(tensors: Mapping[str, TensorItem], path: str) -> Keys:
     return found
 
 
-def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str) -> None:
+def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str, given: Mapping[str, str]) -> None:
     """Give a checkpoint its parameters and buffers with all of their slots.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    keys : Keys
+    path : str
+        For messages.
+    given : mapping of str to str
+        Names of tensors that the files have under others.
 
     Raises
     ------
@@ -148,13 +165,16 @@ def add_tensors(checkpoint: Checkpoint, keys: Keys, path: str) -> None:
     names = bare_names(found)
     if all(name.startswith(_NEMO) for name in found):
         names = {name: name.removeprefix(_NEMO) for name in found}
+    names |= {name: other for name, other in given.items() if name in found}
+    if any(one.axes == () and ONE_LAYER.fullmatch(one.key) for one in stored(keys.model)):
+        checkpoint.details["layers"] = "apart"
     for name in in_order(found):
         parameter = found[name]
         parameter.name = names[name]
         is_buffer = not is_floating(parameter.dtype) or (bool(BUFFERS.fullmatch(name)) and len(parameter.slots) == 1)
         parameter.frozen = bool(keys.slots) and not is_buffer and len(parameter.slots) == 1
         (checkpoint.buffers if is_buffer else checkpoint.parameters)[parameter.name] = parameter
-        if names[name] != name:
+        if names[name] != name and name not in given:
             checkpoint.wrapped[names[name]] = name
 
 

@@ -352,7 +352,7 @@ def _sort_key(one: tuple[Cut, Pieces]) -> tuple[int, str]:
 def _listed(one: Listed, tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> Listed | None:
     """Return what a document says of a file of these tensors; None where there can be none."""
     try:
-        header = header_for(tensors, identity)
+        header = header_for(tensors, identity, nbytes=one.header_nbytes)
     except UnsupportedError:
         return None
     return Listed(one.name, one.nbytes, len(header), crc32(header))

@@ -21,7 +21,7 @@ from zckpt.codes import LAYOUT, MISSING_FILE, OTHER_RUN, TRUNCATED
 from zckpt.engine.checking import crc_of
 from zckpt.engine.targets import Checksum, Hole, Literal, TargetFile
 from zckpt.errors import DamagedFileError, ShardError
-from zckpt.formats.safetensors.file import header_of, read_header
+from zckpt.formats.safetensors.file import ALIGNMENT, header_of, read_header
 from zckpt.state import Extent, Slot
 from zckpt.state.dtypes import DTYPES, itemsize
 from zckpt.storage.crc32 import crc32
@@ -170,15 +170,20 @@ def order_key(key: str, width: int) -> tuple[int, str]:
     return -width, key
 
 
-def header_for(tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str) -> bytes:
+def header_for(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], identity: str, *, start: int | None = None, nbytes: int = 0
+) -> bytes:
     """Return the header of a file of these tensors: name, type and shape of each, in their order.
+
+    It is padded so that what follows begins at `start` modulo a block, or as that of so many bytes may have been.
 
     Raises
     ------
     UnsupportedError
         It would be larger than safetensors allows.
     """
-    return header_of([(DIGESTS, DIGEST_DTYPE, (len(tensors),)), *tensors], {ID_KEY: identity})
+    every = [(DIGESTS, DIGEST_DTYPE, (len(tensors),)), *tensors]
+    return header_of(every, {ID_KEY: identity}, start=start, nbytes=nbytes)
 
 
 def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
@@ -189,8 +194,11 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
     UnsupportedError
         The header would be larger than safetensors allows.
     """
+    from zckpt.engine.congruence import residue  # what only reads does without
+
     ordered = sorted(entries, key=lambda entry: order_key(entry.key, entry.width))
-    header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity)
+    start = residue(_holes(ordered), ALIGNMENT)
+    header = header_for([(entry.key, entry.dtype, entry.shape) for entry in ordered], identity, start=start)
     end = len(header) + DIGEST_NBYTES * len(ordered)
     file = TargetFile(name, end, [Literal(0, header), Literal(len(header), bytes(end - len(header)))])
     digests = {key: len(header) + DIGEST_NBYTES * at for at, key in enumerate(sorted(e.key for e in ordered))}
@@ -203,6 +211,15 @@ def lay_out(name: str, entries: Sequence[Entry], identity: str) -> TargetFile:
             file.literals.append(Literal(start, entry.data))
         file.checksums.append(Checksum(start, file.nbytes, (digests[entry.key],)))
     return file
+
+
+def _holes(ordered: Sequence[Entry]) -> Iterator[Hole]:
+    """Yield the holes of a file, counted from the end of its header."""
+    at = DIGEST_NBYTES * len(ordered)
+    for entry in ordered:
+        if entry.data is None:
+            yield Hole(at, entry.key, entry.slot, entry.extent, entry.slot.dtype)
+        at += entry.nbytes
 
 
 def open_rank_file(path: Path, *, identity: str, nbytes: int) -> RankFile:

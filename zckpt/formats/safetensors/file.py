@@ -148,10 +148,12 @@ def header_of(
     metadata: Mapping[str, str] | None = None,
     *,
     start: int | None = None,
+    nbytes: int = 0,
 ) -> bytes:
     """Return what a file begins with that holds tensors (name, dtype, shape) end to end: the header and its length.
 
-    It is padded with spaces, so that the tensors begin at a multiple of `ALIGNMENT`, or at `start` modulo a block.
+    It is padded with spaces, so that the tensors begin at a multiple of `ALIGNMENT`, or at `start` modulo a block; or
+    at `nbytes`, as far as a header that was padded so may have as many.
 
     Raises
     ------
@@ -172,6 +174,8 @@ def header_of(
         at = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT if start is None else (start - 8 - len(text)) % BLOCK_NBYTES)
+    if 0 < nbytes - 8 - len(text) < BLOCK_NBYTES:
+        text += b" " * (nbytes - 8 - len(text))
     if len(text) > MAXIMUM_HEADER_NBYTES:
         raise UnsupportedError("too many tensors for one safetensors file", found=f"a header of {len(text)} bytes")
     return len(text).to_bytes(8, "little") + text

@@ -34,6 +34,7 @@ from zckpt.torchfile import (
     FromFile,
     Mentioned,
     NewRecord,
+    Pickled,
     Placed,
     Storage,
     Tensor,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from zckpt.engine.packs import Pack
 
 __all__ = ["FromFile", "NewStorage", "PackContent", "SlotContent", "SlotTensor", "ValueContent", "ValueTensor",
-           "lay_out", "new_storage", "view"]  # fmt: skip
+           "lay_out", "lay_out_pickled", "new_storage", "view"]  # fmt: skip
 
 ZEROS = bytes(1 << 20)
 """Written where a storage has no content: its checksum then follows from those of the rest, without reading it back."""
@@ -87,9 +88,13 @@ Content = SlotContent | ValueContent | PackContent
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage(Storage):
-    """A storage that is to be written: `contents` in their order, and zeros elsewhere. `new_storage` returns one."""
+    """A storage that is to be written: `contents` in their order, and zeros elsewhere. `new_storage` returns one.
+
+    It begins at `start` of the file modulo a block; None: as its contents say.
+    """
 
     contents: tuple[Content, ...]
+    start: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +120,9 @@ def value_node(value: object) -> object:
     return ValueTensor(encode(value), value.dtype, ()) if isinstance(value, Scalar) else value
 
 
-def new_storage(dtype: str, numel: int, contents: Sequence[Content] = (), *, location: str = "cpu") -> NewStorage:
+def new_storage(
+    dtype: str, numel: int, contents: Sequence[Content] = (), *, location: str = "cpu", start: int | None = None
+) -> NewStorage:
     """Return a storage that is to be written.
 
     Parameters
@@ -127,6 +134,8 @@ def new_storage(dtype: str, numel: int, contents: Sequence[Content] = (), *, loc
         In any order; elements that none of them holds are zero.
     location : str
         Device tag.
+    start : int, bytes, optional
+        Where it is to begin, modulo a block of the file system; by default where most of its contents can be clones.
 
     Raises
     ------
@@ -141,7 +150,7 @@ def new_storage(dtype: str, numel: int, contents: Sequence[Content] = (), *, loc
         end = content.start + _numel(content, size)
     if end > numel:
         raise LayoutError("the contents leave their storage", expected=f"at most {numel} elements", found=end)
-    return NewStorage("", dtype, numel * size, location, 0, tuple(ordered))
+    return NewStorage("", dtype, numel * size, location, 0, tuple(ordered), start)
 
 
 def view(
@@ -198,7 +207,11 @@ def lay_out(name: str, root: object) -> TargetFile:
     UnsupportedError
         The tree holds something that cannot be written.
     """
-    pickled = dump(root, _StandIns())
+    return lay_out_pickled(name, dump(root, _StandIns()))
+
+
+def lay_out_pickled(name: str, pickled: Pickled) -> TargetFile:
+    """Return a torch file of a pickle and the storages that it mentions by their numbers; `name` is as of `lay_out`."""
     stem = _stem(name)
     identity = hashlib.blake2b(pickled.data, digest_size=16).hexdigest()
     data = [_data_record(f"{stem}/data/{key}", one) for key, one in enumerate(pickled.storages)]
@@ -290,7 +303,8 @@ def _data_record(name: str, mentioned: Mentioned) -> NewRecord:
         for content in _contents(mentioned)
         if isinstance(content, SlotContent)
     )
-    return NewRecord(name, None, storage.nbytes, residue(holes, size))
+    start = storage.start if isinstance(storage, NewStorage) else None
+    return NewRecord(name, None, storage.nbytes, residue(holes, size) if start is None else start)
 
 
 def _fill(file: TargetFile, mentioned: Mentioned, placed: Placed) -> None:

@@ -1,0 +1,256 @@
+"""`convert --to megatron`: a run's directory that holds the source, whole, under Megatron-Core's keys; or a refusal.
+
+That Megatron-Core loads it, `tests/interop/test_megatron_target.py` proves.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+from zckpt.errors import TargetExistsError, UnsupportedError, UsageError
+from zckpt.formats.account import take_inventory
+from zckpt.formats.megatron.keys import Placed, filed_names, placed
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+OTHER = FIXTURES / "other"
+LLAMA = FIXTURES / "hf_llama_s2_bf16_dp2"
+MAPPED: dict[str, Any] = {
+    "map": "llama-huggingface-megatron",
+    "map_config": {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 67,
+                   "padded_vocab_size": 67, "intermediate_size": 24, "num_hidden_layers": 2},
+}  # fmt: skip
+FC1 = "decoder.layers.{}.mlp.linear_fc1.weight"
+
+
+def model(layers: int = 2) -> dict[str, torch.nn.Parameter]:
+    names = {FC1.format(i): (4, 6) for i in range(layers)} | {"decoder.layers.0.mlp.linear_fc1.bias": (4,)}
+    names |= {f"decoder.layers.{i}.mlp.linear_fc1.bias": (4,) for i in range(1, layers)}
+    return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in names.items()}
+
+
+def trained(at: Path, weights: dict[str, torch.nn.Parameter], *groups: dict[str, Any], of: Any = None) -> list[str]:
+    """Write a file of torch; each group is `keys` (a test of names) and hyperparameters. Return the names in order."""
+    listed = [{**{k: v for k, v in one.items() if k != "keys"}, "params": [n for n in weights if one["keys"](n)]}
+              for one in groups]  # fmt: skip
+    names = [name for one in listed for name in one["params"]]
+    optimizer = (of or torch.optim.AdamW)([{**one, "params": [weights[n] for n in one["params"]]} for one in listed])
+    sum(one.square().sum() for one in weights.values()).backward()
+    optimizer.step()
+    torch.save({"model": dict(weights), "optimizer": optimizer.state_dict(), "step": 9}, at)
+    return names
+
+
+def is_matrix(name: str) -> bool:
+    return name.endswith("weight")
+
+
+def is_bias(name: str) -> bool:
+    return not is_matrix(name)
+
+
+DECAYED, UNDECAYED = {"keys": is_matrix, "weight_decay": 0.1}, {"keys": is_bias, "weight_decay": 0.0}
+
+
+# --- what arrives
+
+
+@pytest.mark.parametrize("name", [
+    "mcore013_bf16_model_dp2", "mcore_bf16_moe_freq", "mcore_bf16_plain_tp2", "mcore_legacy_tp2_pp2",
+    "mcore_legacy_dist_ep2",
+])  # fmt: skip
+def test_megatrons_own_checkpoints_arrive_whole(name: str, tmp_path: Path) -> None:
+    source = OTHER / name / "ckpt"
+    zckpt.convert(source, tmp_path / "out", to="megatron", verify=True, world_size=2)
+    assert zckpt.diff(source, tmp_path / "out").equal
+    found, expected = zckpt.open(tmp_path / "out"), zckpt.open(source)
+    assert [list(one.parameters) for one in found.param_groups] == [list(g.parameters) for g in expected.param_groups]
+    assert set(expected.metadata) <= set(found.metadata) | {"content_metadata"}
+    assert take_inventory(found).left_out == []
+    assert not zckpt.verify(tmp_path / "out", deep=True).findings
+
+
+def test_keys_and_common_values_are_megatrons(tmp_path: Path) -> None:
+    """As torch itself reads them."""
+    zckpt.convert(OTHER / "mcore_bf16_moe_freq" / "ckpt", tmp_path / "own", to="megatron")
+    assert (tmp_path / "own" / "latest_checkpointed_iteration.txt").read_bytes() == b"4"
+    source = OTHER / "mcore013_bf16_model_dp2" / "ckpt"
+    zckpt.convert(source, tmp_path / "out", to="megatron", world_size=3)
+    folder = tmp_path / "out" / "iter_0000004"
+    about = dcp.FileSystemReader(folder).read_metadata()
+    assert about.planner_data is None
+    shapes = {key: tuple(one.size) for key, one in about.state_dict_metadata.items() if hasattr(one, "size")}
+    assert shapes["decoder.layers.mlp.linear_fc1.weight"] == (2, 48, 16)
+    assert shapes["optimizer.state.param.decoder.layers.self_attention.linear_qkv.layer_norm_weight"] == (2, 16)
+    key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight"
+    wanted = {key: torch.zeros(shapes[key])}
+    dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    opened = zckpt.open(source)
+    for layer in range(2):
+        assert torch.equal(wanted[key][layer], opened.read(f"decoder.layers.{layer}.mlp.linear_fc2.weight", "exp_avg"))
+    objects = {key for key in about.state_dict_metadata if key not in shapes}
+    assert {f"decoder.layers.mlp.linear_fc2._extra_state/shard_{i}_2" for i in range(2)} <= objects
+    assert "rng_state/shard_0.0_1.1" in objects
+    common = zckpt.open(folder).metadata
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    assert common["checkpoint_version"] == 3.0
+
+
+def test_other_names_and_ties_come_back(tmp_path: Path) -> None:
+    zckpt.convert(LLAMA, tmp_path / "out", to="megatron", verify=True, **MAPPED)
+    opened = zckpt.open(tmp_path / "out")
+    assert [len(one.parameters) for one in opened.param_groups] == [9, 5]
+    assert [one.hyperparameters["wd_mult"] for one in opened.param_groups] == [1.0, 0.0]
+    assert "ds_config" in opened.metadata
+    zckpt.convert(tmp_path / "out", tmp_path / "back", to="zckpt", **MAPPED)
+    compared = zckpt.diff(LLAMA, tmp_path / "back")
+    assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
+    assert not any("ds_config" in one.key for one in compared.settings)
+
+
+def test_norms_of_local_layers_have_the_keys_of_the_linear_layers_behind_them(tmp_path: Path) -> None:
+    front = "decoder.layers.0."
+    names = [f"{front}input_layernorm.weight", f"{front}pre_mlp_layernorm.weight"]
+    linear = [f"{front}self_attention.linear_qkv.weight", f"{front}mlp.linear_fc1.weight"]
+    new = [f"{front}self_attention.linear_qkv.layer_norm_weight", f"{front}mlp.linear_fc1.layer_norm_weight"]
+    assert filed_names([*names, *linear]) == dict(zip([*names, *linear], [*new, *linear], strict=True))
+    assert filed_names([*names, linear[0]])[names[1]] == names[1]
+    torch.save({name: torch.ones(3) for name in [*names, *linear]}, tmp_path / "w.pt")
+    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
+    assert {*zckpt.open(tmp_path / "out").parameters} == {*names, *linear}
+    (tmp_path / "out" / "release" / "zckpt.pt").unlink()
+    assert {*zckpt.open(tmp_path / "out").parameters} == {*new, *linear}
+
+
+def test_weights_alone_are_a_release(tmp_path: Path) -> None:
+    torch.save(dict(model()), tmp_path / "w.pt")
+    zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron", dtype="bfloat16")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    opened = zckpt.open(tmp_path / "out")
+    assert {one.dtype for one in opened.parameters.values()} == {"bfloat16"}
+    assert not opened.param_groups
+    zckpt.convert(tmp_path / "w.pt", tmp_path / "five", to="megatron", iteration=5)
+    assert (tmp_path / "five" / "iter_0000005" / "common.pt").is_file()
+
+
+# --- options
+
+
+@pytest.mark.parametrize("optimizer", ["distributed", "plain"])
+def test_a_torch_optimizer_becomes_megatrons(optimizer: str, tmp_path: Path) -> None:
+    names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
+    done = zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, optimizer=optimizer)
+    assert any("no weight decay there" in note for note in done.notes)
+    common = torch.load(tmp_path / "out" / "iter_0000009" / "common.pt", weights_only=False)
+    inner = common["optimizer"]["optimizer"]
+    assert [(g["wd_mult"], g["weight_decay"], g["is_expert_parallel"]) for g in inner["param_groups"]] == [
+        (1.0, 0.1, False), (0.0, 0.0, False),
+    ]  # fmt: skip
+    if optimizer == "plain":
+        assert inner["state"]["common_step"] == torch.tensor(1.0)
+    else:
+        assert [one["step"] for one in inner["param_groups"]] == [1.0, 1.0]
+    opened, source = zckpt.open(tmp_path / "out"), zckpt.open(tmp_path / "x.pt", names=names)
+    for name in names:
+        for slot in ("weight", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(opened.read(name, slot), source.read(name, slot))
+    assert ("master" in opened.slot_names()) is (optimizer == "distributed")
+
+
+def test_experts_are_an_optimizer_of_their_own_above_one_rank(tmp_path: Path) -> None:
+    source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
+    for size, chained in ((1, False), (2, True), (None, True)):
+        zckpt.convert(source, tmp_path / str(size), to="megatron", expert_parallel_size=size)
+        common = torch.load(tmp_path / str(size) / "iter_0000004" / "common.pt", weights_only=False)
+        assert (sorted(common["optimizer"]) == [0, 1]) is chained
+        compared = zckpt.diff(source, tmp_path / str(size))
+        assert compared.equal is chained
+        assert (compared.changed, compared.only_in_a, compared.only_in_b) == ([], [], [])
+    groups = zckpt.open(tmp_path / "1").param_groups
+    assert not any(one.hyperparameters["is_expert_parallel"] for one in groups)
+    with pytest.raises(UsageError, match="at least 1"):
+        zckpt.convert(source, tmp_path / "0", to="megatron", expert_parallel_size=0)
+
+
+def test_layers_are_stacked_where_they_are_alike_and_not_where_they_were_not(tmp_path: Path) -> None:
+    shapes = {FC1.format(0): ((4, 6), "x"), FC1.format(1): ((4, 6), "x"), "a": ((2,), "x")}
+    assert placed(shapes, apart=None, path="f")[FC1.format(1)] == Placed(FC1.format("").replace("..", "."), (1,), (2,))
+    assert placed(shapes, apart=True, path="f")[FC1.format(1)] == Placed(FC1.format(1))
+    other = shapes | {FC1.format(1): ((4, 6), "y")}
+    assert placed(other, apart=None, path="f")[FC1.format(0)] == Placed(FC1.format(0))
+    with pytest.raises(UnsupportedError, match="cannot be stacked"):
+        placed(other, apart=False, path="f")
+    local = "decoder.layers.0.mlp.experts.local_experts.{}.linear_fc1.weight"
+    grouped = "mtp.layers.0.mlp.experts.linear_fc1.weight{}"
+    found = placed({one.format(e): ((4, 6), "x") for one in (local, grouped) for e in range(3)}, apart=None, path="f")
+    assert found[local.format(2)] == Placed("decoder.layers.mlp.experts.experts.linear_fc1.weight", (0, 2), (1, 3))
+    assert found[grouped.format(1)] == Placed("mtp.layers.0.mlp.experts.experts.linear_fc1.weight", (1,), (3,))
+    source = OTHER / "mcore_bf16_moe_freq" / "ckpt"
+    for at, to in ((source, "zckpt"), (tmp_path / "zckpt", "megatron")):
+        zckpt.convert(at, tmp_path / to, to=to)
+    assert zckpt.open(tmp_path / "megatron").details["layers"] == "apart"
+    with pytest.raises(UnsupportedError, match="cannot be stacked"):
+        zckpt.convert(source, tmp_path / "stacked", to="megatron", layers="stacked")
+
+
+def test_only_what_zckpt_wrote_is_replaced(tmp_path: Path) -> None:
+    source = OTHER / "mcore_bf16_plain_tp2" / "ckpt"
+    for _ in range(2):
+        zckpt.convert(source, tmp_path / "out", to="megatron", overwrite=True)
+    shutil.copytree(source, tmp_path / "theirs")
+    with pytest.raises(TargetExistsError, match="holds other files"):
+        zckpt.convert(tmp_path / "out", tmp_path / "theirs", to="megatron", overwrite=True)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["transformer.h.0.mlp.c_fc.weight"], "not those of a model of Megatron-Core"),
+        ([FC1.format(0), "decoder.layers.1.mixer.in_proj.weight"], "in another form"),
+        ([FC1.format(0), "decoder.layers.0.mlp.experts.weight1"], "in another form"),
+        ([FC1.format(1)], "has no layer 0"),
+        ([FC1.format(0), "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"], "not numbered through"),
+    ],
+)
+def test_models_that_cannot_be_written_are_named(names: list[str], said: str, tmp_path: Path) -> None:
+    torch.save({name: torch.ones(3, 2) for name in names}, tmp_path / "w.pt")
+    with pytest.raises(UnsupportedError, match=said):
+        zckpt.convert(tmp_path / "w.pt", tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("groups", "of", "said"),
+    [
+        ([{"keys": lambda n: n == FC1.format(0), "lr": 0.5}, {"keys": lambda n: n != FC1.format(0), "lr": 0.25}], None,
+         "param groups that Megatron has as one differ.*lr 0.5 and 0.25"),
+        ([{"keys": lambda _: True}], torch.optim.NAdam, "no place for mu_product"),
+        ([{"keys": lambda n: "layers.0" in n}], None, "layers that differ|has no exp_avg"),
+    ],
+    ids=["groups", "values", "frozen"],
+)  # fmt: skip
+def test_state_that_megatron_has_no_place_for_is_named(groups: Any, of: Any, said: str, tmp_path: Path) -> None:
+    names = trained(tmp_path / "x.pt", model(), *groups, of=of)
+    with pytest.raises(UnsupportedError, match=said):
+        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names, layers="stacked")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_step_is_needed_to_go_on(tmp_path: Path) -> None:
+    names = trained(tmp_path / "x.pt", model(), DECAYED, UNDECAYED)
+    content = torch.load(tmp_path / "x.pt", weights_only=False)
+    del content["step"]
+    for value in content["optimizer"]["state"].values():
+        value.pop("step")
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="--iteration N"):
+        zckpt.convert(tmp_path / "x.pt", tmp_path / "out", to="megatron", names=names)

@@ -1,0 +1,226 @@
+"""What stock engines save through zckpt: the files that they would have written, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import zckpt
+from tests.deepspeed_engine import SPECS, Spec
+from tests.gloo import WorkerError, run
+from tests.storage.test_naming import kill_before, killed
+from zckpt.deepspeed import saving
+from zckpt.errors import TargetExistsError, UnsupportedError
+from zckpt.optim.ranks import ALONE, Ranks
+
+pytestmark = pytest.mark.interop
+
+EVERY = (
+    "s2_bf16_dp2_client", "moe_ep2_s2_bf16_dp2", "s3_fp16_dp2", "pp2_s1_bf16_dp1",
+    "s0_fp16_dp2", "s0_fp32_dp2", "s1_bf16_dp2_bf16opt", "s2_bf16_dp2_elastic", "s2_bf16_dp2_cpuadam",
+    "moe_ep2_s0_bf16_dp2", "hf_llama_s2_bf16_dp2", "s3_bf16_dp2_subgroup",
+)  # fmt: skip
+FEW = 2
+"""Client state, scheduler and ZeRO-2, and experts; the rest is nightly."""
+
+
+def files_in(directory: Path) -> dict[str, Path]:
+    return {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in a file, and where."""
+    if isinstance(value, dict):
+        yield path, list(value)
+        for key, one in value.items():
+            yield from leaves(one, f"{path}/{key}")
+    elif isinstance(value, (list, tuple, set)):
+        yield path, (type(value), len(value))
+        for number, one in enumerate(value):
+            yield from leaves(one, f"{path}/{number}")
+    elif isinstance(value, torch.Tensor):
+        bits = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        yield path, (value.dtype, value.shape, value.stride(), value.requires_grad, bits.tolist())
+    else:
+        yield path, repr(getattr(value, "__dict__", value))
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    ours, stock = files_in(found), files_in(expected)
+    assert ours.keys() == stock.keys()
+    for name, path in stock.items():
+        if path.suffix != ".pt":
+            assert ours[name].read_bytes() == path.read_bytes(), name
+            assert ours[name].stat().st_mode == path.stat().st_mode
+            continue
+        loaded = [dict(leaves(torch.load(one, weights_only=False))) for one in (ours[name], path)]
+        assert loaded[0] == loaded[1], name
+
+
+def save(rank: int, world_size: int, spec: Spec, directory: Path) -> list[list[str]]:
+    """Save with DeepSpeed alone, with zckpt, and while training goes on; return what zckpt says that it saved."""
+    from tests.deepspeed_engine import training
+
+    engine = training.build_engine(spec)
+    stock = SimpleNamespace(save_checkpoint=engine.save_checkpoint)
+    for step in (1, 2):
+        training.train_step(engine, spec, step)
+    training.save(stock, spec, directory / "stock2", tag=None)
+    with zckpt.deepspeed.durable_saves(engine) as synced:
+        training.save(engine, spec, directory / "sync2", tag=None)
+    with zckpt.deepspeed.durable_saves(engine, async_=True) as saves:
+        training.save(engine, spec, directory / "async2", tag=None)
+        training.train_step(engine, spec, 3)  # while it is written
+        training.save(stock, spec, directory / "stock3", tag=None)
+        training.save(engine, spec, directory / "async3", tag=None)
+        assert len(saves.saved) == 1
+        path, _ = engine.load_checkpoint(str(directory / "async3"))
+        assert path is not None
+        assert len(saves.saved) == 2
+        training.save(engine, spec, directory / "async2", tag="again")
+    assert engine.save_checkpoint == stock.save_checkpoint
+    return [synced.saved, saves.saved]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if n >= FEW else []) for n, name in enumerate(EVERY)]
+)
+def test_files_are_those_that_deepspeed_writes(name: str, tmp_path: Path) -> None:
+    spec = SPECS[name]
+    told = run(save, spec.world_size, spec, tmp_path)
+    two, three = ((tmp_path / run / "latest").read_text() for run in ("stock2", "stock3"))
+    written = [f"sync2/{two}", f"async2/{two}", f"async3/{three}", "async2/again"]
+    assert all(synced + asynced == [str(tmp_path / one) for one in written] for synced, asynced in told)
+    assert_same_files(tmp_path / "sync2", tmp_path / "stock2")
+    assert_same_files(tmp_path / "async3", tmp_path / "stock3")
+    assert (tmp_path / "async2" / "latest").read_text() == "again"
+    assert_same_files(tmp_path / "async2" / two, tmp_path / "stock2" / two)
+    assert_same_files(tmp_path / "async2" / "again", tmp_path / "stock3" / three)
+    assert {path.name for path in tmp_path.rglob(".*")} == set()
+    assert zckpt.verify(tmp_path / "async3", deep=True).sound
+
+
+# --- kills
+
+NOWHERE = Path("/nowhere")
+
+
+def write(here: Path, tag: str, value: int) -> None:
+    """Write what one rank of an engine has given."""
+    found = saving.Collected(None, None)
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        found.save({"value": torch.full((3,), value)}, str(NOWHERE / tag / name))
+    found.take_others(NOWHERE, tag)
+    saving.write(Ranks(purpose=ALONE), here, tag, found, save_latest=True)
+
+
+def first(here: Path) -> None:
+    write(here, "one", 1)
+
+
+def second(here: Path) -> None:
+    write(here, "two", 2)
+
+
+def first_again(here: Path) -> None:
+    write(here, "one", 2)
+
+
+@pytest.mark.parametrize("act", ["second", pytest.param("first_again", marks=pytest.mark.nightly)])
+def test_whenever_a_save_is_killed_latest_names_a_whole_checkpoint(act: str, tmp_path: Path) -> None:
+    left = killed("first", act, tmp_path, module=__name__)
+    assert len(left) > 15
+    found = []
+    for here in left:
+        tag = here / (here / "latest").read_text()
+        values = {int(torch.load(path)["value"][0]) for path in tag.iterdir()}
+        assert len(list(tag.iterdir())) == 2
+        assert len(values) == 1
+        found += values
+        write(here, "three", 3)
+        write(here, tag.name, 4)
+        (leftover,) = {path.name for path in here.iterdir() if path.name.startswith(".")} or {None}
+        assert leftover in (None, ".two.zckpt-partial")  # another tag's, which the next save of that name takes over
+    assert set(found) == {1, 2}
+    assert found == sorted(found)
+
+
+def save_and_die(rank: int, world_size: int, spec: Spec, directory: Path, victim: int, calls: int) -> None:
+    from tests.deepspeed_engine import training
+
+    engine = training.build_engine(spec)
+    training.train_step(engine, spec, 1)
+    with zckpt.deepspeed.durable_saves(engine, async_=True) as saves:
+        training.save(engine, spec, directory, tag=None)
+        training.train_step(engine, spec, 2)
+        saves.wait()
+        if rank == victim:
+            kill_before(calls)
+        training.save(engine, spec, directory, tag=None)
+        training.train_step(engine, spec, 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("victim", "calls"), [(0, 3), (1, 3), (0, 9), (1, 7), (0, 14), (0, 18)])
+def test_a_rank_that_is_killed_leaves_the_checkpoint_before(victim: int, calls: int, tmp_path: Path) -> None:
+    spec = SPECS["s2_bf16_dp2"]
+    with pytest.raises(WorkerError):
+        run(save_and_die, 2, spec, tmp_path, victim, calls, fresh=True)
+    tag = tmp_path / (tmp_path / "latest").read_text()
+    assert zckpt.verify(tag, deep=True).sound
+    assert zckpt.open(tag).step == int(tag.name.removeprefix("global_step"))
+
+
+# --- failures
+
+
+def refuse(rank: int, world_size: int, directory: Path) -> dict[str, str]:
+    """Save what cannot be; what was said, and whether training goes on."""
+    from tests.deepspeed_engine import training
+
+    told: dict[str, str] = {}
+    spec = SPECS["s2_bf16_dp2"]
+    engine = training.build_engine(spec)
+
+    def attempt(kind: str, run: Path, *, async_: bool = False, **given: Any) -> None:
+        stock = engine.checkpoint_engine
+        try:
+            with zckpt.deepspeed.durable_saves(engine, async_=async_):
+                engine.save_checkpoint(str(run), **given)
+                training.train_step(engine, spec, 1)
+        except Exception as error:
+            told[kind] = f"{type(error).__name__}: {error}"
+        assert engine.checkpoint_engine is stock
+
+    here = directory / "run"
+    attempt("sound", here, tag="before")
+    for async_ in (False, True):
+        how = "async" if async_ else "sync"
+        client_state = {"lock": threading.Lock()} if rank == 0 else {}
+        attempt(f"pickle {how}", here, tag="x", async_=async_, client_state=client_state)
+        attempt(f"others {how}", here, tag="taken", async_=async_)
+    engine.checkpoint_engine = SimpleNamespace()
+    attempt("own engine", here)
+    return told
+
+
+def test_what_cannot_be_saved_is_said_on_all_ranks_and_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "run" / "taken").mkdir(parents=True)
+    (tmp_path / "run" / "taken" / "notes.txt").write_text("mine")
+    for told in run(refuse, 2, tmp_path):
+        assert "sound" not in told
+        for how in ("sync", "async"):
+            assert "cannot pickle" in told[f"pickle {how}"]
+            assert told[f"others {how}"].startswith(TargetExistsError.__name__)
+        assert told["own engine"].startswith(UnsupportedError.__name__)
+        assert "SimpleNamespace" in told["own engine"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".py") == [
+        "before", "latest", "taken",
+    ]  # fmt: skip
+    assert (tmp_path / "run" / "latest").read_text() == "before"

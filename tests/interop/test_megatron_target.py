@@ -1,0 +1,76 @@
+"""Megatron-Core's own loader takes what zckpt writes for it, whatever it was cut from, and trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import zckpt
+from tests import gloo
+from tests.megatron_core import Spec, loaded, saved
+from tests.truth import Truth, assert_same
+
+pytestmark = pytest.mark.interop
+
+OTHER = Path(__file__).parents[2] / "fixtures" / "other"
+STEP = "iter_0000002"
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 4,
+         "num_key_value_heads": 2, "intermediate_size": 24, "vocab_size": 64, "padded_vocab_size": 64}  # fmt: skip
+
+
+def assert_equal_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_same(found[key], value, key)
+
+
+def test_what_another_version_and_other_ranks_wrote_is_loaded(tmp_path: Path) -> None:
+    """A distributed optimizer's flattened slices of 0.13, two data-parallel ranks; and a plain one's, tp 2."""
+    specs = {
+        "mcore013_bf16_model_dp2": Spec(),
+        "mcore_bf16_plain_tp2": Spec(distributed=False, llama=False, groups=4),
+    }
+    for name in specs:
+        zckpt.convert(OTHER / name / "ckpt", tmp_path / name, to="megatron", verify=True, world_size=2)
+    wanted = [(spec, tmp_path / name / "iter_0000004") for name, spec in specs.items()]
+    [results] = gloo.run(loaded, 1, wanted, fresh=True)
+    for name, (state, losses) in zip(specs, results, strict=True):
+        truth = Truth(OTHER / name).tensors
+        assert_equal_state(state, {key: one for key, one in truth.items() if not key.startswith("step/")})
+        assert all(0 < one < 10 for one in losses)
+
+
+@pytest.mark.nightly
+def test_a_run_goes_to_hugging_face_and_back_to_one_rank(tmp_path: Path) -> None:
+    spec = Spec(tp=2, pp=2, layers=4)
+    gloo.run(saved, 4, spec, tmp_path / "run", fresh=True)
+    names = {"map": "llama-huggingface-megatron", "map_config": LLAMA}
+    zckpt.convert(tmp_path / "run", tmp_path / "llama", to="consolidated", **names)
+    zckpt.convert(tmp_path / "llama", tmp_path / "back", to="megatron", verify=True, **names)
+    assert zckpt.diff(tmp_path / "run", tmp_path / "back").equal
+    folders = [tmp_path / "run" / STEP, tmp_path / "back" / STEP]
+    [[(theirs, before), (ours, after)]] = gloo.run(loaded, 1, [(spec.alone(), one) for one in folders], fresh=True)
+    assert_equal_state(ours, theirs)
+    assert after == before
+    for other in (spec, spec.alone(tp=2, dp=2)):
+        results = gloo.run(loaded, 4, [(other, one) for one in folders], fresh=True)
+        assert all(before == after for [(_, before), (_, after)] in results)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moe_layers", [None, (0, 1)], ids=["stacked", "apart"])
+def test_experts_of_two_ranks_are_loaded_by_one(moe_layers: tuple[int, ...] | None, tmp_path: Path) -> None:
+    spec = Spec(dp=2, ep=2, experts=4, moe_layers=moe_layers)
+    gloo.run(saved, 2, spec, tmp_path / "run", fresh=True)
+    source = zckpt.open(tmp_path / "run")
+    expected = {f"{slot}/{one.name}": source.read(one.name, slot) for one in source.tensors() for slot in one.slots}
+    for size in (1, 2):
+        zckpt.convert(source, tmp_path / str(size), to="megatron", verify=True, expert_parallel_size=size)
+    [[(state, losses)]] = gloo.run(loaded, 1, [(spec.alone(), tmp_path / "1" / STEP)], fresh=True)
+    assert_equal_state(state, expected)
+    assert all(0 < one < 10 for one in losses)
+    folders = [tmp_path / "run" / STEP, tmp_path / "2" / STEP]
+    for [(_, before), (_, after)] in gloo.run(loaded, 2, [(spec, one) for one in folders], fresh=True):
+        assert before == after

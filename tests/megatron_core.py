@@ -1,0 +1,272 @@
+"""Megatron-Core itself, on gloo ranks: a GPTModel with its optimizer that saves, loads and trains on.
+
+It asks for CUDA devices by name. `OnCpu` gives it the CPU, so that the package is as it was installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import re
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+VOCABULARY, LENGTH = 64, 8
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model, its optimizer, and how both are spread over ranks."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    layers: int = 2
+    experts: int = 0
+    groups: int = 2
+    distributed: bool = True
+    llama: bool = True
+    moe_layers: tuple[int, ...] | None = None
+    width: int = 24
+
+    def alone(self, **changes: Any) -> Spec:
+        """The same model on one rank."""
+        return replace(self, **{"tp": 1, "pp": 1, "dp": 1, "ep": 1, **changes})
+
+
+class Live:
+    """What a rank trains."""
+
+    def __init__(self, spec: Spec) -> None:
+        _patch()
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(spec.tp, spec.pp, expert_model_parallel_size=spec.ep)
+        torch.manual_seed(3)
+        self.spec, self.state = spec, parallel_state
+        self.model = self._model()
+        cut = DistributedDataParallelConfig(use_distributed_optimizer=spec.distributed, grad_reduce_in_fp32=True)
+        self.ddp = DistributedDataParallel(self.model.config, cut, self.model)
+        options = OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1, bf16=True, clip_grad=0.0,
+                                  params_dtype=torch.bfloat16, use_distributed_optimizer=spec.distributed)  # fmt: skip
+        self.optimizer = get_megatron_optimizer(options, [self.ddp])
+        self._step(lambda _: None)  # makes the state that is loaded into
+
+    def _model(self) -> Any:
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        spec = self.spec
+        about: dict[str, Any] = {
+            "num_layers": spec.layers, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": spec.groups,
+            "ffn_hidden_size": spec.width, "tensor_model_parallel_size": spec.tp,
+            "pipeline_model_parallel_size": spec.pp, "expert_model_parallel_size": spec.ep,
+            "use_cpu_initialization": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16,
+            "bf16": True, "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+            "bias_activation_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
+            "persist_layer_norm": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+            "add_bias_linear": not spec.llama, "gated_linear_unit": spec.llama,
+            "activation_func": torch.nn.functional.silu if spec.llama else torch.nn.functional.gelu,
+            "normalization": "RMSNorm" if spec.llama else "LayerNorm",
+        }  # fmt: skip
+        if spec.experts:
+            about |= {"num_moe_experts": spec.experts, "moe_router_topk": 2, "moe_ffn_hidden_size": spec.width,
+                      "moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid",
+                      "moe_router_enable_expert_bias": True,
+                      "moe_layer_freq": list(spec.moe_layers) if spec.moe_layers else 1}  # fmt: skip
+        config = TransformerConfig(**about)
+        norm = about["normalization"]
+        if spec.moe_layers:
+            layers = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=norm)
+        else:
+            layers = get_gpt_layer_local_spec(spec.experts or None, moe_grouped_gemm=False, normalization=norm)
+        model = GPTModel(config, layers, VOCABULARY, LENGTH, pre_process=self.state.is_pipeline_first_stage(),
+                         post_process=self.state.is_pipeline_last_stage(),
+                         share_embeddings_and_output_weights=not spec.llama,
+                         position_embedding_type="rope" if spec.llama else "learned_absolute").bfloat16()  # fmt: skip
+        for name, buffer in model.named_buffers():
+            if "expert_bias" in name or "local_tokens" in name:
+                buffer.data = buffer.data.float()
+        return model
+
+    def _sharded(self, *, loading: bool) -> dict[str, Any]:
+        from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+        about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+        if self.spec.distributed:
+            about |= {"distrib_optim_sharding_type": "fully_reshardable",
+                      "distrib_optim_fully_reshardable_mem_efficient": False}  # fmt: skip
+        metadata = ensure_metadata_has_dp_cp_group(dict(about))
+        model = self.model.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        rest = {} if loading else {"content_metadata": about, "iteration": 2, "checkpoint_version": 3.0}
+        return {"model": model, "optimizer": optimizer, **rest}
+
+    def save(self, run: Path) -> None:
+        """Write `run` as Megatron-LM lays it out."""
+        from megatron.core.dist_checkpointing import save
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it has children
+        folder = run / "iter_0000002"
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True)
+            (run / "latest_checkpointed_iteration.txt").write_text("2")
+        dist.barrier()
+        save(self._sharded(loading=False), str(folder))
+        filesystem_async._results_queue._manager.shutdown()
+        dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        """Load a directory; nothing that the model or the optimizer asks for may be missing."""
+        from megatron.core.dist_checkpointing import load
+
+        found = load(self._sharded(loading=True), str(folder))
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+
+    def train_at_random(self, steps: int) -> None:
+        """Step with gradients of noise, for which no stage needs another."""
+        ranks = (self.state.get_tensor_model_parallel_rank(), self.state.get_pipeline_model_parallel_rank(),
+                 self.state.get_expert_model_parallel_rank())  # fmt: skip
+        noise = torch.Generator().manual_seed(sum(rank * 10**at for at, rank in enumerate(ranks)) + 5)
+        for _ in range(steps):
+            self._step(lambda one: one.main_grad.copy_(torch.randn(one.shape, generator=noise)))
+
+    def _step(self, give: Any) -> None:
+        self.ddp.zero_grad_buffer()
+        for one in self.ddp.parameters():
+            one.grad = None
+            give(one)
+        self.ddp.finish_grad_sync()
+        self.optimizer.step()
+
+    def train(self, steps: int) -> list[float]:
+        """Train on the same tokens on every rank; return the losses. Without pipeline stages."""
+        tokens = torch.Generator().manual_seed(11)
+        losses = []
+        for _ in range(steps):
+            drawn = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=tokens)
+            self.ddp.zero_grad_buffer()
+            mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), 1)
+            places = torch.arange(LENGTH).expand(2, LENGTH)
+            loss = self.ddp(drawn[:, :-1], places, mask, labels=drawn[:, 1:]).mean()
+            loss.backward()
+            losses.append(loss.item())
+            self.ddp.finish_grad_sync()
+            self.optimizer.step()
+        return losses
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every slot of every parameter as `SLOT/NAME`, names as in the files; on one rank."""
+        found = {}
+        for name, one in self.model.named_parameters():
+            found[f"weight/{_filed(name)}"] = one.detach().clone()
+        for name, one in self.model.named_buffers():
+            if "expert_bias" in name:
+                found[f"weight/{_filed(name)}"] = one.detach().clone()
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for name, one in self.model.named_parameters():
+                for slot, value in self._state(optimizer, one).items():
+                    if slot != "step":
+                        found[f"{slot}/{_filed(name)}"] = value.detach().clone().reshape(one.shape)
+        return found
+
+    def _state(self, optimizer: Any, one: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.spec.distributed:
+            state: dict[str, torch.Tensor] = dict(optimizer._get_main_param_and_optimizer_states(one))
+            return {"master" if key == "param" else key: value for key, value in state.items()}
+        for groups, masters in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            for mine, master in zip(groups, masters, strict=True):
+                if mine is one:
+                    return {"master": master, **optimizer.optimizer.state[master]}
+        return {}
+
+
+def _filed(name: str) -> str:
+    name = re.sub(r"(layers\.\d+)\.input_layernorm\.", r"\1.self_attention.linear_qkv.layer_norm_", name)
+    return re.sub(r"(layers\.\d+)\.pre_mlp_layernorm\.", r"\1.mlp.linear_fc1.layer_norm_", name)
+
+
+class OnCpu(TorchFunctionMode):
+    """Every tensor that is asked for on a CUDA device is on the CPU."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.type and len(args) == 1:
+            return function(*args).replace("torch.", "torch.cuda.")
+        if function is torch.Tensor.to:
+            args = tuple("cpu" if isinstance(one, (str, torch.device)) else one for one in args)
+        return function(*args, **kwargs)
+
+
+def _patch() -> None:
+    """Let it do on a CPU what it does on a GPU. None of it changes what is written."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    import megatron.core.tensor_parallel.random as of_random
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.transformer.moe import moe_utils
+
+    if torch.cuda.Stream.__module__ == __name__:
+        return
+
+    class Stream:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    OnCpu().__enter__()  # to the end of the process
+    torch.cuda.Stream = Stream  # type: ignore[assignment,misc]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_, **__: None
+    np.product = np.prod  # type: ignore[attr-defined]  # which it calls, and newer NumPy has not
+    of_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    whole = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: Any, one: Any, tensors: Any) -> None:
+        """Torch's Adam has a step for each parameter, of which the files have one and this asks for its tensor."""
+        own = self._get_main_param_and_optimizer_states(one)
+        whole(self, one, {**({"step": own["step"]} if "step" in own else {}), **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+# --- what ranks run
+
+
+def saved(rank: int, world: int, spec: Spec, run: Path) -> None:
+    """Train a model and save it."""
+    live = Live(spec)
+    live.train_at_random(2)
+    live.save(run)
+
+
+def loaded(
+    rank: int, world: int, wanted: list[tuple[Spec, Path]], steps: int = 2
+) -> list[tuple[dict[str, torch.Tensor], list[float]]]:
+    """Load each folder into a model of its own; return what that holds on one rank, and its losses as it goes on."""
+    found = []
+    for spec, folder in wanted:
+        live = Live(spec)
+        live.load(folder)
+        found.append((live.tensors() if world == 1 else {}, live.train(steps) if spec.pp == 1 else []))
+    return found

@@ -1,0 +1,251 @@
+"""What stock DeepSpeed saves, written by zckpt: durable, whole or not at all, while training goes on.
+
+`save_checkpoint` is led to an empty temporary folder, and a checkpoint engine that keeps, of each file that it is
+given, the pickle and the tensors, or copies of them. The ranks then write these files into one new directory, which
+gets the name of the tag when all of them are on disk; `latest` is written after that.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zckpt.deepspeed.engine import names_folder, replaced_method
+from zckpt.deepspeed.pickled import Captured, capture
+from zckpt.engine.plan import plan
+from zckpt.engine.write import write as write_plan
+from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.directory import is_own
+from zckpt.formats.latest import LATEST
+from zckpt.optim.ranks import Ranks, written_together
+from zckpt.storage.disk import sync_all
+from zckpt.storage.durable import written_files
+from zckpt.storage.ownership import Owned
+from zckpt.training.pieces import Staging
+from zckpt.training.saving import BACKGROUND, SAVE
+
+_STOCK = "TorchCheckpointEngine"
+"""The checkpoint engine that writes one file for each that it is given, with `torch.save`."""
+
+OWNED = Owned(is_own)
+
+
+@dataclass(slots=True)
+class Saves:
+    """What engines save as long as the context lasts, on this rank.
+
+    Parameters
+    ----------
+    async_ : bool
+    saved : list of str
+        The directories that have been written, in their order; with `async_`, of what has been waited for.
+    """
+
+    async_: bool
+    saved: list[str] = field(default_factory=list)
+    _staging: list[Staging] = field(default_factory=list)
+    _writing: Path | None = None
+
+    def wait(self) -> None:
+        """Wait until what is being written is whole. All ranks call it together; a load does so by itself.
+
+        Raises
+        ------
+        ZckptError
+            On all ranks: it could not be written, and is not there.
+        """
+        path, self._writing = self._writing, None
+        BACKGROUND.finish()
+        if path is not None:
+            self.saved.append(str(path))
+
+    def _give_up(self) -> None:
+        """Wait where another error is on its way, of which other ranks may not know."""
+        path, self._writing, saving = self._writing, None, BACKGROUND.saving
+        if path is None or saving is None:
+            return
+        error = saving.unseen_error()
+        if error is None:
+            self.saved.append(str(path))
+        else:
+            warnings.warn(f"{path} was not saved: {error}", stacklevel=4)
+
+
+@contextmanager
+def durable_saves(engine: Any = None, *, async_: bool = False) -> Iterator[Saves]:
+    """Let zckpt write what `save_checkpoint` saves, as long as the context lasts; stock DeepSpeed loads it.
+
+    The same files, with the same in them. But a checkpoint appears whole or not at all: what is killed, or fails on any
+    rank, leaves the one before it and `latest` as they were. A tag that is there is replaced as a whole. All is synced
+    to disk before it gets its name, and every tensor has a checksum, which `zckpt verify` reads.
+
+    Parameters
+    ----------
+    engine : DeepSpeedEngine, optional
+        By default every engine: for programs that make theirs themselves.
+    async_ : bool
+        `save_checkpoint` returns as soon as all has been copied to the host's memory. At most one save is going on: the
+        next one, `load_checkpoint`, `wait` and the end of the context wait for it, and raise its error on all ranks.
+
+    Yields
+    ------
+    Saves
+
+    Raises
+    ------
+    TargetError
+        From `save_checkpoint`, on all ranks: it cannot be written, or there is something else of that name.
+    UnsupportedError
+        The engine has a checkpoint engine of its own, node-local storage, or an optimizer on NVMe.
+    MissingPackageError
+        Without an engine: DeepSpeed is not installed.
+    """
+    saves = Saves(async_)
+    with ExitStack() as stack:
+        stack.enter_context(replaced_method(engine, "save_checkpoint", partial(_save, saves)))
+        stack.enter_context(replaced_method(engine, "load_checkpoint", partial(_load, saves)))
+        try:
+            yield saves
+        except BaseException:
+            saves._give_up()
+            raise
+        saves.wait()
+
+
+def _load(saves: Saves, _engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Load when what is being written is there."""
+    saves.wait()
+    return call(**arguments)
+
+
+def _save(saves: Saves, engine: Any, call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Save a checkpoint of an engine."""
+    if not arguments["save_dir"]:
+        return call(**arguments)  # which refuses it
+    saves.wait()
+    ranks = Ranks(purpose=SAVE if saves.async_ else "")
+    Ranks().do(lambda: _check(engine))
+    tag = f"global_step{engine.global_steps}" if arguments["tag"] is None else str(arguments["tag"])
+    found = Collected(engine.checkpoint_engine, saves._staging if saves.async_ else None)
+    with names_folder() as folder:
+        engine.checkpoint_engine = found
+        try:
+            told = call(**{**arguments, "save_dir": folder, "tag": tag})
+        finally:
+            engine.checkpoint_engine = found.stock
+        found.take_others(Path(folder), tag)
+    directory = Path(arguments["save_dir"])
+    writes = partial(write, ranks, directory, tag, found, save_latest=arguments["save_latest"])
+    if saves.async_:
+        saves._writing = directory / tag
+        BACKGROUND.start(writes, directory / tag, Ranks())
+    else:
+        writes()
+        saves.saved.append(str(directory / tag))
+    return told
+
+
+def _check(engine: Any) -> None:
+    stock = type(engine.checkpoint_engine).__name__
+    if stock != _STOCK:
+        raise UnsupportedError(
+            "the engine's files are written by a checkpoint engine that is not replaced",
+            expected=_STOCK,
+            found=stock,
+            advice="take it out of `checkpoint` in its configuration, or save without this context",
+        )
+    for has, what in (
+        (engine.use_node_local_storage(), "node-local storage: no directory that all ranks write"),
+        (getattr(engine.optimizer, "swap_optimizer", False), "an optimizer on NVMe, whose files DeepSpeed copies"),
+    ):
+        if has:
+            raise UnsupportedError(f"the engine has {what}", advice="save without this context")
+
+
+class Collected:
+    """Stands in for an engine's checkpoint engine while it saves: keeps what it is given.
+
+    What fails is kept, too, for ranks that leave one after the other would wait for each other.
+    """
+
+    def __init__(self, stock: Any, staging: list[Staging] | None) -> None:
+        self.stock = stock
+        self.files: dict[str, Captured] = {}
+        self.others: dict[str, tuple[bytes, int]] = {}
+        self.error: Exception | None = None
+        self._staging = staging
+
+    def save(self, state_dict: object, path: str) -> None:
+        """Keep a file."""
+        if self.error is not None:
+            return
+        staging = None
+        if self._staging is not None:  # one for each file: the next save has the same, of the same size
+            while len(self._staging) <= len(self.files):
+                self._staging.append(Staging())
+            staging = self._staging[len(self.files)]
+        try:
+            self.files[path] = capture(Path(path).name, state_dict, staging)
+        except Exception as error:  # noqa: BLE001  # all ranks learn of it
+            self.error = error
+
+    def create(self, _: object) -> None:
+        """Begin."""
+
+    def commit(self, _: object) -> bool:
+        """End."""
+        return True
+
+    def is_decoupled(self) -> bool:
+        """Tell the engine that nothing is left to be done when it comes to the next step."""
+        return False
+
+    def preserves_storage_sharing(self) -> bool:
+        """Let the engine clone what is a view of more than it, as for `torch.save`."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+    def take_others(self, folder: Path, tag: str) -> None:
+        """Take what DeepSpeed has written by itself, such as its scripts, and name all by where it belongs."""
+        self.files = {os.path.relpath(path, folder / tag): one for path, one in self.files.items()}
+        if any(name.startswith(os.pardir) for name in self.files):
+            self.error = UnsupportedError("the engine saves beside its directory", found=", ".join(self.files))
+        for path in folder.rglob("*"):
+            if path.is_file() and path != folder / LATEST:
+                self.others[os.path.relpath(path, folder)] = path.read_bytes(), path.stat().st_mode
+
+
+def write(ranks: Ranks, directory: Path, tag: str, found: Collected, *, save_latest: bool) -> None:
+    """Write a checkpoint together with the other ranks."""
+    with written_together(directory / tag, ranks, overwrite=True, owned=OWNED) as target:
+        if found.error is not None:
+            raise found.error
+        paths = [target / name for name in found.files]
+        write_plan(plan([one.laid_out() for one in found.files.values()]), paths)
+        sync_all(paths)  # by who has written them: where the directory is remote, nobody else can
+    ranks.do(lambda: _write_others(directory, found.others))
+    if save_latest:
+        ranks.of_first(lambda: _write_latest(directory, tag))
+
+
+def _write_others(directory: Path, others: dict[str, tuple[bytes, int]]) -> None:
+    for name, (data, mode) in others.items():
+        path = directory / name
+        if path.is_file() and path.read_bytes() == data:
+            continue
+        with written_files([path], overwrite=True) as [partial]:
+            partial.write_bytes(data)
+            partial.chmod(mode)
+
+
+def _write_latest(directory: Path, tag: str) -> None:
+    with written_files([directory / LATEST], overwrite=True) as [partial]:
+        partial.write_text(tag)

@@ -1,0 +1,345 @@
+"""Lay out a run's directory with one `torch_dist` checkpoint, which Megatron-Core loads at any parallelism.
+
+RUN/latest_checkpointed_iteration.txt     "4", or "release" where no training has been saved
+RUN/iter_0000004/metadata.json            the mark
+                 .metadata, __R_0.distcp  every layer and expert of a tensor is a chunk of it
+                 common.pt                what is not sharded: step, hyperparameters, and what the source has
+                 zckpt.pt                 what these have no place for: see `own`
+
+<key>                                     a weight: see `keys`
+optimizer.state.param.<key>               its master, as the distributed optimizer has it (`fully_reshardable`)
+optimizer.state.fp32_param.<key>          as the others have it
+optimizer.state.<slot>.<key>              everything else that the optimizer has of it
+<module>._extra_state/shard_<i>_<n>       [None], which modules ask for, or what the source has
+
+Source: megatron-core 0.16, `DistributedOptimizer.sharded_state_dict`, `make_sharded_tensors_for_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import UnsupportedError, UsageError, listed
+from zckpt.formats.consolidated.model import model_tensors
+from zckpt.formats.dcp.directory import NAME as INDEX
+from zckpt.formats.dcp.write_metadata import Chunk, Entry, metadata
+from zckpt.formats.dcp.writer import Archives, TensorPiece
+from zckpt.formats.format import Job, TargetFiles
+from zckpt.formats.megatron.directory import (
+    COMMON,
+    FOLDER,
+    FORMAT,
+    MARK,
+    OWN_NAME,
+    RELEASE,
+    TORCH_DIST,
+    TRACKER,
+    folder_of,
+)
+from zckpt.formats.megatron.keys import Placed, check_names, filed_names, placed
+from zckpt.formats.megatron.objects import EXTRA_STATE, OPTIMIZER
+from zckpt.formats.megatron.optimizer import EXPERTS, SCALER, STEP
+from zckpt.formats.megatron.own import own_tree
+from zckpt.formats.megatron.write_groups import Group, groups_of, optimizer_node, step_of
+from zckpt.formats.torch_files import writer as torch_writer
+from zckpt.formats.torch_files.writer import SlotTensor
+from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
+from zckpt.torchfile import FromFile
+
+FULLY_RESHARDABLE = "fully_reshardable"
+"""How the distributed optimizer cuts its state: as the model's."""
+
+DISTRIBUTED, PLAIN = "distributed", "plain"
+"""Whose state it is."""
+
+APART, STACKED = "apart", "stacked"
+LAYERS = "layers"
+"""Under which `Checkpoint.details` say that the files have each layer under keys of its own."""
+
+EMPTY = [None]
+"""The state of a module that has none."""
+
+CONTENT, VERSION, ITERATION = "content_metadata", "checkpoint_version", "iteration"
+CURRENT = 3.0
+"""The version of a checkpoint whose queries, keys and values are ordered as everything here has them."""
+
+OF_PROGRAM = frozenset({"args", "num_floating_point_operations_so_far", "opt_param_scheduler", "rerun_state_machine"})
+"""Keys of `common.pt` that are Megatron-LM's, wherever a checkpoint has been in between."""
+
+RESTATED = frozenset({CONTENT, VERSION, ITERATION})
+
+_MODULE = re.compile(r"(.+\.(?:linear_\w+|\w*norm|eh_proj))\.weight")
+_ATTENTION = re.compile(r"(.+attention)\.linear_proj\.weight")
+_SHARDS = re.compile(r"[0-9.]*_[0-9.]*")
+
+
+class Stacked(TensorPiece):
+    """A whole slot that is one index of a larger tensor's first axes."""
+
+    __slots__ = ()
+
+    @property
+    def extent(self) -> Extent:
+        """What of the slot it is: all."""
+        return Extent.whole(self.tensor.slot.shape)
+
+
+@dataclass(slots=True)
+class Items:
+    """What goes into the files: the pieces of every tensor by key with its shape and type, and objects by theirs."""
+
+    tensors: dict[str, tuple[tuple[int, ...], str, list[Stacked]]] = field(default_factory=dict)
+    objects: dict[str, object] = field(default_factory=dict)
+
+    def add(self, prefix: str, at: Placed, slot: Slot, dtype: str, label: str) -> None:
+        """Add a slot of a tensor of the model at its place."""
+        offsets = (*at.index, *(0 for _ in slot.shape))
+        sizes = (*(1 for _ in at.index), *slot.shape)
+        _, _, pieces = self.tensors.setdefault(prefix + at.key, ((*at.sizes, *slot.shape), dtype, []))
+        pieces.append(Stacked(SlotTensor(slot, dtype, label), offsets, sizes))
+
+
+def lay_out(job: Job) -> TargetFiles:
+    """Return the files of a run's directory.
+
+    Raises
+    ------
+    UsageError
+        An iteration that is needed, or cannot be.
+    UnsupportedError
+        It is no model of Megatron-Core, or has state that its optimizer has no place for.
+    """
+    checkpoint, options = job.checkpoint, job.options
+    notes: list[str] = []
+    tensors = _model(checkpoint, options.dtype)
+    filed = filed_names(tensors)
+    trained = {one.name: one for one in checkpoint.parameters.values() if one.group is not None}
+    kinds = {filed[name]: (slot.shape, (dtype, _slots(trained.get(name)))) for name, (slot, dtype) in tensors.items()}
+    apart = _stored_apart(checkpoint) or None if options.layers is None else options.layers == APART
+    places = placed(kinds, apart=apart, path=checkpoint.source)
+    one_by_one = not any(at.sizes for name, at in places.items() if ".layers." in name)
+    items = Items()
+    for name, (slot, dtype) in tensors.items():
+        items.add("", places[filed[name]], slot, dtype, name)
+    plain = (options.optimizer or _optimizer(checkpoint)) == PLAIN
+    sharding = None if plain or not trained else FULLY_RESHARDABLE
+    for name, one in trained.items():
+        for key, slot, dtype in _state(checkpoint, one, tensors[name], plain=plain):
+            items.add(f"optimizer.state.{key}.", places[filed[name]], slot, dtype, f"{key}/{name}")
+    held = _objects(checkpoint, places, items)
+    groups = _groups(checkpoint, options.expert_parallel_size, notes)
+    step = step_of(checkpoint, list(trained.values()))
+    folder = _folder(checkpoint, options.iteration, trained=bool(trained))
+    tree = _common(checkpoint, folder, sharding, held, one_by_one=one_by_one)
+    if groups:
+        scaler = checkpoint.optimizer_metadata.get(SCALER)
+        held |= {SCALER}
+        tree[OPTIMIZER] = optimizer_node(groups, step, sharding=sharding, scaler=scaler)
+    own = own_tree(checkpoint, held=held, groups=[one.members for one in groups],
+                   names={new: name for name, new in filed.items()})  # fmt: skip
+    mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1, "common_backend": "torch",
+            "common_backend_version": 1}  # fmt: skip
+    files = [
+        *_items(items, folder, options.world_size),
+        torch_writer.lay_out(f"{folder}/{COMMON}", tree),
+        torch_writer.lay_out(f"{folder}/{OWN_NAME}", own),
+        _text(f"{folder}/{MARK}", json.dumps(mark)),
+        _text(TRACKER, folder if folder == RELEASE else str(int(folder.rpartition("_")[2]))),
+    ]
+    notes += _missing(checkpoint, folder, tree)
+    return TargetFiles(files, notes=notes, restated=RESTATED)
+
+
+def _model(checkpoint: Checkpoint, dtype: str) -> dict[str, tuple[Slot, str]]:
+    """Return what the model has under each name, without further names of tied parameters."""
+    path = checkpoint.source
+    if checkpoint.unnamed:
+        raise UnsupportedError("holds optimizer state of parameters without names", path=path,
+                               found=listed(list(checkpoint.unnamed)), advice="give --names FILE")  # fmt: skip
+    if checkpoint.optimizers() or checkpoint.models():
+        raise UnsupportedError("Megatron-Core has one model and one optimizer", path=path,
+                               found=listed(checkpoint.optimizers() or checkpoint.models()))  # fmt: skip
+    check_names([one.name for one in checkpoint.tensors()], path)
+    tensors = model_tensors(checkpoint, dtype, tied="drop", exclude_frozen=False)
+    absent = [one.name for one in checkpoint.parameters.values() if one.tied_to is None and one.name not in tensors]
+    if absent:
+        raise UnsupportedError("the model lacks some of its tensors", path=path, found=listed(absent))
+    return tensors
+
+
+def _slots(one: Parameter | None) -> tuple[str, ...]:
+    return () if one is None else tuple(sorted(key for key in one.slots if key != WEIGHT))
+
+
+def _optimizer(checkpoint: Checkpoint) -> str:
+    """Return whose state a source has: of a plain optimizer where Megatron-Core wrote it, and said nothing else."""
+    origin = checkpoint.details.get("origin")
+    facts = origin if isinstance(origin, Mapping) else {"format": checkpoint.format, **checkpoint.details}
+    of_megatron = facts.get("format") == FORMAT and any(one.group is not None for one in checkpoint.parameters.values())
+    return PLAIN if of_megatron and "optimizer sharding" not in facts else DISTRIBUTED
+
+
+def _stored_apart(checkpoint: Checkpoint) -> bool:
+    """Tell whether a source's own files had each layer under its own keys."""
+    origin = checkpoint.details.get("origin")
+    return any(isinstance(one, Mapping) and one.get(LAYERS) == APART for one in (checkpoint.details, origin))
+
+
+def _state(
+    checkpoint: Checkpoint, one: Parameter, model: tuple[Slot, str], *, plain: bool
+) -> Iterator[tuple[str, Slot, str]]:
+    """Yield key, slot and type of all that the optimizer has of a parameter."""
+    written, dtype = model
+    master = one.slots.get(MASTER)
+    if not plain:  # which is a copy of a float32 weight, too
+        source = master or written
+        yield "param", source, source.dtype if master is not None else "float32"
+    elif dtype != "float32":
+        yield "fp32_param", master or written, master.dtype if master is not None else "float32"
+    for key, slot in one.slots.items():
+        if key in (WEIGHT, MASTER) or (key == STEP and not slot.shape):
+            continue
+        if slot.shape != one.shape:
+            raise UnsupportedError(f"Megatron has no place for {key} of {one.name}", path=checkpoint.source,
+                                   expected=f"its shape, {one.shape}", found=slot.shape)  # fmt: skip
+        yield key, slot, slot.dtype
+
+
+def _objects(checkpoint: Checkpoint, places: Mapping[str, Placed], items: Items) -> set[str]:
+    """Add objects: the source's, and the empty state of modules; return the keys of metadata that they are."""
+    for at in places.values():
+        module, attention = _MODULE.fullmatch(at.key), _ATTENTION.fullmatch(at.key)
+        shard = f"shard_{'.'.join(map(str, at.index or (0,)))}_{'.'.join(map(str, at.sizes or (1,)))}"
+        if module is not None:
+            items.objects[f"{module[1]}.{EXTRA_STATE}/{shard}"] = EMPTY
+        if attention is not None:
+            items.objects[f"{attention[1]}.core_attention.{EXTRA_STATE}/{shard}"] = EMPTY
+    held = set()
+    for name, value in checkpoint.metadata.items():
+        shards = _shards(value)
+        for shard, node in shards.items():
+            key = f"{name}/shard_{shard}"
+            if name.endswith(EXTRA_STATE) and key not in items.objects:
+                raise UnsupportedError(
+                    "holds the state of a module that would be stored otherwise",
+                    path=checkpoint.source,
+                    found=key,
+                    advice="give --layers as SOURCE has them",
+                )
+            items.objects[key] = node
+        held |= {name} if shards else set()
+    return held
+
+
+def _shards(value: object) -> dict[str, object]:
+    """Return what ranks have of an object, by the keys that they have for it; nothing for other values."""
+    node = value.node if isinstance(value, FromFile) else value
+    if not isinstance(node, dict) or not all(isinstance(key, str) and _SHARDS.fullmatch(key) for key in node):
+        return {}
+    return {key: replace(value, node=one) if isinstance(value, FromFile) else one for key, one in node.items()}
+
+
+def _groups(checkpoint: Checkpoint, expert_parallel_size: int | None, notes: list[str]) -> list[Group]:
+    path = checkpoint.source
+    if expert_parallel_size is not None and expert_parallel_size < 1:
+        raise UsageError("unusable expert-parallel-size", expected="at least 1", found=expert_parallel_size)
+    grouped = {name for group in checkpoint.param_groups for name in group.parameters}
+    lost = [one.name for one in checkpoint.parameters.values()
+            if set(one.slots) - {WEIGHT} and one.name not in grouped]  # fmt: skip
+    if lost:
+        raise UnsupportedError("which parameters each param group has is not known", path=path, found=listed(lost),
+                               advice="`zckpt consolidate` writes the model")  # fmt: skip
+    trained = [one for name in grouped if (one := checkpoint.parameters[name])]
+    most = {key for one in trained for key in one.slots if key not in (WEIGHT, MASTER)}
+    lacking = next(((one.name, key) for one in trained for key in sorted(most) if key not in one.slots), None)
+    if lacking is not None:
+        raise UnsupportedError(f"{lacking[0]} has no {lacking[1]}, which others have", path=path,
+                               expected="state of all trained parameters")  # fmt: skip
+    as_source = checkpoint.topology.ep > 1 or any(
+        group.hyperparameters.get(EXPERTS) is True for group in checkpoint.param_groups
+    )
+    chained = as_source if expert_parallel_size is None else expert_parallel_size > 1
+    return groups_of(checkpoint, chained=chained, notes=notes)
+
+
+def _folder(checkpoint: Checkpoint, iteration: int | None, *, trained: bool) -> str:
+    chosen = checkpoint.step if iteration is None else iteration
+    if chosen is None:
+        if trained:
+            raise UsageError("SOURCE does not say at which iteration it was saved", expected="--iteration N")
+        return RELEASE
+    if chosen < 0:
+        raise UsageError("unusable iteration", expected="at least 0", found=chosen)
+    return folder_of(str(chosen))
+
+
+def _common(
+    checkpoint: Checkpoint, folder: str, sharding: str | None, held: set[str], *, one_by_one: bool
+) -> dict[object, object]:
+    """Return what `common.pt` holds but for the optimizer; the keys of metadata that are there go to `held`."""
+    origin = checkpoint.details.get("origin")
+    formats = (checkpoint.format, origin.get("format") if isinstance(origin, Mapping) else None)
+    tree: dict[object, object] = {}
+    for key, value in checkpoint.metadata.items():
+        own = FORMAT in formats and not FOLDER.match(key) and key != OPTIMIZER
+        if key not in held and key not in RESTATED and (own or key in OF_PROGRAM):
+            tree[key] = value
+    held |= {str(key) for key in tree} | RESTATED
+    content: dict[object, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if one_by_one:
+        content["non_homogeneous_layers"] = True
+    if sharding is not None:
+        content |= {"distrib_optim_sharding_type": sharding, "distrib_optim_fully_reshardable_mem_efficient": False}
+    tree |= {VERSION: CURRENT, CONTENT: content}
+    if folder != RELEASE:
+        tree[ITERATION] = int(folder.rpartition("_")[2])
+    return tree
+
+
+def _missing(checkpoint: Checkpoint, folder: str, tree: Mapping[object, object]) -> list[str]:
+    """Say what a program that goes on from here will look for and not find."""
+    if folder == RELEASE or FORMAT in (checkpoint.format,):
+        return []
+    lacks = [what for key, what in (("args", "--no-load-rng"), ("opt_param_scheduler", "a scheduler of its own"))
+             if key not in tree]  # fmt: skip
+    return [f"SOURCE has no state of Megatron-LM's own: it starts with {' and '.join(lacks)}"] if lacks else []
+
+
+def _items(items: Items, folder: str, world_size: int) -> list[TargetFile]:
+    """Return the files of all items, and that which says where they are."""
+    archives = Archives()
+    names = [f"__{rank}_0.distcp" for rank in range(world_size)]
+    files = [TargetFile(f"{folder}/{name}", 0) for name in names]
+    least = [(0, rank) for rank in range(world_size)]
+    entries = []
+    for key, (shape, dtype, pieces) in items.tensors.items():
+        chunks = []
+        for piece in sorted(pieces, key=lambda one: one.offsets):
+            rank = _least(least, archives.nbytes(piece))
+            offset, nbytes = archives.put(files[rank], piece)
+            chunks.append(Chunk(piece.offsets, piece.sizes, names[rank], offset, nbytes))
+        entries.append(Entry(key, (), dtype, shape, tuple(chunks)))
+    for key, node in items.objects.items():
+        rank = _least(least, archives.nbytes(node))
+        offset, nbytes = archives.put(files[rank], node)
+        entries.append(Entry(key, (), None, (), (Chunk((), (), names[rank], offset, nbytes),)))
+    content = metadata(entries, paths=False)
+    index = TargetFile(f"{folder}/{INDEX}", len(content), [Literal(0, content)])
+    return [*(file for file in files if file.nbytes), index]
+
+
+def _least(loads: list[tuple[int, int]], nbytes: int) -> int:
+    """Return the rank that has the least so far, and give it this many bytes more."""
+    load, rank = loads[0]
+    heapq.heapreplace(loads, (load + nbytes, rank))
+    return rank
+
+
+def _text(name: str, text: str) -> TargetFile:
+    data = text.encode()
+    return TargetFile(name, len(data), [Literal(0, data)])
