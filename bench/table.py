@@ -341,7 +341,7 @@ def main() -> int:
                 if one.limit is not None:
                     memory.setdefault(one.name, []).append(peaks[one.name].memory)
             large = size > LARGE_MEGABYTES
-            if large:
+            if large and not options.skip_peers:
                 print(f"{size} MB, peers, watched\n\n{table_of_peers(every, peaks)}\n", flush=True)
                 every = [one for one in every if one.name not in PEERS]
             for cores in [max(options.cores)] if large else options.cores:
