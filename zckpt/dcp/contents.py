@@ -165,6 +165,8 @@ class Part:
         Keys of tensors that are other names of one, and the key of that.
     file : Listed
         Its file as a whole.
+    sent : dict
+        To a store, what the coordinator has to know to finish it.
     """
 
     pieces: dict[str, Piece] = field(default_factory=dict)
@@ -172,6 +174,7 @@ class Part:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     file: Listed = UNWRITTEN
+    sent: dict[str, Any] = field(default_factory=dict)
 
 
 def part_of(plan: SavePlan, planner: SavePlanner, source: str) -> tuple[Part, list[Entry]]:

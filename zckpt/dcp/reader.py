@@ -23,6 +23,7 @@ from zckpt.formats.dcp.tree import PARAMS
 from zckpt.operations.open import open as open_checkpoint
 from zckpt.operations.tensors import TensorRead, read_tensors
 from zckpt.state import Extent, Scalar, Slot
+from zckpt.storage.distant import check_unchanged
 from zckpt.torchfile import each
 from zckpt.training.values import value_of
 
@@ -158,6 +159,7 @@ class Reader(StorageReader):
         with torch.no_grad():
             self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
             self._read_values([item for item in plan.items if item.type != LoadItemType.TENSOR], planner)
+        check_unchanged()
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -22,10 +23,13 @@ from torch.futures import Future
 from zckpt.dcp.contents import Contents, Held, Part, Piece, contents, part_of, tie
 from zckpt.engine.plan import plan as plan_files
 from zckpt.errors import UnsupportedError, UsageError
-from zckpt.formats.native import OWNED
+from zckpt.formats.native import DOCUMENT_NAME, OWNED
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
 from zckpt.formats.suffixes import check_directory
+from zckpt.operations.places import place_of
+from zckpt.operations.shared_target import SharedTarget
 from zckpt.operations.target import write_target
+from zckpt.optim.ranks import Place
 from zckpt.state import Topology
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import partial_name
@@ -37,7 +41,7 @@ from zckpt.version import __version__
 IDENTITY_NAME = "identity"
 """A file of the partial directory: planners that keep their plans give ranks the `storage_data` of an earlier save."""
 
-_WRITING: WeakValueDictionary[Path, Writer] = WeakValueDictionary()
+_WRITING: WeakValueDictionary[Place, Writer] = WeakValueDictionary()
 """By target, who has a partial directory of it: DCP does not tell a coordinator that another rank has failed."""
 
 
@@ -66,8 +70,8 @@ class Writer(StorageWriter):
     Parameters
     ----------
     path : path-like, optional
-        A directory that does not exist, on a file system that all ranks share; by default the `checkpoint_id` that
-        `dcp.save` is given.
+        A directory that does not exist, on a file system that all ranks share, or the URL of one in a store; by default
+        the `checkpoint_id` that `dcp.save` is given.
     overwrite : bool
         Replace a directory of zckpt's format, if it exists.
     """
@@ -75,7 +79,7 @@ class Writer(StorageWriter):
     def __init__(self, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> None:
         self.path = None if path is None else os.fspath(path)
         self._overwrite = overwrite
-        self._made: AbstractContextManager[Path] | None = None
+        self._made: _Directory | _Stored | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -84,8 +88,12 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is a path on a file system."""
-        return "://" not in os.fspath(checkpoint_id)
+        """Tell whether it is a path on a file system, or a URL."""
+        try:
+            place_of(checkpoint_id)
+        except UsageError:
+            return False
+        return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin again; called on each rank."""
@@ -107,7 +115,7 @@ class Writer(StorageWriter):
         self._abandon()
         if self.path is None:
             raise UsageError("no checkpoint to write", advice="give Writer a path, or dcp.save a checkpoint_id")
-        check_directory(self._target())
+        check_directory(Path(self._target()))
         if not use_collectives:
             raise UsageError("zckpt's format has one document of all ranks", advice="leave use_collectives as it is")
 
@@ -124,16 +132,11 @@ class Writer(StorageWriter):
             The directory exists or cannot be written.
         """
         target = self._target()
-        with suppress(OSError):  # what cannot be made is told of below
-            target.parent.mkdir(parents=True, exist_ok=True)
         before = _WRITING.pop(target, None)
         if before is not None:
             before._abandon()
-        made = written_directory(target, overwrite=self._overwrite, owned=OWNED)
-        directory = made.__enter__()
-        self._made = made
+        self._made = _made(target, overwrite=self._overwrite)
         _WRITING[target] = self
-        (directory / IDENTITY_NAME).write_text(secrets.token_hex(IDENTITY_NBYTES))
         count = len(plans) + 1
         return [replace(plan, storage_data=_Place(rank + 1, count)) for rank, plan in enumerate(plans)]
 
@@ -148,9 +151,12 @@ class Writer(StorageWriter):
             It cannot be written.
         """
         place: _Place = plan.storage_data
-        directory = partial_name(self._target())
+        target = self._target()
         part, entries = part_of(plan, planner, str(self.path))
-        part.file = write_rank(directory, place.file, place.count, entries, (directory / IDENTITY_NAME).read_text())
+        with _joined(target, self._made) as (directory, identity, shared):
+            part.file = write_rank(directory, place.file, place.count, entries, identity)
+            if shared is not None:
+                part.sent = shared.sent()
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(part.file.name), part.file.nbytes, part)])
         return done
@@ -169,30 +175,27 @@ class Writer(StorageWriter):
         if made is None:
             raise UsageError("no save has been planned with this writer", advice="let dcp.save call it")
         _WRITING.pop(self._target(), None)
+        parts: list[Part] = [one.storage_data for of_rank in results for one in of_rank]
         try:
-            self._complete(metadata, [one.storage_data for of_rank in results for one in of_rank])
+            self._complete(made, metadata, parts)
+            made.finish(parts)
         except BaseException as error:
-            made.__exit__(type(error), error, error.__traceback__)
+            made.abandon(error)
             raise
-        made.__exit__(None, None, None)
 
-    def _target(self) -> Path:
-        return Path(str(self.path)).absolute()
+    def _target(self) -> Place:
+        target = place_of(str(self.path))
+        return target.absolute() if isinstance(target, Path) else target
 
     def _abandon(self) -> None:
         """Remove what a save that failed on another rank has left."""
         made, self._made = self._made, None
         if made is not None:
-            failure = InterruptedError("another rank has failed")
-            try:
-                made.__exit__(InterruptedError, failure, None)
-            except InterruptedError:
-                return
+            made.abandon(InterruptedError("another rank has failed"))
 
-    def _complete(self, metadata: Metadata, parts: list[Part]) -> None:
+    def _complete(self, made: _Directory | _Stored, metadata: Metadata, parts: list[Part]) -> None:
         """Write the first file and the document."""
-        directory = partial_name(self._target())
-        identity = directory / IDENTITY_NAME
+        directory, identity = made.path, made.identity
         values = Values()
         found = _whole(metadata, parts, values, str(self.path))
         checkpoint = found.checkpoint
@@ -201,11 +204,83 @@ class Writer(StorageWriter):
         checkpoint.topology = Topology(dp=len(parts))
         about = describe(checkpoint)
         stored = entries_of(about.storages, values)
-        files = [write_rank(directory, 0, len(parts) + 1, stored, identity.read_text()), *(part.file for part in parts)]
+        files = [write_rank(directory, 0, len(parts) + 1, stored, identity), *(part.file for part in parts)]
         members = members_of(checkpoint, about, _placed(found, parts))
-        document = lay_out_document(members, identity.read_text(), files)
+        document = lay_out_document(members, identity, files)
         write_target(plan_files([document]), directory / document.name)
-        identity.unlink()
+
+
+class _Directory:
+    """A directory on a file system while it is written."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        with suppress(OSError):  # what cannot be made is told of below
+            target.parent.mkdir(parents=True, exist_ok=True)
+        self.identity = secrets.token_hex(IDENTITY_NBYTES)
+        self._made = written_directory(target, overwrite=overwrite, owned=OWNED)
+        self.path = self._made.__enter__()
+        (self.path / IDENTITY_NAME).write_text(self.identity)
+
+    def finish(self, parts: list[Part]) -> None:  # noqa: ARG002  # all is in the directory
+        """Name it."""
+        (self.path / IDENTITY_NAME).unlink()
+        self._made.__exit__(None, None, None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Remove it."""
+        with suppress(type(error)):
+            self._made.__exit__(type(error), error, error.__traceback__)
+
+
+class _Stored:
+    """A directory in a store while it is written."""
+
+    def __init__(self, url: str, *, overwrite: bool) -> None:
+        self.identity = secrets.token_hex(IDENTITY_NBYTES)
+        self.shared = SharedTarget(url, last=[DOCUMENT_NAME])
+        try:
+            self.shared.begin(overwrite=overwrite, owned=OWNED, note=self.identity.encode())
+        except BaseException as error:
+            self.abandon(error)
+            raise
+        self.path = self.shared.path
+
+    def finish(self, parts: list[Part]) -> None:
+        """Make a checkpoint of what all have sent."""
+        self.shared.commit([self.shared.sent(), *(part.sent for part in parts)])
+        self.shared.close()
+
+    def abandon(self, error: BaseException) -> None:  # noqa: ARG002
+        """Remove what has been sent."""
+        self.shared.abort()
+        self.shared.close()
+
+
+def _made(target: Place, *, overwrite: bool) -> _Directory | _Stored:
+    """Begin to write a directory."""
+    if isinstance(target, Path):
+        return _Directory(target, overwrite=overwrite)
+    return _Stored(target, overwrite=overwrite)
+
+
+@contextmanager
+def _joined(target: Place, made: _Directory | _Stored | None) -> Iterator[tuple[Path, str, SharedTarget | None]]:
+    """Yield where a rank's file goes, the id of the checkpoint, and what has sent it if that is to a store."""
+    if isinstance(target, Path):
+        directory = partial_name(target)
+        yield directory, (directory / IDENTITY_NAME).read_text(), None
+        return
+    if isinstance(made, _Stored):  # the coordinator's own
+        yield made.path, made.identity, made.shared
+        return
+    shared = SharedTarget(target)
+    try:
+        yield shared.path, shared.noted().decode(), shared
+    except BaseException:
+        shared.abort()
+        raise
+    finally:
+        shared.close()
 
 
 def _whole(metadata: Metadata, parts: list[Part], values: Values, source: str) -> Contents:

@@ -51,6 +51,10 @@ Item = Piece | PackPiece | Literal
 class PartSink(Protocol):
     """Where the parts of a file go, in any order; called from several threads, once for each part."""
 
+    @property
+    def part_nbytes(self) -> int | None:
+        """Bytes of a part, where some of the file were sent before; None: any."""
+
     def send(self, number: int, data: bytearray) -> None:
         """Send a part, of which the first has the number 0."""
 
@@ -132,6 +136,9 @@ def _work(plan: Plan, sinks: Sequence[Sink], step: int, checks: Checks) -> Itera
         if isinstance(sink, StreamSink):
             yield partial(_send_file, one, sink, size, checks)
             continue
+        before = sink.part_nbytes
+        if before is not None and LEAST_PART_NBYTES <= before <= max(size, MOST_PART_NBYTES):
+            size = before
         held = Held(one.file.checksums, size)
         for part in parts(one, size, checks):
             yield partial(_send_part, part, held, sink, checks)

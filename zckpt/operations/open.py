@@ -151,10 +151,17 @@ def opened(
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
-            f"{', '.join(given)}: the checkpoint is open already", path=named(source), advice="give it to zckpt.open"
+            f"{', '.join(given)}: the checkpoint is open already",
+            path=source.opened or source.source,
+            advice="give it to zckpt.open",
         )
+    where_it_is, as_named, its_roots = source.places or (source.source, source.opened, source.roots)
     return replace(
         source,
+        source=where_it_is,
+        opened=as_named,
+        roots=its_roots,
+        places=None,
         parameters=dict(source.parameters),
         buffers=dict(source.buffers),
         unnamed=dict(source.unnamed),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from zckpt.errors import ZckptError, shown, stands_for_urls
@@ -51,10 +52,47 @@ def takes_urls(function: Callable[Given, Result]) -> Callable[Given, Result]:
                 mount.check_unchanged()
             if isinstance(result, Checkpoint):  # as long as it is open, so is what it is read from
                 weakref.finalize(result, stack.pop_all().close)
+                _name_urls(result)
                 return result
             return shown_in(result)
 
     return cast("Callable[Given, Result]", verb)
+
+
+def place_of(path: str | os.PathLike[str]) -> Path | str:
+    """Return a URL of a store as it is, and anything else as a path."""
+    if not is_url(path):
+        return Path(path)
+    from zckpt.storage.remote.mount import local_of
+
+    url = str(path)
+    return local_of(url) or url
+
+
+@contextmanager
+def at_path(place: Path | str) -> Iterator[Path]:
+    """Yield the path of what is to be read, which is mounted while the context lasts if it is a URL.
+
+    Raises
+    ------
+    SourceError
+        There is nothing; or it has changed while it was read.
+    """
+    if isinstance(place, Path):
+        yield place
+        return
+    from zckpt.storage.remote.mount import mounted
+
+    with _shown_errors(), mounted(place) as mount:
+        yield mount.path
+        mount.check_unchanged()
+
+
+def _name_urls(checkpoint: Checkpoint) -> None:
+    """Let a checkpoint name URLs where it says what it is; its spans stay paths, by which it is read."""
+    checkpoint.places = checkpoint.source, checkpoint.opened, checkpoint.roots
+    for name in ("source", "opened", "roots", "warnings"):
+        setattr(checkpoint, name, shown_in(getattr(checkpoint, name)))
 
 
 def _has_url(value: object) -> bool:

@@ -14,6 +14,7 @@ from zckpt.errors import LayoutError, TargetExistsError, UsageError
 from zckpt.formats import open_checkpoint
 from zckpt.formats.account import take_inventory
 from zckpt.formats.consolidated.optimizer import optimizer_path
+from zckpt.formats.floats import with_floats
 from zckpt.formats.suffixes import check_directory
 from zckpt.formats.torch_files.tensors import slot_of
 from zckpt.state import MASTER, WEIGHT, Checkpoint, Extent, Parameter, Slot
@@ -121,6 +122,8 @@ class Proof:
         Files that arrive as they are, whatever is in them, by their names within the source.
     names : sequence of str or None
         Of the parameters that the target's optimizer numbers.
+    in_floats : bool
+        Whether what the codes of quantised state stand for is to be compared, which ranks have otherwise.
     verified : int, bytes
         What was compared.
     """
@@ -135,6 +138,7 @@ class Proof:
     restated: Collection[str] | None = ()
     copied: Collection[str] = ()
     names: Sequence[str] | None = None
+    in_floats: bool = False
     verified: int = 0
 
     @property
@@ -152,12 +156,11 @@ class Proof:
             Temporary names of the `companions` of a target that is one file; a directory has its fingerprint in it.
         """
         found = like_model(open_checkpoint(written, names=self.names), [one.name for one in self.checkpoint.tensors()])
-        prove(self.checkpoint, found, self.target)
+        source, target = with_floats(self.checkpoint, found) if self.in_floats else (self.checkpoint, found)
+        prove(source, target, self.target)
         prove_rest(self.checkpoint, found, self.target, drop=self.drop, restated=self.restated, copied=self.copied)
         if self.verify:
-            self.verified = verify_bytes(
-                self.checkpoint, found, self.target, memory=self.memory, reporter=self.reporter
-            )
+            self.verified = verify_bytes(source, target, self.target, memory=self.memory, reporter=self.reporter)
         if self.fingerprint:
             from zckpt.compare.digests import bytes_of
             from zckpt.operations.fingerprint import fingerprint

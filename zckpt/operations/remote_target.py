@@ -1,6 +1,7 @@
 """A target in a store: sent without a copy here, read back, and recognisable only when all of it is there.
 
 own         as for a directory: what is there may be replaced, or nothing is begun
+resume      what a run that was killed has left is gone on with or removed, as the user says (S3)
 send        all files of the plan with elements in them, while none has its name or is an object yet
 finish      they become objects (S3), or have temporary names (others)
 prove       what was sent is opened again, from the store
@@ -10,22 +11,24 @@ name        old files are removed, temporary names become names, and small files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zckpt.engine import Reporter
 from zckpt.engine.checking import Checked, Checks
 from zckpt.engine.plan import Plan
 from zckpt.engine.targets import Lazily
-from zckpt.errors import ZckptError
+from zckpt.errors import Interrupted, SourceError, TargetError, UsageError, WorkerError, ZckptError
+from zckpt.operations.shared_target import shared_at
+from zckpt.storage.journal import Journal, purpose_of
 from zckpt.storage.ownership import FINGERPRINT_NAME, Owned, check_target
+from zckpt.storage.purpose import Purpose
 from zckpt.storage.remote.mount import check_sources, mount_of, mounted
-
-if TYPE_CHECKING:
-    pass
+from zckpt.storage.remote.uploads import Sent, Uploads, uploads_of
 
 SMALL_NBYTES = 1 << 28
 """A file of metadata is sent as a whole, and last, if it is at most this."""
@@ -42,6 +45,7 @@ def write_remote(
     checks: Checks | None,
     prove: Callable[[Path, Sequence[Path]], None] | None,
     prove_files: Callable[[Sequence[Path]], None] | None,
+    journal: Journal | None,
 ) -> Checked:
     """Write the files of a plan into a store; parameters and errors are those of `write_target`.
 
@@ -51,11 +55,16 @@ def write_remote(
         The target's, below the tree of `mount`.
     """
     from zckpt.engine.upload import upload, whole
-    from zckpt.storage.remote.uploads import uploads_of
 
+    shared = shared_at(path)
+    if shared is not None:
+        return shared.write(plan, path, memory=memory, reporter=reporter, checks=checks)
     mount = mount_of(path)
     base = path if owned is not None else path.parent
     names = [path.name] if owned is None and len(plan.names) == 1 else list(plan.names)
+    uploads = uploads_of(mount.store, mount.key_of(path), is_directory=owned is not None)
+    remains = _Remains(uploads, journal, path)
+    mount.forget(base, remains.objects)
     for one in [path] if owned is not None else [*more, *(base / name for name in names)]:
         check_target(one, overwrite=overwrite, owned=owned)
     small = {
@@ -65,14 +74,20 @@ def write_remote(
     }
     large = sorted((name for name in names if name not in small), key=lambda name: base / name == path)
     old = mount.keys_below(path) if owned is not None else []
-    uploads = uploads_of(mount.store, mount.key_of(path), is_directory=owned is not None)
-    try:
-        uploads.begin()
-        sinks = {name: uploads.sink(name) for name in large}
-        sent = _only(plan, [name in sinks for name in names])
-        kept = [sinks[name] for name in names if name in sinks]
-        checked = upload(sent, kept, memory=memory, reporter=reporter, checks=checks)
+    with remains.kept_or_removed():
+        uploads.begin(resume=remains.resumes)
+        if remains.sent is not None:
+            uploads.adopt(remains.sent)
+            checked = Checked()
+        else:
+            sinks = {name: uploads.sink(name) for name in large}
+            sent = _only(plan, [name in sinks for name in names])
+            kept = [sinks[name] for name in names if name in sinks]
+            checked = upload(sent, kept, memory=memory, reporter=reporter, checks=checks)
         check_sources()
+        if journal is not None:
+            journal.check_sources()
+        remains.all_sent()
         uploads.finish(large, old)
         extra: dict[str, bytes] = {}
         if prove is not None or prove_files is not None:
@@ -94,14 +109,120 @@ def write_remote(
         for name, data in {**extra, **small}.items():
             uploads.put(name, data)
         uploads.name([*extra, *large, *small], old)
-    except BaseException as error:
-        try:
-            uploads.abort()
-        except ZckptError as left:
-            if isinstance(error, ZckptError):
-                error.advice = str(left)
-        raise
     return checked
+
+
+class _Remains:
+    """What a run that was killed has left in a store, and what this one leaves if it fails.
+
+    Parameters
+    ----------
+    uploads : Uploads
+    journal : Journal or None
+        What the run is about, and whether it goes on with another; None: what is left is removed.
+    target : Path
+
+    Raises
+    ------
+    TargetError
+        Something is left, and is neither to be gone on with nor to be removed; or cannot be gone on with.
+    UsageError
+        The store keeps nothing that could be gone on with.
+    """
+
+    def __init__(self, uploads: Uploads, journal: Journal | None, target: Path) -> None:
+        self.resumes = False
+        self.sent: Sent | None = None
+        self.objects: list[str] = []
+        self._uploads, self._journal, self._target = uploads, journal, target
+        self._is_finishing = False
+        if journal is None:
+            return
+        if journal.resume and not uploads.can_resume:
+            raise UsageError("--resume: what is written to this store begins anew", path=target)
+        if uploads.can_resume and journal.is_worth_it:
+            self._look(journal)
+
+    def _look(self, journal: Journal) -> None:
+        noted = self._uploads.noted()
+        said = None if noted is None else _said(noted)
+        if journal.restart:
+            if said is not None:
+                self.objects = self._uploads.discard(said[1])
+            return
+        if said is None and not journal.resume:
+            left = self._uploads.left()
+            if not left:
+                return
+            self._refuse(f"{left} of {journal.purpose.nbytes} bytes sent, in unfinished uploads")
+        if said is not None and not journal.resume:
+            self._refuse("all that has elements in it sent, and not named")
+        self.resumes = True
+        if said is not None:
+            other = journal.purpose.other(said[0])
+            if other is not None:
+                raise TargetError(f"what is to be gone on with was begun {other}", path=self._target,
+                                  advice="--restart begins anew")  # fmt: skip
+            self.sent = said[1]
+            self.objects = self._uploads.completed(said[1])
+
+    def _refuse(self, found: str) -> None:
+        raise TargetError("a run to it did not come to its end", path=self._target, found=found,
+                          advice="--resume goes on with it, --restart begins anew")  # fmt: skip
+
+    def all_sent(self) -> None:
+        """Note that all has come, so that it need not be made again."""
+        self._is_finishing = True
+        journal = self._journal
+        if self.sent is None and journal is not None and self._uploads.can_resume and journal.is_worth_it:
+            self._uploads.note(json.dumps({**asdict(journal.purpose), "sent": self._uploads.sent()}).encode())
+
+    @contextmanager
+    def kept_or_removed(self) -> Iterator[None]:
+        """Leave what was sent where the run can be gone on with and no object is there yet; else remove all."""
+        try:
+            yield
+        except BaseException as error:
+            said = self._kept(error)
+            if said is not None:
+                if isinstance(error, KeyboardInterrupt):
+                    raise Interrupted.of(error, said) from error
+                if isinstance(error, ZckptError):
+                    error.advice = said if error.advice is None else f"{error.advice}; {said}"
+                raise
+            try:
+                self._uploads.abort()
+            except ZckptError as left:
+                if isinstance(error, ZckptError):
+                    error.advice = str(left)
+            raise
+
+    def _kept(self, error: BaseException) -> str | None:
+        """Return what is said of what is left; None: it is removed."""
+        journal = self._journal
+        if journal is None or self._is_finishing or not self._uploads.can_resume or not journal.is_worth_it:
+            return None
+        if isinstance(error, SourceError) and type(error) is not SourceError:  # damaged, changed, or contradicts itself
+            return None
+        if not isinstance(error, KeyboardInterrupt | TargetError | SourceError | WorkerError):
+            return None
+        left = self._uploads.left()
+        if not left:
+            return None
+        return (
+            f"{left} of {journal.purpose.nbytes} bytes are sent and kept in unfinished uploads: "
+            "--resume goes on with them, --restart begins anew"
+        )
+
+
+def _said(noted: bytes) -> tuple[Purpose, Sent] | None:
+    """Return what a note says; None: it is no note of a run."""
+    try:
+        found = json.loads(noted)
+        sent = found.pop("sent")
+        return purpose_of(found), sent
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _only(plan: Plan, kept: Sequence[bool]) -> Plan:

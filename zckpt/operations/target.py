@@ -99,7 +99,8 @@ def write_target(
     if is_remote(path):
         from zckpt.operations.remote_target import write_remote
 
-        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files)
+        return write_remote(plan, path, owned, more, overwrite, memory, reporter, checks, prove, prove_files,
+                            journal)  # fmt: skip
     with partial_target(plan, path, owned, more, overwrite=overwrite, journal=journal) as (names, whole, companions):
         checked = write(plan, names, memory=memory, reporter=reporter, checks=checks, journal=journal, direct=direct)
         if journal is not None:
@@ -164,17 +165,13 @@ class How:
             raise UsageError("--resume goes on with what is left, and --restart removes it", expected="one of them")
 
     def journal(self, target: Path, planned: Plan, beside: Sequence[Path]) -> Journal | None:
-        """Return the journal of a run to a target, and to the files beside it; a store has none.
+        """Return the journal of a run to a target, and to the files beside it; to a store, of its purpose only.
 
         Raises
         ------
-        SourceError, UsageError
-            A file of the source is gone; what is in a store is to be gone on with.
+        SourceError
+            A file of the source is gone.
         """
-        if is_remote(target) and self.resume:
-            raise UsageError("--resume: what is written to a store begins anew", path=target)
-        if is_remote(target):
-            return None
         options = {**self.options, "checksums": "" if self.checksums else "none"}
         sizes = planned.copy_nbytes, planned.write_nbytes
         purpose = Purpose.of(self.verb, options, planned.names, sizes, planned.sources, [one.name for one in beside])

@@ -5,8 +5,8 @@ A failure of one is one of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -14,11 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import SourceError, TargetError, ZckptError
+from zckpt.errors import SourceError, TargetError, ZckptError, shown
 from zckpt.storage.durable import written_directory
 from zckpt.storage.ownership import Owned
 
 T = TypeVar("T")
+
+Place = Path | str
+"""A path, or a URL."""
 
 Failure = tuple[type[BaseException], str, dict[str, Any]]
 
@@ -164,9 +167,9 @@ def _packed(error: BaseException | None) -> Failure | None:
     if error is None:
         return None
     if isinstance(error, ZckptError):
-        fields = {key: str(value) for key in ("path", "expected", "found", "advice") if (value := getattr(error, key))}
-        return type(error), error.message, fields
-    return RuntimeError, f"{type(error).__name__}: {error}", {}
+        every = ((key, getattr(error, key)) for key in ("path", "expected", "found", "advice"))
+        return type(error), shown(error.message), {key: shown(str(value)) for key, value in every if value}
+    return RuntimeError, shown(f"{type(error).__name__}: {error}"), {}
 
 
 def _raise(rank: int, failure: Failure) -> NoReturn:
@@ -177,16 +180,78 @@ def _raise(rank: int, failure: Failure) -> NoReturn:
 
 
 @contextmanager
-def written_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
+def written_together(
+    path: Place, ranks: Ranks, *, overwrite: bool, owned: Owned, last: Sequence[str] = ()
+) -> Iterator[Path]:
     """Let all ranks write into one new directory, which the first rank makes and names; a failure of one is one of all.
 
-    With `overwrite`, it replaces a directory that `owned` recognises.
+    With `overwrite`, it replaces a directory that `owned` recognises. In a store, only `write_target` writes into it;
+    files that are called as in `last` are the first rank's, and come last.
 
     Raises
     ------
     TargetError
         It exists, or cannot be written.
     """
+    if isinstance(path, str):
+        with _stored_together(path, ranks, overwrite=overwrite, owned=owned, last=last) as partial:
+            yield partial
+        return
+    with _directory_together(path, ranks, overwrite=overwrite, owned=owned) as partial:
+        yield partial
+
+
+@contextmanager
+def _stored_together(url: str, ranks: Ranks, *, overwrite: bool, owned: Owned, last: Sequence[str]) -> Iterator[Path]:
+    from zckpt.operations.shared_target import SharedTarget
+
+    with ExitStack() as stack:
+
+        def opened() -> SharedTarget:
+            found = SharedTarget(url, last=last)
+            stack.callback(found.close)
+            return found
+
+        shared = ranks.do(opened)
+        try:
+            ranks.of_first(lambda: shared.begin(overwrite=overwrite, owned=owned))
+            error = None
+            try:
+                yield shared.path
+            except Exception as failure:  # noqa: BLE001  # all ranks learn of it
+                error = _target_error(failure, shared.path)
+            ranks.agree(error)
+            every = ranks.gather(shared.sent())
+            ranks.of_first(lambda: shared.commit(every))
+        except BaseException:
+            shared.abort()
+            raise
+
+
+@contextmanager
+def read_together(partial: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yield a directory in which each rank reads what all have written into one that has no name yet.
+
+    Raises
+    ------
+    TargetError
+        A store cannot be written.
+    """
+    from zckpt.operations.shared_target import shared_at
+
+    shared = shared_at(partial)
+    if shared is None:
+        yield partial
+        return
+    every = ranks.gather(shared.sent())
+    ranks.of_first(lambda: shared.finish(every))
+    shared.in_memory = ranks.from_first(shared.in_memory)
+    with ExitStack() as stack:
+        yield ranks.do(lambda: stack.enter_context(shared.readable()))
+
+
+@contextmanager
+def _directory_together(path: Path, ranks: Ranks, *, overwrite: bool, owned: Owned) -> Iterator[Path]:
     made = written_directory(path, overwrite=overwrite, owned=owned) if ranks.rank == 0 else None
     partial, error = None, None
     try:

@@ -230,6 +230,8 @@ class Checkpoint:
         The file or directory that was read, and what the user named: that, or a directory that contains it.
     roots : tuple of str
         The same directory on other nodes, as the user named them.
+    places : tuple of str, str and tuple of str, or None
+        `source`, `opened` and `roots` as this machine's paths, where they are URLs.
     given_names : tuple of str or None
         Names of the optimizer's parameters that the user gave, for files that only number them.
     format, format_version : str
@@ -302,6 +304,7 @@ class Checkpoint:
     opened: str = ""
     roots: tuple[str, ...] = ()
     given_names: tuple[str, ...] | None = None
+    places: tuple[str, str, tuple[str, ...]] | None = None
 
     def __repr__(self) -> str:
         """Return two lines: what was read, of which format and topology; and how much is in it."""

@@ -107,9 +107,9 @@ class Journal:
         """Whether there is something to go on with."""
         self.kept = False
         """Whether a run that failed has left something to go on with."""
-        self._target, self._purpose = target, purpose
+        self._target, self.purpose = target, purpose
         self._name = journal_name(target)
-        self._resume, self._restart = resume, restart
+        self.resume, self.restart = resume, restart
         self._looked = self._begun = False
         self._trusted = True
         self._beside: list[str] = []
@@ -120,7 +120,7 @@ class Journal:
     @property
     def is_worth_it(self) -> bool:
         """Whether there is so much to do that it is recorded."""
-        return self._purpose.nbytes >= LEAST_NBYTES
+        return self.purpose.nbytes >= LEAST_NBYTES
 
     def left(self, descriptor: int) -> bool:
         """Tell whether to go on with what a killed run has left; called with the lock on it.
@@ -140,17 +140,17 @@ class Journal:
     def _look(self) -> None:
         begun, found = _read(self._name)
         self._beside = begun.beside if begun is not None else []
-        if self._restart or begun is None or not found:
+        if self.restart or begun is None or not found:
             return
         nbytes = sum(work.nbytes for work in found.values())
-        if not self._resume:
+        if not self.resume:
             raise TargetError(
                 "a run to it did not come to its end",
                 path=self._target,
                 found=f"{nbytes} of {begun.nbytes} bytes written, in {partial_name(self._target).name}",
                 advice="--resume goes on with it, --restart begins anew",
             )
-        other = self._purpose.other(begun)
+        other = self.purpose.other(begun)
         if other is not None:
             raise TargetError(
                 f"what is to be gone on with was begun {other}",
@@ -161,7 +161,7 @@ class Journal:
 
     def begin(self) -> None:
         """Begin to record; the temporary names are this run's."""
-        for name in set(self._beside) - set(self._purpose.beside):
+        for name in set(self._beside) - set(self.purpose.beside):
             partial = partial_name(self._target.with_name(Path(name).name))
             if os.path.lexists(partial):
                 with suppress(TargetError), claimed(partial, directory=False):
@@ -193,12 +193,12 @@ class Journal:
             _check_alone(os.fstat(file), self._name)
             return file
         file = os.open(self._name, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        _append(file, asdict(self._purpose))
+        _append(file, asdict(self.purpose))
         return file
 
     def check_sources(self) -> None:
         """Raise SourceError if a source file is no longer what it was when the run began."""
-        for path, was in self._purpose.sources.items():
+        for path, was in self.purpose.sources.items():
             if len(was) > 1 and identity(path) != was:  # a store's files are looked at as they are read
                 self.distrust()
                 raise SourceError(
@@ -238,7 +238,7 @@ class Journal:
         if not self.kept:
             return "nothing was left behind"
         return (
-            f"{self._nbytes} of {self._purpose.nbytes} bytes are written and kept in "
+            f"{self._nbytes} of {self.purpose.nbytes} bytes are written and kept in "
             f"{partial_name(self._target).name}: --resume goes on with them, --restart begins anew"
         )
 
@@ -294,7 +294,7 @@ def _read(name: Path) -> tuple[Purpose | None, dict[str, Work]]:
         for line in lines:
             content = _content(line)
             if isinstance(content, dict) and begun is None:
-                begun = _purpose(content)
+                begun = purpose_of(content)
             elif isinstance(content, list) and len(content) == 3:
                 key, written, read = content
                 found[key] = Work(_ranges(written), {path: _ranges(some) for path, some in read.items()})
@@ -308,7 +308,7 @@ def _content(line: bytes) -> object:
     return json.loads(text)
 
 
-def _purpose(content: Mapping[str, object]) -> Purpose:
+def purpose_of(content: Mapping[str, object]) -> Purpose:
     """Return the purpose in a line; of a version whose lines are others, one that is no run's of this version."""
     try:
         found = Purpose(**content)  # type: ignore[arg-type]

@@ -9,35 +9,29 @@ run/checkpointer.json   which ones the Checkpointer wrote, in which order
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import threading
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import DamagedFileError, SourceError, TargetError, TargetExistsError, UsageError
-from zckpt.formats.native import OWNED
+from zckpt.errors import DamagedFileError, SourceError, TargetExistsError, UsageError
 from zckpt.formats.native.reader import check_digests
 from zckpt.operations.open import open as open_checkpoint
-from zckpt.optim.ranks import Ranks
+from zckpt.operations.places import at_path, place_of
+from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states.several import Given
 from zckpt.optim.tensors import Stateful
-from zckpt.storage.durable import recover, target_of_old
-from zckpt.storage.ownership import check_replaceable
 from zckpt.training import run_record
 from zckpt.training.directory import new_identity
 from zckpt.training.ending import Ending, Sigterm
 from zckpt.training.loading import Restored, load
-from zckpt.training.run_record import NAME, Record, Saved
+from zckpt.training.run_place import run_place
+from zckpt.training.run_record import Record, Saved
 from zckpt.training.saving import Saving, save_given
-
-_REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
 
 
 class Checkpointer:
@@ -62,7 +56,7 @@ class Checkpointer:
     Parameters
     ----------
     directory : path-like
-        Made if it does not exist.
+        Made if it does not exist; or a URL in a store.
     keep : int or None
         How many sound checkpoints to keep, at least 1, those that were saved last; None: all.
     every : int or None
@@ -103,7 +97,8 @@ class Checkpointer:
         for what, number in (("keep", keep), ("every", every)):
             if number is not None and number < 1:
                 raise UsageError(f"{what} must be at least 1", found=number)
-        self.directory = Path(directory)
+        self.directory = place_of(directory)
+        self._place = run_place(self.directory)
         self.keep = keep
         self.every = every
         self.async_ = async_
@@ -111,7 +106,7 @@ class Checkpointer:
         self.is_ending = False
         self._process_group = process_group
         self._ranks = Ranks(process_group)
-        self._ranks.of_first(lambda: run_record.check_directory(self.directory))
+        self._ranks.of_first(self._check)
         self._saving: Saving | None = None
         self._pruning: threading.Thread | None = None
         self._told_of: list[str] = []
@@ -120,6 +115,10 @@ class Checkpointer:
         if on_sigterm:
             self._ending = Ending(self._ranks, self._sigterm)
             self._sigterm.listen()
+
+    def _check(self) -> None:
+        with self._place.seen() as directory:
+            run_record.check_directory(directory)
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -174,7 +173,7 @@ class Checkpointer:
         self._finish()
         checkpoint, overwrite = self._ranks.of_first(lambda: self._begun(f"step-{step:08d}"))
         self._saving = save_given(
-            self.directory / checkpoint.name,
+            self._place.checkpoint(checkpoint.name),
             model,
             optimizer,
             {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
@@ -188,19 +187,21 @@ class Checkpointer:
 
     def _begun(self, name: str) -> tuple[Saved, bool]:
         """Note what is going to be saved; return it, and whether it replaces something."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        run_record.check_directory(self.directory)
-        record = run_record.read_record(self.directory)
-        is_own = record.has(self.directory, name)
-        if not is_own and os.path.lexists(self.directory / name):
-            raise TargetExistsError(
-                "is there, and no Checkpointer wrote it", path=self.directory / name, advice="move it away"
-            )
-        if record.saving is not None and record.saving.name != name:
-            recover(self.directory / record.saving.name)  # of a save that was killed, and may be as large as any
-        checkpoint = Saved(name, new_identity())
-        before = run_record.latest_of(self.directory)
-        run_record.write_record(self.directory, Record(record.settled(self.directory).saved, checkpoint, before))
+        self._place.make()
+        with self._place.seen() as directory:
+            run_record.check_directory(directory)
+            record = run_record.read_record(directory)
+            is_own = record.has(directory, name)
+            if not is_own and os.path.lexists(directory / name):
+                raise TargetExistsError(
+                    "is there, and no Checkpointer wrote it", path=directory / name, advice="move it away"
+                )
+            if record.saving is not None and record.saving.name != name:
+                self._place.settle(record.saving)  # of a save that was killed, and may be as large as any
+            checkpoint = Saved(name, new_identity())
+            before = run_record.latest_of(directory)
+            saved = record.settled(directory).saved
+        self._place.write_record(Record(saved, checkpoint, before))
         return checkpoint, is_own
 
     def close(self) -> None:
@@ -232,9 +233,10 @@ class Checkpointer:
 
     def _name_and_prune(self, checkpoint: Saved) -> None:
         """Name what has been saved as the latest, and let a thread remove what is no longer kept."""
-        run_record.write_latest(self.directory, checkpoint.name)
-        record = run_record.read_record(self.directory).with_saved(checkpoint)
-        run_record.write_record(self.directory, record)
+        self._place.write_latest(checkpoint.name)
+        with self._place.seen() as directory:
+            record = run_record.read_record(directory).with_saved(checkpoint)
+        self._place.write_record(record)
         self._pruning = threading.Thread(target=self._prune, args=(record,), name="zckpt-prune")
         self._pruning.start()
 
@@ -243,42 +245,29 @@ class Checkpointer:
         try:
             pruned = self._pruned(record)
             if pruned != record:
-                run_record.write_record(self.directory, pruned)
+                self._place.write_record(pruned)
         except Exception as error:  # noqa: BLE001  # told by the thread that trains
-            self._told_of.append(f"{self.directory}: checkpoints that are no longer kept are still there: {error}")
+            self._told_of.append(f"{self._place.shown}: checkpoints that are no longer kept are still there: {error}")
 
     def _pruned(self, record: Record) -> Record:
         """Remove sound checkpoints beyond those to keep, and what is unsound and was saved before them."""
-        for left in self.directory.iterdir():
-            if _REMOVED.fullmatch(left.name):
-                shutil.rmtree(left, ignore_errors=True)  # which follows no link
+        self._place.sweep()
         if self.keep is None:
             return record
         *before, last = record.saved
-        remaining = [last]
         kept = 1
         for checkpoint in reversed(before):
-            path = self.directory / checkpoint.name
             if kept >= self.keep:
-                self._remove(path, checkpoint)
-            elif checkpoint.is_in(self.directory) and _unsound(path) is None:
+                told = self._place.remove(checkpoint)
+                self._told_of += [] if told is None else [told]
+                continue
+            with self._place.seen() as directory:
+                is_there = checkpoint.is_in(directory)
+            if is_there and _unsound(self._place.checkpoint(checkpoint.name)) is None:
                 kept += 1
-            if os.path.lexists(path):
-                remaining.append(checkpoint)
-        return Record(tuple(reversed(remaining)))
-
-    def _remove(self, path: Path, checkpoint: Saved) -> None:
-        """Remove a checkpoint, unless something else is in its place or in it."""
-        if not checkpoint.is_in(self.directory):
-            return
-        try:
-            check_replaceable(path, OWNED)
-        except TargetError as error:
-            self._told_of.append(f"{path.name} is not removed: {error}")
-            return
-        hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like a checkpoint
-        path.rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        with self._place.seen() as directory:
+            remaining = [one for one in before if os.path.lexists(directory / one.name)]
+        return Record((*remaining, last))
 
     # --- resuming
 
@@ -317,13 +306,14 @@ class Checkpointer:
         """
         self._finish()
         passed: list[str] = []
-        for path in self._ranks.of_first(self._candidates):
+        for name in self._ranks.of_first(self._candidates):
+            path = self._place.checkpoint(name)
             why = self._ranks.from_first(_unsound(path) if self._ranks.rank == 0 else None)
             why = why or (self._damage(path) if verify else None)
             if why is not None:
-                passed.append(f"{path.name}: {why}")
+                passed.append(f"{name}: {why}")
                 if self._ranks.rank == 0:
-                    warnings.warn(f"passed over {path.name}, which is not sound: {why}", stacklevel=2)
+                    warnings.warn(f"passed over {name}, which is not sound: {why}", stacklevel=2)
                 continue
             restored = load(
                 path,
@@ -337,31 +327,30 @@ class Checkpointer:
             restored.notes += [f"passed over {one}" for one in passed]
             return restored
         if passed:
-            raise SourceError("none of the checkpoints is sound", path=self.directory, found="; ".join(passed))
+            raise SourceError("none of the checkpoints is sound", path=self._place.shown, found="; ".join(passed))
         return None
 
-    def _candidates(self) -> list[Path]:
-        """Return what may be resumed from, the best first."""
-        if not self.directory.is_dir():
-            return []
-        for left in self.directory.iterdir():
-            target = target_of_old(left)
-            if target is not None and NAME.fullmatch(target.name):
-                recover(target)
-        return [self.directory / name for name in run_record.candidates(self.directory)]
+    def _candidates(self) -> list[str]:
+        """Return the names of what may be resumed from, the best first."""
+        with self._place.seen() as directory:
+            if not directory.is_dir():
+                return []
+            self._place.settle_all()
+            return run_record.candidates(directory)
 
-    def _damage(self, path: Path) -> str | None:
+    def _damage(self, place: Place) -> str | None:
         """Return what is damaged of a checkpoint; each rank reads some of its files."""
         try:
-            every = check_digests(path, rank=self._ranks.rank, world_size=self._ranks.world_size)
-            found = [str(one) for one in every[:1]]
+            with at_path(place) as path:
+                every = check_digests(path, rank=self._ranks.rank, world_size=self._ranks.world_size)
+                found = [str(one) for one in every[:1]]
         except SourceError as error:
             found = [str(error)]
         found_by = self._ranks.gather(found[0] if found else None)
         return self._ranks.from_first(next((one for one in found_by if one is not None), None))
 
 
-def _unsound(path: Path) -> str | None:
+def _unsound(path: Place) -> str | None:
     """Return why a checkpoint cannot be loaded; None if its document and files are there and fit together."""
     try:
         opened = open_checkpoint(path)

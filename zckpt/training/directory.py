@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zckpt.compare.digests import FILE_NAME, Entries, write_digests
+from zckpt.compare.digests import FILE_NAME, Entries, bytes_of, write_digests
 from zckpt.engine.plan import fill, plan
 from zckpt.engine.targets import Hole
-from zckpt.formats.native import OWNED, rank_name
+from zckpt.formats.native import DOCUMENT_NAME, OWNED, rank_name
 from zckpt.formats.native.rank_file import Entry, Listed, listed, storage_key
 from zckpt.formats.native.rank_file import lay_out as lay_out_rank
 from zckpt.formats.native.reader import headers_shared, read
 from zckpt.formats.native.writer import IDENTITY_NBYTES, Placed, describe, lay_out_document, members_of
+from zckpt.operations.shared_target import shared_at
 from zckpt.operations.target import write_target
 from zckpt.operations.tensors import dtype_name
 from zckpt.optim import DistributedOptimizer
 from zckpt.optim.distributed import LocalOptimizer
-from zckpt.optim.ranks import Ranks, written_together
+from zckpt.optim.ranks import Place, Ranks, read_together, written_together
 from zckpt.optim.states.several import ALONE, Optimizers, Snapshot
 from zckpt.optim.tensors import ModelState, Share, share_of
 from zckpt.state import WEIGHT, Checkpoint, Extent, Parameter, Slot, Span, Topology
@@ -47,7 +48,7 @@ class Prepared:
 
 def write(
     ranks: Ranks,
-    path: Path,
+    path: Place,
     prepared: Prepared | Exception,
     *,
     overwrite: bool,
@@ -59,7 +60,8 @@ def write(
     Parameters
     ----------
     ranks : Ranks
-    path : Path
+    path : Path or str
+        A string is a URL.
     prepared : Prepared or Exception
         An exception: this rank has failed before.
     overwrite, fingerprint : bool
@@ -72,7 +74,7 @@ def write(
     ZckptError
         A rank has failed; nothing has been written.
     """
-    with written_together(path, ranks, overwrite=overwrite, owned=OWNED) as partial:
+    with written_together(path, ranks, overwrite=overwrite, owned=OWNED, last=[DOCUMENT_NAME]) as partial:
         agreed = ranks.from_first(identity or new_identity())
         done = ranks.do(lambda: _write_own(ranks, partial, agreed, prepared))
         every = ranks.gather(done.own)
@@ -107,13 +109,18 @@ def _record_fingerprint(ranks: Ranks, directory: Path) -> None:
 
     def digested() -> Entries:
         with headers_shared(*share):
-            written = read(directory)
+            written = read(there)
         return digest_share(written, share=share)
 
     share = (ranks.rank, ranks.world_size)
-    every = ranks.gather(ranks.do(digested))
+    with read_together(directory, ranks) as there:
+        every = ranks.gather(ranks.do(digested))
     if ranks.rank == 0:
-        write_digests(put_together(every), directory / FILE_NAME)
+        shared = shared_at(directory)
+        if shared is None:
+            write_digests(put_together(every), directory / FILE_NAME)
+        else:
+            shared.add(FILE_NAME, bytes_of(put_together(every)))
 
 
 Stored = list[tuple[str, bytes]]

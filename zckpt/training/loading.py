@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zckpt.errors import UsageError, listed
+from zckpt.errors import UsageError, listed, shown
 from zckpt.formats.native.reader import headers_shared
 from zckpt.naming import Config, MapSource, Naming
 from zckpt.operations.open import OpenedCheckpoint
+from zckpt.operations.places import at_path, place_of
 from zckpt.operations.tensors import TensorRead, check_tensors, dtype_name, read_tensors
 from zckpt.optim.files import open_for
 from zckpt.optim.ranks import ALONE, Ranks
@@ -26,6 +28,7 @@ from zckpt.optim.states import Restoring
 from zckpt.optim.states.several import Given, Optimizers, process_group_of, workers_of
 from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of
 from zckpt.state import MASTER, WEIGHT, Parameter, Slot
+from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.other_state import OtherState, read_other_state
 
 SPOILED = "weights are in part the checkpoint's and must not be used: load a sound checkpoint, or make another model"
@@ -98,6 +101,7 @@ def load(
     Parameters
     ----------
     path : path-like
+        Or a URL: each rank reads what it needs from the store.
     model : Module, optional
         As for `save`.
     optimizer : Optimizer, or list or mapping of them, optional
@@ -140,6 +144,7 @@ def load(
     """
     purpose = "" if workers_of(optimizer) is None else ALONE
     ranks = Ranks(process_group or process_group_of(optimizer), purpose=purpose)
+    place = place_of(path)
     naming = Naming(rename=rename, strip_prefix=strip_prefix, add_prefix=add_prefix, map=map, map_config=map_config)
 
     if (naming.changes or dequantize) and purpose:
@@ -158,13 +163,22 @@ def load(
         loading.prepare(scheduler, grad_scaler, ranks.rank if random_states else None)
         return loading
 
-    loading = ranks.do(prepared)
-    ranks.do(loading.read_state)
-    ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
-    ranks.do(loading.take_state, spoiled=SPOILED)
-    ranks.do(loading.share_state, spoiled=SPOILED)
-    ranks.do(loading.restore_rest, spoiled=LEFT_OVER)
-    return loading.report
+    if isinstance(place, str) and purpose:
+        raise UsageError(
+            "a DistributedOptimizer is loaded from a file system", path=without_secrets(place), advice="copy it to one"
+        )
+    with ExitStack() as stack:
+        path = ranks.do(lambda: stack.enter_context(at_path(place)))
+        loading = ranks.do(prepared)
+        ranks.do(loading.read_state)
+        ranks.do(partial(loading.read_weights, ranks, broadcast=broadcast), spoiled=SPOILED)
+        ranks.do(loading.take_state, spoiled=SPOILED)
+        ranks.do(loading.share_state, spoiled=SPOILED)
+        ranks.do(loading.restore_rest, spoiled=LEFT_OVER)
+        ranks.do(stack.close, spoiled=SPOILED)
+    report = loading.report
+    report.path, report.notes = shown(report.path), [shown(note) for note in report.notes]
+    return report
 
 
 class _Loading:
@@ -242,7 +256,7 @@ class _Loading:
         self.report.extra = self.other.extra
         self.report.notes += [*self.other.missing, *self.other.notes]
         for note in self.other.missing:
-            warnings.warn(f"{self.path}: {note}", stacklevel=3)
+            warnings.warn(f"{shown(self.path)}: {note}", stacklevel=3)
         made_of_masters = {name for one in self.restoring for name in one.publishes}
         self.replicated, self.sharded = self._weights(made_of_masters)
         check_tensors([*self.replicated, *self.sharded])

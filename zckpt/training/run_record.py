@@ -36,6 +36,9 @@ MAXIMUM_NBYTES = 1 << 24
 
 NAME = re.compile(r"step-\d{8,}")
 
+REMOVED = re.compile(r"\.step-\d{8,}\.zckpt-removed")
+"""A checkpoint that is being removed from a file system."""
+
 NAME_MAX = 255
 """Bytes of a file's name."""
 
@@ -140,6 +143,12 @@ def write_record(directory: Path, record: Record) -> None:
     TargetError
         It cannot be written.
     """
+    with written_files([directory / RECORD], overwrite=True) as [partial]:
+        partial.write_text(text_of(record), "utf-8")
+
+
+def text_of(record: Record) -> str:
+    """Return what the file of a record holds."""
     saving = record.saving and [record.saving.name, record.saving.identity, record.before or ""]
     document = {
         "format": FORMAT,
@@ -147,8 +156,7 @@ def write_record(directory: Path, record: Record) -> None:
         "saved": [[one.name, one.identity] for one in record.saved],
         "saving": saving,
     }
-    with written_files([directory / RECORD], overwrite=True) as [partial]:
-        partial.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    return json.dumps(document, indent=1) + "\n"
 
 
 def write_latest(directory: Path, name: str) -> None:
@@ -215,6 +223,6 @@ def candidates(directory: Path) -> list[str]:
     found = [*([latest] if latest else []), *reversed(order[:at]), *reversed(order[at:])]
     if record.saving is not None and record.before == (latest or "") and record.saving.is_in(directory):
         found.insert(0, record.saving.name)
-    others = {path.name for path in directory.iterdir() if NAME.fullmatch(path.name)}
+    others = {path.name for path in (directory.iterdir() if directory.is_dir() else ()) if NAME.fullmatch(path.name)}
     found += sorted(others, key=lambda name: int(name.removeprefix("step-")), reverse=True)
     return [name for name in dict.fromkeys(found) if name == latest or (directory / name).is_dir()]

@@ -21,11 +21,13 @@ import torch.distributed as dist
 
 from zckpt.errors import UsageError
 from zckpt.formats.suffixes import check_directory
-from zckpt.optim.ranks import Ranks
+from zckpt.operations.places import place_of
+from zckpt.optim.ranks import Place, Ranks
 from zckpt.optim.states import Target, state_class
 from zckpt.optim.states.several import Given, Optimizers, named, process_group_of, workers_of
 from zckpt.optim.tensors import ModelState, Stateful, model_state, share_of, world_rank
 from zckpt.state import WEIGHT
+from zckpt.storage.remote.addresses import without_secrets
 from zckpt.training.directory import Prepared, Whole, save_workers, storage_entries, write
 from zckpt.training.other_state import EXTRA, GRAD_SCALER, SCHEDULER, other_values, random_states
 from zckpt.training.pieces import RankState, Staging, divide, entries
@@ -40,7 +42,7 @@ class Saving:
     Its errors are raised by `result`, or else by the next save, on all ranks alike.
     """
 
-    def __init__(self, future: Future[None], path: Path, ranks: Ranks) -> None:
+    def __init__(self, future: Future[None], path: Place, ranks: Ranks) -> None:
         self.path = path
         self.ranks = ranks
         self._future = future
@@ -94,7 +96,7 @@ class _Background:
         if saving is not None:
             saving.ranks.agree(saving.unseen_error())
 
-    def start(self, written: Callable[[], None], path: Path, ranks: Ranks) -> Saving:
+    def start(self, written: Callable[[], None], path: Place, ranks: Ranks) -> Saving:
         """Let the thread write, with ranks of the purpose `SAVE`; `ranks` are those of the thread that trains."""
         self.saving = Saving(self.pool.submit(written), path, ranks)
         return self.saving
@@ -130,7 +132,8 @@ def save(
     Parameters
     ----------
     path : path-like
-        A directory that does not exist, on a file system that all ranks share.
+        A directory that does not exist, on a file system that all ranks share; or the URL of one in a store, which each
+        rank sends its part to.
     model : Module, optional
         As it is, or in DistributedDataParallel, `torch.compile`, or sharded by `fully_shard`.
     optimizer : Optimizer, or list or mapping of them, optional
@@ -170,7 +173,7 @@ def save(
         The directory exists or cannot be written: on all ranks, if on one.
     """
     return save_given(
-        Path(path),
+        place_of(path),
         model,
         optimizer,
         {"scheduler": scheduler, "grad_scaler": grad_scaler, "extra": extra, "step": step},
@@ -183,7 +186,7 @@ def save(
 
 
 def save_given(
-    path: Path,
+    path: Place,
     model: torch.nn.Module | None,
     optimizer: Given,
     given: Mapping[str, Any],
@@ -200,7 +203,8 @@ def save_given(
 
     Parameters
     ----------
-    path : Path
+    path : Path or str
+        A string is a URL.
     model, optimizer, process_group, format, async_, overwrite, fingerprint
         As for `save`.
     given : mapping
@@ -211,23 +215,29 @@ def save_given(
         What the first rank does when the checkpoint is there; if it fails, all have failed.
     """
     BACKGROUND.finish()
-    check_directory(path)
+    check_directory(Path(path))
     if format not in FORMATS:
         raise UsageError(
             f"unknown format {format}", expected=", ".join(FORMATS), advice="save as zckpt, and use zckpt convert"
         )
+    workers = workers_of(optimizer)
+    if isinstance(path, str) and (format != "zckpt" or workers is not None):
+        raise UsageError(
+            f"{'a DistributedOptimizer' if workers is not None else f'format {format}'} is saved to a file system",
+            path=without_secrets(path),
+            advice="save to a path, and let zckpt convert write to the store",
+        )
     if format != "zckpt":
         if fingerprint:
             raise _no_fingerprint(f"format {format}")
-        _save_as(format, path, model, optimizer, given, async_=async_, overwrite=overwrite)
+        _save_as(format, Path(path), model, optimizer, given, async_=async_, overwrite=overwrite)
         return None
-    workers = workers_of(optimizer)
     if workers is not None:
         if async_:
             raise UsageError("a DistributedOptimizer is not saved while training goes on", advice="leave async_ out")
         if fingerprint:
             raise _no_fingerprint("a DistributedOptimizer")
-        save_workers(path, workers, given, overwrite=overwrite, identity=identity)
+        save_workers(Path(path), workers, given, overwrite=overwrite, identity=identity)
         if then is not None:
             then()
         return None

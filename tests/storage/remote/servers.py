@@ -108,6 +108,9 @@ def proxied(to_port: int) -> Iterator[Proxy]:
         def forward(self) -> None:
             length = self.headers.get("Content-Length")
             body = self.rfile.read(int(length)) if length else b""
+            if length and len(body) < int(length):  # of a client that was killed
+                self.close_connection = True
+                return
             if self.headers.get("Transfer-Encoding") == "chunked":
                 body = self._chunks()
             proxy.before(self.command, self.path)

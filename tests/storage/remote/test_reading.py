@@ -252,3 +252,25 @@ def test_a_file_has_its_companions(s3: Served, tmp_path: Path) -> None:
     whole = zckpt.inspect(s3.directory / "with.safetensors")
     assert zckpt.inspect(f"{s3.url}/with.safetensors").slots == whole.slots
     assert load_file(s3.directory / "with.safetensors")
+
+
+def test_what_is_opened_by_a_url_is_called_by_it(s3: Served, tmp_path: Path) -> None:
+    """In all that is returned, printed, drawn or refused, also of a checkpoint that is open."""
+    url = put(s3, SOURCE, "run")
+    checkpoint = zckpt.open(url)
+    assert (checkpoint.source, checkpoint.opened) == (f"{url}/global_step5", url)
+    assert zckpt.diff(checkpoint, SOURCE).equal
+    assert zckpt.verify(checkpoint, deep=True).sound
+    zckpt.convert(checkpoint, tmp_path / "dcp", to="dcp")
+    assert zckpt.diff(tmp_path / "dcp", checkpoint).equal
+    texts = [repr(checkpoint), json.dumps(zckpt.map(checkpoint).as_dict())]
+    texts.append(json.dumps(zckpt.inspect(checkpoint, include_inventory=True).as_dict()))
+    texts.append(json.dumps(zckpt.verify(checkpoint).as_dict()))
+    for verb in ("inspect", "verify"):
+        texts.append(succeeded(verb, url, "--html", tmp_path / f"{verb}.html").stdout)
+        texts.append((tmp_path / f"{verb}.html").read_text())
+    texts.append(succeeded("convert", url, tmp_path / "again", "--to", "dcp", "--dry-run", "--json").stdout)
+    with pytest.raises(zckpt.UsageError) as raised:
+        checkpoint.read("nothing")
+    texts.append(str(raised.value))
+    assert not [text for text in texts if "zckpt-remote-" in text]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {
         path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        if path.is_file() and not path.name.startswith(".rclone_temp_multipart")
     }
 
 
@@ -217,30 +217,102 @@ def test_a_source_that_is_damaged_leaves_nothing(s3: Served, tmp_path: Path) -> 
     assert unfinished() == []
 
 
-def test_interrupted_and_killed_runs(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
-    """Ctrl-C removes what was sent; what a kill leaves, no one takes for a checkpoint, and the next run removes."""
-    save_file({"w": torch.randn(12 << 20)}, tmp_path / "large.safetensors")
-    arguments = command("convert", tmp_path / "large.safetensors", f"{s3.url}/killed", "--to", "zckpt")
-    for name in ("SIGINT", "SIGKILL"):
-        import signal
+def ended(arguments: list[Any], proxy: Proxy, by: signal.Signals, when: Callable[[], bool]) -> str:
+    """Run a command that is ended by a signal as soon as something is so; what it said."""
+    child = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    for _ in range(1200):
+        if when() or child.poll() is not None:
+            break
+        time.sleep(0.02)
+    child.send_signal(by)
+    said = child.communicate(timeout=60)[1]
+    assert child.returncode == (130 if by == signal.SIGINT else -9), said
+    proxy.fault = lambda _method, _path: None
+    return said
 
-        sent = itertools.count()
-        s3_proxy.fault = lambda method, _, sent=sent: time.sleep(3 * (method == "PUT" and next(sent) > 0))
-        s3_proxy.requests.clear()
-        child = subprocess.Popen(arguments, env={**environment(), "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            if s3_proxy.of("killed", "PUT"):
-                break
-            time.sleep(0.05)
-        child.send_signal(getattr(signal, name))
-        child.wait(60)
-        assert child.returncode == (130 if name == "SIGINT" else -9)
-        assert not listed(f"{s3.url}/killed")
-        assert bool(unfinished()) == (name == "SIGKILL")
+
+def parts(proxy: Proxy, name: str) -> list[str]:
+    """The parts that a server has taken."""
+    return [one.path for one in proxy.of(name, "PUT") if "partNumber" in one.path and one.status == 200]
+
+
+def dropped(proxy: Proxy, method: str, part: str, count: int) -> Callable[[], bool]:
+    """Let requests fail, but for some; what tells that one has."""
+    seen: list[str] = []
+
+    def fault(found: str, path: str) -> str | None:
+        if found == method and part in path:
+            seen.append(path)
+            return "drop" if len(seen) > count else None
+        return None
+
+    proxy.fault = fault
+    return lambda: len(seen) > count
+
+
+def test_a_run_goes_on_with_what_another_has_sent(
+    s3: Served, s3_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
+    save_file({f"w{n}": torch.randn(3 << 20) for n in range(2)}, tmp_path / "large.safetensors")
+    given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/again", "--max-shard-size", "13MB")
+    dropped(s3_proxy, "PUT", "again", 2)
+    refused(4, *given, words=("bytes are sent and kept in unfinished uploads: --resume goes on with them",))
+    sent = parts(s3_proxy, "again")
+    assert 2 <= len(sent) < 6
+    refused(4, *given, words=("did not come to its end", "--resume"))
+    dropped(s3_proxy, "POST", "uploadId", 1)
+    refused(4, *given, "--resume")  # objects were there, and are removed
+    assert len(parts(s3_proxy, "again")) == len(set(parts(s3_proxy, "again")))
     s3_proxy.fault = lambda _method, _path: None
-    succeeded(*arguments[3:])
-    assert zckpt.diff(s3.directory / "killed", tmp_path / "large.safetensors").equal
+    succeeded(*given, "--resume")
+    succeeded(*given[:2], tmp_path / "here", *given[3:])
+    assert contents(s3.directory / "again") == contents(tmp_path / "here")
     assert unfinished() == []
+
+
+@pytest.mark.nightly
+def test_killed_runs_are_gone_on_with(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    """Interrupted, then killed, each with some parts sent; then killed while it makes objects of them."""
+    save_file({f"w{n}": torch.randn(3 << 20) for n in range(3)}, tmp_path / "large.safetensors")
+    given = ("consolidate", tmp_path / "large.safetensors", f"{s3.url}/killed", "--max-shard-size", "25MB")
+    arguments = command(*given)
+    said = ended(arguments, s3_proxy, signal.SIGINT, dropped(s3_proxy, "PUT", "killed", 2))
+    assert "bytes are sent and kept in unfinished uploads: --resume goes on with them" in said
+    assert PASSWORD not in said
+    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "PUT", "killed", 1))
+    sent = parts(s3_proxy, "killed")
+    assert len(sent) == len(set(sent)) == 3
+    assert not contents(s3.directory / "killed")
+    ended([*arguments, "--resume"], s3_proxy, signal.SIGKILL, dropped(s3_proxy, "POST", "uploadId", 1))
+    sent = parts(s3_proxy, "killed")
+    assert len(sent) == len(set(sent))
+    assert len(contents(s3.directory / "killed")) == 1
+    refused(4, *given, "--overwrite", words=("did not come to its end", "all that has elements"))
+    refused(4, *given, "--resume", "--dtype", "bfloat16", words=("begun with other options: dtype",))
+    succeeded(*given, "--resume")
+    assert parts(s3_proxy, "killed") == sent
+    succeeded(*given[:2], tmp_path / "here", *given[3:])
+    assert contents(s3.directory / "killed") == contents(tmp_path / "here")
+    assert unfinished() == []
+    assert not (s3.directory / ".killed.zckpt-partial").exists()
+
+
+@pytest.mark.nightly
+def test_what_a_run_has_left_is_thrown_away(s3: Served, s3_proxy: Proxy, tmp_path: Path) -> None:
+    save_file({"w": torch.randn(6 << 20)}, tmp_path / "large.safetensors")
+    given = ("convert", tmp_path / "large.safetensors", f"{s3.url}/left", "--to", "zckpt")
+    s3_proxy.fault = lambda method, path: "drop" if method == "POST" and "uploadId" in path else None
+    ended(command(*given), s3_proxy, signal.SIGKILL, lambda: bool(s3_proxy.of("partial/note", "PUT")))
+    succeeded(*given, "--restart")
+    assert zckpt.diff(s3.directory / "left", tmp_path / "large.safetensors").equal
+    assert unfinished() == []
+    assert not (s3.directory / ".left.zckpt-partial").exists()
+
+
+def test_other_stores_keep_nothing_to_go_on_with(served: Callable[[str], Served]) -> None:
+    url = served("webdav-alone").url
+    refused(2, "convert", SOURCE, f"{url}/resumed", "--to", "dcp", "--resume", words=("begins anew",))
 
 
 def test_web_servers_are_read_only(served: Callable[[str], Served]) -> None:

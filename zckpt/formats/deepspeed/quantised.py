@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from zckpt.engine.computed import Computed
 from zckpt.errors import UnsupportedError
+from zckpt.formats.deepspeed.origin import Origin, origin_of
 from zckpt.formats.torch_files.quantised import ADAM, NESTED, block_of, pieces_of
 from zckpt.state import MASTER, Checkpoint, CutSpans, Extent, Parameter, Slot, Span
 from zckpt.state.checkpoint import RankValue, keys_listed
@@ -23,8 +24,14 @@ AnyCheckpoint = TypeVar("AnyCheckpoint", bound=Checkpoint)
 Pieces = Mapping[str, Slot]
 
 
-def with_float_slots(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
+def with_float_slots(checkpoint: AnyCheckpoint, *, keeps_files: bool = False) -> AnyCheckpoint:
     """Return a checkpoint with float32 slots in the place of what each rank has quantised of its partitions.
+
+    Parameters
+    ----------
+    keeps_files : bool
+        Whether it is still one of DeepSpeed's files, to be cut for other ranks; else it is written as from any other
+        format.
 
     Raises
     ------
@@ -55,8 +62,18 @@ def with_float_slots(checkpoint: AnyCheckpoint) -> AnyCheckpoint:
         else one
         for name, one in checkpoint.parameters.items()
     }
-    # what the files were is of codes: written as from any other format
-    return replace(checkpoint, parameters=parameters, per_rank=[], origin=None)
+    origin = _origin(checkpoint, parameters) if keeps_files else None
+    return replace(checkpoint, parameters=parameters, per_rank=[], origin=origin)
+
+
+def _origin(checkpoint: Checkpoint, parameters: dict[str, Parameter]) -> Origin | None:
+    """Return the files of a checkpoint of one model-parallel rank, with these parameters for what they describe."""
+    origin = origin_of(checkpoint)
+    if origin is None or len(origin.ranks) != 1:
+        return None
+    [files] = origin.ranks
+    state = replace(files.state, parameters=parameters, per_rank=[])
+    return replace(origin, ranks=[replace(files, state=state)])
 
 
 def _pieces(value: RankValue, path: str) -> tuple[str, Pieces]:

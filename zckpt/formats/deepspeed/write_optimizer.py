@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
 from zckpt.formats.deepspeed.target import Target, TargetRank, slot_keys
+from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
 from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
@@ -112,7 +113,11 @@ def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, objec
 
 
 def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
-    """Return the state that one rank has of its own, as its file has it."""
+    """Return the state that one rank has of its own, as its file has it, or cut for it."""
+    if target.codes:
+        group = next((one for one in mp.groups if one.index == partition), None)
+        codes = target.codes.get(partition)
+        return {} if group is None or codes is None else {NESTED: codes.of(group.position(rank), group.partition)}
     return {
         one.key: value_node(one.value)
         for one in target.checkpoint.per_rank

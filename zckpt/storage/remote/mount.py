@@ -173,6 +173,15 @@ class Mount:
             distant.forget(str(path))
             path.unlink()
 
+    def forget(self, root: Path, names: Iterable[str]) -> None:
+        """Let names below a directory be free, and that of the directory if nothing else is in it."""
+        for path in [root / name for name in names]:
+            self.remove(path)
+            for folder in path.parents:
+                if not folder.is_relative_to(self.path) or any(folder.iterdir()):
+                    break
+                folder.rmdir()
+
     def key_of(self, path: Path) -> str:
         """Return what the store's library calls a path at, below or beside that which is mounted."""
         if path == self.path:

@@ -57,6 +57,12 @@ class S3Store(Store):
         bucket, _, rest = key.partition("/")
         return {"Bucket": bucket, "Key": rest}
 
+    def _remove(self, key: str) -> None:
+        self.call("delete_object", **self.place(key))
+
+    def remove_folder(self, key: str) -> None:
+        """Do nothing: there are objects only."""
+
     def _fetch(self, one: Listed, offset: int, nbytes: int) -> bytes:
         from fsspec.asyn import sync
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,6 +199,38 @@ class Store:
         fs = self.fs
         with nullcontext() if fs.async_impl or self.address.scheme in _THREADED else self._turn:
             yield fs
+
+    # --- removing
+
+    def remove(self, key: str) -> None:
+        """Remove a file, if it is there.
+
+        Raises
+        ------
+        TargetError
+            The store refuses.
+        """
+
+        def once() -> None:
+            with suppress(FileNotFoundError):
+                self._remove(key)
+
+        attempt(once, self.address.shown, writing=True)
+
+    def _remove(self, key: str) -> None:
+        with self.turn() as fs:
+            fs.rm_file(key)
+
+    def remove_folder(self, key: str) -> None:
+        """Remove a directory in which no file is left; some stores have none."""
+
+        def once() -> None:
+            with self.turn() as fs, suppress(FileNotFoundError):
+                fs.invalidate_cache()
+                if fs.isdir(key):
+                    fs.rm(key, recursive=True)
+
+        attempt(once, self.address.shown, writing=True)
 
     checks_versions = False
     """Whether every range is known to be of the version that was listed."""

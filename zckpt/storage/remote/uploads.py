@@ -5,22 +5,26 @@
 
 `Uploads` is what both have in common: `sink` for each file, `finish` when all have come, so that they can be read back
 from where `url` says; `put` for small files that make others recognisable; `name` at the very end; `abort` removes all.
+Where several processes send the files of one target, each says what it has `sent`, and one of them `adopt`s that and
+finishes all. What they have to tell each other through the store is a `note`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from zckpt.errors import TargetError
 from zckpt.storage.remote.attempts import ShortBodyError, attempt
-from zckpt.storage.remote.s3 import S3Store
 from zckpt.storage.remote.sftp import SftpStore
 from zckpt.storage.remote.stores import Store
 from zckpt.storage.remote.web import HttpStore, WebdavStore
+
+NOTE = "note"
+
+Sent = dict[str, Any]
+"""Of files by their names: plain data."""
 
 
 class Uploads(ABC):
@@ -40,6 +44,8 @@ class Uploads(ABC):
         self.key = key
         self.is_directory = is_directory
         self.root = key if is_directory else key.rpartition("/")[0]
+        parent, _, name = key.rpartition("/")
+        self.partial = f"{parent}/.{name}.zckpt-partial"
 
     def shown(self, name: str) -> str:
         """Return a file's URL, for messages."""
@@ -51,8 +57,39 @@ class Uploads(ABC):
         return f"{self.root}/{name}"
 
     @abstractmethod
-    def begin(self) -> None:
-        """Remove what a run that was killed has left."""
+    def begin(self, *, resume: bool = False) -> None:
+        """Remove what a run that was killed has left, or go on with it where that can be done."""
+
+    can_resume = False
+    """Whether there is something to go on with after a kill."""
+
+    def left(self) -> int:
+        """Return how many bytes a run that was killed has sent, of those that can be gone on with."""
+        return 0
+
+    @abstractmethod
+    def sent(self) -> Sent:
+        """Return what this process has sent and not finished, by name: whatever `adopt` needs of it."""
+
+    @abstractmethod
+    def adopt(self, sent: Sent) -> None:
+        """Take over what another process has sent."""
+
+    def completed(self, sent: Sent) -> list[str]:
+        """Return which files of a note have their names already."""
+        raise NotImplementedError
+
+    def discard(self, sent: Sent) -> list[str]:
+        """Remove those that have, and the note; return their names."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def note(self, data: bytes) -> None:
+        """Leave a small note beside the target, until it is named or aborted."""
+
+    @abstractmethod
+    def noted(self) -> bytes | None:
+        """Return the note beside the target; None: there is none."""
 
     @abstractmethod
     def sink(self, name: str) -> Any:  # noqa: ANN401  # an engine.upload.Sink
@@ -80,140 +117,8 @@ class Uploads(ABC):
         """Give files their names, in this order; remove those of a target that is replaced, which have `old` keys."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Remove what has come."""
-
-
-class S3Uploads(Uploads):
-    """Uploads in parts."""
-
-    def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
-        super().__init__(store, key, is_directory=is_directory)
-        self.s3 = store
-        self._open: dict[str, S3Sink] = {}
-        self._finished: list[str] = []
-
-    def begin(self) -> None:
-        """Abort uploads to the same keys; whose run still goes on fails with its next part."""
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Abort what is unfinished: of runs that were killed, and where the answer was lost that named an upload."""
-        place, shown = self.s3.place(self.key), self.store.address.shown
-        bucket = {"Bucket": place["Bucket"]}
-        try:
-            found = attempt(lambda: self._listed(place), shown, writing=True)
-        except TargetError:  # who may write need not be able to list; the store's own rules remove such remains
-            return
-        for one in found.get("Uploads", ()):
-            if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/"):
-                which = {**bucket, "Key": one["Key"], "UploadId": one["UploadId"]}
-                with suppress(TargetError):
-                    attempt(partial(self.s3.call, "abort_multipart_upload", **which), shown, writing=True)
-
-    def _listed(self, place: dict[str, str]) -> Any:  # noqa: ANN401  # what botocore returns
-        return self.s3.call("list_multipart_uploads", Bucket=place["Bucket"], Prefix=place["Key"])
-
-    def sink(self, name: str) -> S3Sink:
-        """Begin an upload."""
-        found = self._open[name] = S3Sink(self.s3, self.at(name), self.shown(name))
-        return found
-
-    def put(self, name: str, data: bytes) -> None:
-        """Send a whole object."""
-        arguments = {**self.s3.place(self.at(name)), "Body": data}
-        attempt(lambda: self.s3.call("put_object", **arguments), self.shown(name), writing=True)
-        self._finished.append(name)
-
-    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
-        """Remove what is replaced, so that no old object is ever with a new one, and complete uploads."""
-        for key in old:
-            self._delete(key, self.store.address.shown)
-        for name in names:
-            self._open[name].complete()
-            self._finished.append(name)
-            del self._open[name]
-
-    def url(self) -> str:
-        """Return the target's."""
-        return self.store.address.url
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether the target is a directory."""
-        return self.is_directory
-
-    def _delete(self, key: str, shown: str) -> None:
-        attempt(lambda: self.s3.call("delete_object", **self.s3.place(key)), shown, writing=True)
-
-    def name(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002
-        """Leave nothing behind: they have their names."""
-        self._sweep()
-
-    def abort(self) -> None:
-        """Abort uploads, and remove objects that were completed."""
-        left: list[str] = []
-        for name, one in self._open.items():
-            if not one.abort():
-                left.append(self.shown(name))
-        for name in self._finished:
-            try:
-                self._delete(self.at(name), self.shown(name))
-            except TargetError:
-                left.append(self.shown(name))
-        self._open.clear()
-        self._finished.clear()
-        self._sweep()
-        if left:
-            raise TargetError("could not be removed", path=left[0], found=f"{len(left)} of them",
-                              advice="abort its unfinished uploads, and remove it")  # fmt: skip
-
-
-class S3Sink:
-    """One upload in parts."""
-
-    def __init__(self, store: S3Store, key: str, shown: str) -> None:
-        self._store = store
-        self._place = store.place(key)
-        self._shown = shown
-        self._etags: dict[int, str] = {}
-        self._nbytes: dict[int, int] = {}
-        found = self._call("create_multipart_upload")
-        self._place["UploadId"] = found["UploadId"]
-
-    def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
-        return attempt(lambda: self._store.call(method, **self._place, **arguments), self._shown, writing=True)
-
-    def send(self, number: int, data: bytearray) -> None:
-        """Send a part; sending it twice does no harm."""
-        found = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
-        self._etags[number + 1] = found["ETag"]
-        self._nbytes[number + 1] = len(data)
-
-    def complete(self) -> None:
-        """Make an object of the parts."""
-        every = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._etags.items())]
-        try:
-            self._call("complete_multipart_upload", MultipartUpload={"Parts": every})
-        except TargetError:
-            if not self._is_there():
-                raise
-
-    def _is_there(self) -> bool:
-        """Tell whether there is an object of as many bytes: the answer to a request may be lost that was done."""
-        try:
-            found = self._store.call("head_object", Bucket=self._place["Bucket"], Key=self._place["Key"])
-        except Exception:  # noqa: BLE001  # the first error says more
-            return False
-        return bool(found["ContentLength"] == sum(self._nbytes.values()))
-
-    def abort(self) -> bool:
-        """Remove all parts; return whether the store has done so."""
-        try:
-            self._call("abort_multipart_upload")
-        except TargetError as error:
-            return "NoSuchUpload" in str(error) or "nothing there" in str(error)
-        return True
+    def abort(self, *, everything: bool = True) -> None:
+        """Remove what has come; or what this process has sent, and another removes all."""
 
 
 class NamedUploads(Uploads):
@@ -221,24 +126,50 @@ class NamedUploads(Uploads):
 
     def __init__(self, store: Store, key: str, *, is_directory: bool) -> None:
         super().__init__(store, key, is_directory=is_directory)
-        parent, _, name = key.rpartition("/")
-        self._partial = f"{parent}/.{name}.zckpt-partial"
         self._named: list[str] = []
+        self._sent: list[str] = []
 
-    def begin(self) -> None:
+    def begin(self, *, resume: bool = False) -> None:  # noqa: ARG002  # there is nothing to go on with
         """Remove what has the temporary name."""
-        self._remove(self._partial)
+        self._remove(self.partial)
+
+    def sent(self) -> Sent:
+        """Return the names of files that have come."""
+        return dict.fromkeys(self._sent)
+
+    def adopt(self, sent: Sent) -> None:
+        """Do nothing: they have temporary names."""
+
+    def note(self, data: bytes) -> None:
+        """Write a file of a temporary name."""
+        self._sink(NOTE).write(len(data), lambda: iter([bytearray(data)]))
+
+    def noted(self) -> bytes | None:
+        """Return what the file holds."""
+
+        def read() -> bytes | None:
+            with self.store.turn() as fs:
+                fs.invalidate_cache()
+                key = self._temporary(NOTE)
+                found: bytes | None = fs.cat_file(key) if fs.exists(key) else None
+                return found
+
+        return attempt(read, self.store.address.shown, writing=True)
 
     def _temporary(self, name: str) -> str:
-        return f"{self._partial}/{name}"
+        return f"{self.partial}/{name}"
 
     def sink(self, name: str) -> FileSink:
         """Return where a file goes, in a directory of a temporary name."""
+        self._sent.append(name)
+        return self._sink(name)
+
+    def _sink(self, name: str) -> FileSink:
         return FileSink(self.store, self._temporary(name), self.shown(name))
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small file under a temporary name."""
-        self.sink(name).write(len(data), lambda: iter([bytearray(data)]))
+        self._sink(name).write(len(data), lambda: iter([bytearray(data)]))
 
     def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
         """Do nothing: they can be read as they come."""
@@ -260,7 +191,7 @@ class NamedUploads(Uploads):
         def renamed() -> None:
             if self.is_directory and isinstance(self.store, SftpStore | WebdavStore):
                 self._remove(self.key)
-                self._move(self._partial, self.key)
+                self._move(self.partial, self.key)
                 return
             for key in old:
                 self._remove(key)
@@ -271,10 +202,12 @@ class NamedUploads(Uploads):
                 self._named.append(target)
 
         try:
+            if fs.exists(self._temporary(NOTE)):
+                fs.rm(self._temporary(NOTE))
             renamed()
         except Exception as error:
             raise TargetError("could not be named", path=shown, found=f"{type(error).__name__}: {error}") from error
-        self._remove(self._partial)
+        self._remove(self.partial)
 
     def _move(self, one: str, other: str) -> None:
         if isinstance(self.store, WebdavStore):
@@ -290,9 +223,11 @@ class NamedUploads(Uploads):
         if fs.exists(key):
             fs.rm(key, recursive=True)
 
-    def abort(self) -> None:
+    def abort(self, *, everything: bool = True) -> None:
         """Remove the temporary names, and what has been named."""
-        for key in [*self._named, self._partial]:
+        if not everything:
+            return
+        for key in [*self._named, self.partial]:
             try:
                 self._remove(key)
             except Exception as error:
@@ -347,6 +282,9 @@ def uploads_of(store: Store, key: str, *, is_directory: bool) -> Uploads:
     if isinstance(store, HttpStore):
         raise TargetError("cannot be written", path=store.address.shown, found="a web server, which is read only",
                           advice="write to a store: S3, SFTP, WebDAV, ...")  # fmt: skip
+    from zckpt.storage.remote.s3 import S3Store
+    from zckpt.storage.remote.s3_uploads import S3Uploads
+
     if isinstance(store, S3Store):
         return S3Uploads(store, key, is_directory=is_directory)
     return NamedUploads(store, key, is_directory=is_directory)

@@ -1,0 +1,178 @@
+"""Training saves to stores and resumes from them: each rank sends and reads its own, and nothing partial is seen."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import zckpt
+from tests.gloo import run
+from tests.storage.remote.conftest import Served
+from tests.storage.remote.servers import PASSWORD, USER, Proxy
+from tests.training.trainings import BY_NAME, Training, differences
+from zckpt.storage.remote import attempts
+
+pytestmark = pytest.mark.interop
+
+Settings = dict[str, str]
+
+
+@pytest.fixture
+def s3_kind() -> str:
+    return "s3-alone"
+
+
+@pytest.fixture
+def settings(s3: Served) -> Settings:
+    return {key: value for key, value in os.environ.items() if key.startswith("AWS_")} | {"bucket": s3.url}
+
+
+def in_s3(rank: int, world_size: int, step: Callable[..., Any], settings: Settings, *arguments: Any) -> Any:
+    """Run a function on a rank as who may write to the store."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    attempts.FIRST_PAUSE, attempts.ATTEMPTS = 0.01, 2
+    try:
+        return step(rank, settings["bucket"], *arguments)
+    finally:
+        attempts.FIRST_PAUSE, attempts.ATTEMPTS = 0.25, 7
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def files(served: Served, below: str) -> list[str]:
+    root = served.directory / below
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+def unfinished() -> list[Any]:
+    from zckpt.storage.remote.addresses import address_of
+    from zckpt.storage.remote.s3 import S3Store
+
+    store = S3Store(address_of("s3://bucket/x"))
+    return list(store.call("list_multipart_uploads", Bucket="bucket").get("Uploads", []))
+
+
+def trained(kind: str = "zero2-plain-float32") -> tuple[Training, dict[str, Any]]:
+    training = Training.of(BY_NAME[kind])
+    training.train(range(2))
+    return training, {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+
+
+def save_and_load(rank: int, bucket: str) -> dict[str, Any]:
+    training, everything = trained()
+    zckpt.save(f"{bucket}/step2", **everything, step=2, extra={"seen": 2}, fingerprint=True)
+    again = Training.of(BY_NAME["zero2-plain-float32"], seed=1)
+    restored = zckpt.load(f"{bucket}/step2", model=again.model, optimizer=again.optimizer, scheduler=again.scheduler)
+    found = differences(again.state(), training.state())
+    training.train([2])
+    saving = zckpt.save(f"{bucket}/step3", **everything, step=3, async_=True)
+    assert saving is not None
+    saving.result()
+    zckpt.save(f"{bucket}/step3", **everything, step=3, overwrite=True)
+    refused = ""
+    try:
+        zckpt.save(f"{bucket}/step3", **everything)
+    except zckpt.TargetExistsError as error:
+        refused = str(error)
+    return {"differences": found, "path": restored.path, "extra": restored.extra, "refused": refused}
+
+
+def test_ranks_save_to_a_store_and_load_from_it(s3: Served, settings: Settings) -> None:
+    for told in run(in_s3, 2, save_and_load, settings):
+        assert told["differences"] == []
+        assert (told["path"], told["extra"]) == ("s3://bucket/step2", {"seen": 2})
+        assert "s3://bucket/step3" in told["refused"]
+        assert "exists already" in told["refused"]
+    there = ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
+    assert files(s3, "step2") == [there[0], "fingerprint.json", *there[1:]]
+    assert files(s3, "step3") == there
+    assert unfinished() == []
+    assert zckpt.verify(f"{s3.url}/step2", deep=True).sound
+    assert zckpt.open(f"{s3.url}/step3").step == 3
+    assert zckpt.open(f"{s3.url}/step3").source == "s3://bucket/step3"
+
+
+def failing(rank: int, bucket: str) -> str:
+    _, everything = trained()
+    try:
+        zckpt.save(f"{bucket}/failing/step2", **everything, step=2)
+    except zckpt.TargetError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", ["rank-00001", "checkpoint.json"])
+def test_a_rank_that_fails_leaves_nothing(what: str, s3: Served, s3_proxy: Proxy, settings: Settings) -> None:
+    s3_proxy.fault = lambda method, path: "503" if what in path and method == "PUT" else None
+    for line in run(in_s3, 2, failing, settings):
+        assert f"s3://bucket/failing/step2/{what}" in line
+        assert "zckpt-remote" not in line
+        assert PASSWORD not in line
+        assert USER not in line
+    s3_proxy.fault = lambda _method, _path: None
+    assert files(s3, "failing") == []
+    assert unfinished() == []
+
+
+def a_run(rank: int, bucket: str, last: int, async_: bool) -> dict[str, Any]:
+    training = Training.of(BY_NAME["zero2-plain-float32"])
+    everything = {"model": training.model, "optimizer": training.optimizer, "scheduler": training.scheduler}
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        zckpt.Checkpointer(f"{bucket}/run", keep=2, every=1, async_=async_) as checkpointer,
+    ):
+        restored = checkpointer.resume(**everything, verify=True)
+        first = restored.step if restored and restored.step else 0
+        for step in range(first, last):
+            training.train([step])
+            checkpointer.step(step + 1, **everything)
+    return {"first": first, "warned": [str(one.message) for one in warned], "notes": restored and restored.notes}
+
+
+def test_a_checkpointer_prunes_and_resumes_in_a_store(s3: Served, settings: Settings) -> None:
+    assert [told["first"] for told in run(in_s3, 2, a_run, settings, 3, True)] == [0, 0]
+    names = {name.partition("/")[0] for name in files(s3, "run")}
+    assert names == {"checkpointer.json", "latest", "step-00000002", "step-00000003"}
+    assert (s3.directory / "run" / "latest").read_text() == "step-00000003"
+    (s3.directory / "run" / "step-00000003" / "rank-00001-of-00002.safetensors").unlink()
+    told = run(in_s3, 2, a_run, settings, 4, False)
+    assert [one["first"] for one in told] == [2, 2]
+    assert "passed over step-00000003" in told[0]["warned"][0]
+    assert "s3://bucket/run/step-00000003" in told[0]["warned"][0]
+    names = {name.partition("/")[0] for name in files(s3, "run")}
+    assert names == {"checkpointer.json", "latest", "step-00000003", "step-00000004"}
+    assert zckpt.open(f"{s3.url}/run").step == 4
+    assert unfinished() == []
+
+
+def by_dcp(rank: int, bucket: str) -> bool:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    training, _ = trained("adamw-fsdp-float32")
+    state = dict(zip(("model", "optimizer"), get_state_dict(training.model, training.optimizer), strict=True))
+    dcp.save({**state, "step": 2}, storage_writer=zckpt.dcp.Writer(f"{bucket}/dcp"))
+    other = Training.of(BY_NAME["adamw-fsdp-float32"], seed=1)
+    other.train([7])
+    there = dict(zip(("model", "optimizer"), get_state_dict(other.model, other.optimizer), strict=True))
+    dcp.load(there, storage_reader=zckpt.dcp.Reader(f"{bucket}/dcp"))
+    dist.barrier()
+    return all(
+        torch.equal(one.to_local(), there["model"][name].to_local())
+        for name, one in state["model"].items()
+        if hasattr(one, "to_local")
+    )
+
+
+def test_dcp_writes_to_a_store_and_reads_from_it(s3: Served, settings: Settings) -> None:
+    assert run(in_s3, 2, by_dcp, settings) == [True, True]
+    assert files(s3, "dcp") == ["checkpoint.json", *(f"rank-0000{n}-of-00003.safetensors" for n in range(3))]
+    assert not list(s3.directory.rglob("*zckpt-partial/*"))
+    assert unfinished() == []

@@ -1,0 +1,314 @@
+"""Files on their way into S3: uploads in parts, which are no objects before they are completed.
+
+What a run that was killed has left is gone on with by content: a part that the store has under the same number, of the
+same size and with the MD5 of what would be sent, is not sent again. When all parts of all files have come, a note
+beside the target lists them, so that a run that was killed while it completed them need not make any of them again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import md5
+from typing import Any
+
+from zckpt.errors import TargetError
+from zckpt.storage.remote.attempts import attempt, status_of
+from zckpt.storage.remote.s3 import S3Store
+from zckpt.storage.remote.uploads import NOTE, Sent, Uploads
+
+_MD5 = re.compile(r"[0-9a-f]{32}")
+
+_OF_PARTS = re.compile(r"[0-9a-f]{32}-\d+")
+"""The ETag of an object that was made of parts: the MD5 of their MD5s, and how many they are."""
+
+
+class S3Uploads(Uploads):
+    """Uploads in parts."""
+
+    can_resume = True
+
+    def __init__(self, store: S3Store, key: str, *, is_directory: bool) -> None:
+        super().__init__(store, key, is_directory=is_directory)
+        self.s3 = store
+        self._open: dict[str, S3Sink] = {}
+        self._finished: list[str] = []
+        self._found: dict[str, str] = {}
+        self._has_note = False
+
+    def begin(self, *, resume: bool = False) -> None:
+        """Abort uploads to the same keys, or note them; whose run still goes on fails with its next part."""
+        if resume:
+            self._found = {one["Key"]: one["UploadId"] for one in self._unfinished()}
+        else:
+            self._sweep()
+
+    def left(self) -> int:
+        """Return how many bytes are in unfinished uploads."""
+        found = (self._parts({**self._bucket(), "Key": one["Key"], "UploadId": one["UploadId"]})
+                 for one in self._unfinished())  # fmt: skip
+        return sum(part["Size"] for parts in found for part in parts)
+
+    def _bucket(self) -> dict[str, str]:
+        return {"Bucket": self.s3.place(self.key)["Bucket"]}
+
+    def _unfinished(self) -> list[dict[str, Any]]:
+        """Return the uploads to the target's keys; none where who may write is not allowed to list them."""
+        place = self.s3.place(self.key)
+        try:
+            found = list(self._listed("list_multipart_uploads", "Uploads", ("KeyMarker", "UploadIdMarker"),
+                                      {**self._bucket(), "Prefix": place["Key"]}))  # fmt: skip
+        except TargetError:
+            return []
+        return [one for one in found if one["Key"] == place["Key"] or one["Key"].startswith(f"{place['Key']}/")]
+
+    def _parts(self, place: dict[str, str]) -> Iterator[dict[str, Any]]:
+        with suppress(TargetError):  # it is gone by now
+            yield from self._listed("list_parts", "Parts", ("PartNumberMarker",), place)
+
+    def _listed(
+        self, method: str, name: str, markers: Sequence[str], arguments: dict[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield what a store lists in pages."""
+        while True:
+            found = attempt(partial(self.s3.call, method, **arguments), self.store.address.shown, writing=True)
+            yield from found.get(name, ())
+            following = {key: found[f"Next{key}"] for key in markers if found.get(f"Next{key}")}
+            if not found.get("IsTruncated") or not following:
+                return
+            arguments = {**arguments, **following}
+
+    def _sweep(self) -> None:
+        """Abort what is unfinished: of runs that were killed, and where the answer was lost that named an upload."""
+        for one in self._unfinished():
+            which = {**self._bucket(), "Key": one["Key"], "UploadId": one["UploadId"]}
+            with suppress(TargetError):
+                attempt(
+                    partial(self.s3.call, "abort_multipart_upload", **which), self.store.address.shown, writing=True
+                )
+
+    def sink(self, name: str) -> S3Sink:
+        """Begin an upload, or go on with one."""
+        place = self.s3.place(self.at(name))
+        upload = self._found.pop(place["Key"], None)
+        one = self._open[name] = S3Sink(self.s3, self.at(name), self.shown(name), upload)
+        if upload is not None:
+            one.there = {part["PartNumber"]: part for part in self._parts({**place, "UploadId": upload})}
+        return one
+
+    def sent(self) -> Sent:
+        """Return of each upload its id and its parts."""
+        return {name: one.state() for name, one in self._open.items()}
+
+    def adopt(self, sent: Sent) -> None:
+        """Take over uploads whose parts have all come."""
+        for name, (upload, parts) in sent.items():
+            one = self._open[name] = S3Sink(self.s3, self.at(name), self.shown(name), upload)
+            one.parts = {int(number): (etag, nbytes) for number, (etag, nbytes) in parts.items()}
+
+    def completed(self, sent: Sent) -> list[str]:
+        """Return which of the files of a note are objects already."""
+        self.adopt(sent)
+        found = [name for name in sent if self._open[name].is_completed()]
+        self._open.clear()
+        return found
+
+    def discard(self, sent: Sent) -> list[str]:
+        """Remove objects that a run has completed, and its note; return their names."""
+        found = self.completed(sent)
+        for name in found:
+            self._delete(self.at(name), self.shown(name))
+        self.forget()
+        return found
+
+    def put(self, name: str, data: bytes) -> None:
+        """Send a whole object."""
+        arguments = {**self.s3.place(self.at(name)), "Body": data}
+        attempt(lambda: self.s3.call("put_object", **arguments), self.shown(name), writing=True)
+        self._finished.append(name)
+
+    def note(self, data: bytes) -> None:
+        """Put an object beside the target."""
+        place = self.s3.place(f"{self.partial}/{NOTE}")
+        self._has_note = True
+        attempt(lambda: self.s3.call("put_object", **place, Body=data), self.store.address.shown, writing=True)
+
+    def noted(self) -> bytes | None:
+        """Return the object beside the target."""
+        place = self.s3.place(f"{self.partial}/{NOTE}")
+
+        async def read() -> bytes:
+            found = await self.s3.fs._call_s3("get_object", **place)
+            async with found["Body"] as body:
+                data: bytes = await body.read()
+                return data
+
+        def once() -> bytes | None:
+            from fsspec.asyn import sync
+
+            try:
+                data: bytes = sync(self.s3.fs.loop, read)
+            except Exception as error:
+                if isinstance(error, FileNotFoundError | PermissionError) or status_of(error) in (403, 404):
+                    return None  # of what is not there, who may not list learns nothing
+                raise
+            return data
+
+        found = attempt(once, self.store.address.shown, writing=True)
+        self._has_note = self._has_note or found is not None
+        return found
+
+    def finish(self, names: Sequence[str], old: Sequence[str]) -> None:
+        """Remove what is replaced, so that no old object is ever with a new one, and complete uploads."""
+        for key in old:
+            self._delete(key, self.store.address.shown)
+        for name in names:
+            self._open[name].complete()
+            self._finished.append(name)
+            del self._open[name]
+
+    def url(self) -> str:
+        """Return the target's."""
+        return self.store.address.url
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the target is a directory."""
+        return self.is_directory
+
+    def _delete(self, key: str, shown: str) -> None:
+        attempt(lambda: self.s3.call("delete_object", **self.s3.place(key)), shown, writing=True)
+
+    def name(self, names: Sequence[str], old: Sequence[str]) -> None:  # noqa: ARG002
+        """Leave nothing behind: they have their names."""
+        self.forget()
+        self._sweep()
+
+    def forget(self) -> None:
+        """Remove the note."""
+        if self._has_note:
+            self._delete(f"{self.partial}/{NOTE}", self.store.address.shown)
+            self._has_note = False
+
+    def abort(self, *, everything: bool = True) -> None:
+        """Abort uploads, and remove objects that were completed."""
+        left: list[str] = []
+        for name, one in self._open.items():
+            if not one.abort():
+                left.append(self.shown(name))
+        for name in self._finished:
+            try:
+                self._delete(self.at(name), self.shown(name))
+            except TargetError:
+                left.append(self.shown(name))
+        self._open.clear()
+        self._finished.clear()
+        if everything:
+            self._sweep()
+            with suppress(TargetError):  # of nothing that is there any more
+                self.forget()
+        if left:
+            raise TargetError("could not be removed", path=left[0], found=f"{len(left)} of them",
+                              advice="abort its unfinished uploads, and remove it")  # fmt: skip
+
+
+class S3Sink:
+    """One upload in parts.
+
+    Parameters
+    ----------
+    store : S3Store
+    key, shown : str
+    upload : str, optional
+        The id of an upload that is gone on with.
+    """
+
+    def __init__(self, store: S3Store, key: str, shown: str, upload: str | None = None) -> None:
+        self._store = store
+        self._place = store.place(key)
+        self._shown = shown
+        self.parts: dict[int, tuple[str, int]] = {}
+        """ETag and bytes of those that have come, by their numbers from 1 on."""
+        self.there: dict[int, dict[str, Any]] = {}
+        """What the store has of an upload that is gone on with."""
+        self._place["UploadId"] = upload or self._call("create_multipart_upload")["UploadId"]
+
+    def _call(self, method: str, **arguments: object) -> Any:  # noqa: ANN401
+        return attempt(lambda: self._store.call(method, **self._place, **arguments), self._shown, writing=True)
+
+    @property
+    def part_nbytes(self) -> int | None:
+        """Of parts that were sent before, the size, so that they fit those that are made now; None: any."""
+        return max((part["Size"] for part in self.there.values()), default=None) if len(self.there) > 1 else None
+
+    def send(self, number: int, data: bytearray) -> None:
+        """Send a part, unless the store has it; sending it twice does no harm."""
+        there = self.there.get(number + 1)
+        if there is not None and there["Size"] == len(data):
+            etag = there["ETag"].strip('"')
+            if _MD5.fullmatch(etag) and md5(data, usedforsecurity=False).hexdigest() == etag:
+                self.parts[number + 1] = there["ETag"], len(data)
+                return
+        found = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
+        self.parts[number + 1] = found["ETag"], len(data)
+
+    def state(self) -> tuple[str, dict[int, tuple[str, int]]]:
+        """Return the upload's id and its parts."""
+        return self._place["UploadId"], self.parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that have come."""
+        return sum(nbytes for _, nbytes in self.parts.values())
+
+    def complete(self) -> None:
+        """Make an object of the parts."""
+        every = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self.parts.items())]
+        try:
+            self._call("complete_multipart_upload", MultipartUpload={"Parts": every})
+        except TargetError:
+            if not self.is_completed():
+                raise
+
+    def is_completed(self) -> bool:
+        """Tell whether the upload is an object: the answer to a request may be lost that was done, or a run killed.
+
+        The upload is gone then, and there is an object of as many bytes; its ETag is that of the parts where it is of
+        that form.
+        """
+        try:
+            self._store.call("list_parts", **self._place)
+        except Exception as error:  # noqa: BLE001
+            if (
+                status_of(error) != 404
+                and not isinstance(error, FileNotFoundError)
+                and "NoSuchUpload" not in str(error)
+            ):
+                return False
+        else:
+            return False
+        try:
+            found = self._store.call("head_object", Bucket=self._place["Bucket"], Key=self._place["Key"])
+        except Exception:  # noqa: BLE001  # the first error says more
+            return False
+        etag = found.get("ETag", "").strip('"')
+        is_encrypted = bool(found.get("SSEKMSKeyId") or found.get("SSECustomerAlgorithm"))  # then no ETag is an MD5
+        is_ours = is_encrypted or not _OF_PARTS.fullmatch(etag) or etag == self._etag()
+        return bool(found["ContentLength"] == self.nbytes) and is_ours
+
+    def _etag(self) -> str:
+        """Return the ETag that S3 gives an object of these parts."""
+        each = [etag.strip('"') for _, (etag, _) in sorted(self.parts.items())]
+        if not all(map(_MD5.fullmatch, each)):
+            return ""
+        return f"{md5(b''.join(map(bytes.fromhex, each)), usedforsecurity=False).hexdigest()}-{len(each)}"
+
+    def abort(self) -> bool:
+        """Remove all parts; return whether the store has done so."""
+        try:
+            self._call("abort_multipart_upload")
+        except TargetError as error:
+            return "NoSuchUpload" in str(error) or "nothing there" in str(error)
+        return True

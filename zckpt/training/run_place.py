@@ -1,0 +1,182 @@
+"""Where a Checkpointer's directory is: on a file system, or in a store; what it does there besides saving."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from zckpt.engine.plan import plan
+from zckpt.engine.targets import Literal, TargetFile
+from zckpt.errors import TargetError
+from zckpt.formats.native import DOCUMENT_NAME, OWNED
+from zckpt.operations.target import write_target
+from zckpt.optim.ranks import Place
+from zckpt.storage.durable import recover, target_of_old
+from zckpt.storage.ownership import check_replaceable
+from zckpt.training import run_record
+from zckpt.training.run_record import LATEST, NAME, RECORD, Record, Saved
+
+
+class RunPlace:
+    """A directory on a file system that all ranks share.
+
+    Parameters
+    ----------
+    directory : Path
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def shown(self) -> str:
+        """What it is called in messages."""
+        return str(self.directory)
+
+    def checkpoint(self, name: str) -> Place:
+        """Return where a checkpoint of this name is."""
+        return self.directory / name
+
+    def seen(self) -> AbstractContextManager[Path]:
+        """Return a context that yields a directory in which everything has its name and can be read."""
+        return nullcontext(self.directory)
+
+    def make(self) -> None:
+        """Make it, if it does not exist."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def write_record(self, record: Record) -> None:
+        """Write the record, whole or not at all; errors are TargetErrors."""
+        run_record.write_record(self.directory, record)
+
+    def write_latest(self, name: str) -> None:
+        """Write which checkpoint is the latest; errors are TargetErrors."""
+        run_record.write_latest(self.directory, name)
+
+    def settle(self, saving: Saved) -> None:
+        """Put right what a save has left that was killed."""
+        recover(self.directory / saving.name)
+
+    def settle_all(self) -> None:
+        """Give checkpoints their names back that a kill has left without."""
+        for left in self.directory.iterdir():
+            target = target_of_old(left)
+            if target is not None and NAME.fullmatch(target.name):
+                recover(target)
+
+    def sweep(self) -> None:
+        """Remove what a removal has left that was killed."""
+        for left in self.directory.iterdir():
+            if run_record.REMOVED.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)  # which follows no link
+
+    def remove(self, checkpoint: Saved) -> str | None:
+        """Remove a checkpoint, unless something else is in its place or in it: then return what."""
+        if not checkpoint.is_in(self.directory):
+            return None
+        path = self.directory / checkpoint.name
+        try:
+            check_replaceable(path, OWNED)
+        except TargetError as error:
+            return f"{path.name} is not removed: {error}"
+        hidden = path.with_name(f".{path.name}.zckpt-removed")  # half removed, it must not look like a checkpoint
+        path.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+        return None
+
+
+class StoredRun(RunPlace):
+    """A directory in a store. It is listed for each of these, which all are done once for each save.
+
+    Parameters
+    ----------
+    url : str
+    """
+
+    def __init__(self, url: str) -> None:
+        from zckpt.storage.remote.addresses import address_of
+
+        self._url = url.rstrip("/")
+        self._shown = address_of(url).shown
+
+    @property
+    def shown(self) -> str:
+        """The URL, without secrets."""
+        return self._shown
+
+    def checkpoint(self, name: str) -> str:
+        """Return the URL of a checkpoint of this name."""
+        return f"{self._url}/{name}"
+
+    @contextmanager
+    def seen(self) -> Iterator[Path]:
+        """Yield a directory with the names in the store as they are now."""
+        from zckpt.storage.remote.mount import mounted
+
+        with mounted(self._url, missing=True) as mount:
+            yield mount.path
+
+    def make(self) -> None:
+        """Do nothing: what is written has a directory."""
+
+    def write_record(self, record: Record) -> None:
+        """Write the record, whole or not at all."""
+        self._write(RECORD, run_record.text_of(record))
+
+    def write_latest(self, name: str) -> None:
+        """Write which checkpoint is the latest."""
+        self._write(LATEST, name)
+
+    def _write(self, name: str, text: str) -> None:
+        data = text.encode()
+        with self.seen() as directory:
+            directory.mkdir(exist_ok=True)
+            write_target(plan([TargetFile(name, len(data), [Literal(0, data)])]), directory / name, overwrite=True)
+
+    def settle(self, saving: Saved) -> None:
+        """Abort uploads, and remove objects among which no document has come."""
+        from zckpt.storage.remote.mount import mount_of
+        from zckpt.storage.remote.uploads import uploads_of
+
+        with self.seen() as directory:
+            path, mount = directory / saving.name, mount_of(directory)
+            uploads_of(mount.store, mount.key_of(path), is_directory=True).begin()
+            if saving.is_in(directory) and not os.path.lexists(path / DOCUMENT_NAME):
+                self._remove(path)
+
+    def settle_all(self) -> None:
+        """Do nothing: what is replaced has no other name meanwhile."""
+
+    def sweep(self) -> None:
+        """Do nothing: what is removed keeps its name up to the last file."""
+
+    def remove(self, checkpoint: Saved) -> str | None:
+        """Remove a checkpoint, unless something else is in its place or in it: then return what."""
+        with self.seen() as directory:
+            path = directory / checkpoint.name
+            if not checkpoint.is_in(directory):
+                return None
+            try:
+                check_replaceable(path, OWNED)
+            except TargetError as error:
+                return f"{path.name} is not removed: {error}"
+            self._remove(path)
+        return None
+
+    def _remove(self, path: Path) -> None:
+        """Remove what is below a directory, its document last: it tells whose the rest is."""
+        from zckpt.storage.remote.mount import mount_of
+
+        mount = mount_of(path)
+        document = mount.key_of(path / DOCUMENT_NAME)
+        for key in sorted(mount.keys_below(path), key=lambda key: key == document):
+            mount.store.remove(key)
+        mount.store.remove_folder(mount.key_of(path))
+
+
+def run_place(place: Place) -> RunPlace:
+    """Return where a Checkpointer's directory is; a string is a URL."""
+    return RunPlace(place) if isinstance(place, Path) else StoredRun(place)
