@@ -337,8 +337,12 @@ def _of_stage0(known: Mapping[str, object], config: Mapping[object, object]) -> 
         return Scaling({LOSS_SCALER: _static(scale), DYNAMIC: False},
                        ["cur_iter is not carried: a fixed loss scale of ZeRO counts no iterations"])  # fmt: skip
     values = {key: known[key] for key in _COUNTED}
-    note = "the loss scaler's hysteresis starts afresh: without ZeRO there is none"
-    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, [note])
+    notes = [
+        "the loss scaler's hysteresis starts afresh: without ZeRO there is none",
+        "moments of stage 0 in fp16 may be too small by the loss scale, which DeepSpeed 0.19.8 divides by without "
+        "having multiplied (docs/formats.md): the next losses are then not those of stage 0",
+    ]
+    return Scaling({LOSS_SCALER: _dynamic(values, config), DYNAMIC: True}, notes)
 
 
 def _complete(found: Scaling, checkpoint: Checkpoint, config: Mapping[object, object], dtype: str) -> None:
