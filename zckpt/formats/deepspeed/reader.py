@@ -33,7 +33,6 @@ from zckpt.formats.deepspeed.shards import (
     read_optimizer,
 )
 from zckpt.formats.deepspeed.stage0 import STATE_KEYS, attach_optimizer, keep_other_state
-from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
 from zckpt.formats.deepspeed.tensor_parallel import merge
 from zckpt.formats.deepspeed.tp_rules import INFO_KEY, VOCABULARY_KEYS, Rules, read_rules
 from zckpt.formats.deepspeed.values import MODEL_RULES, copies_of_optimizers, keep_others, shard_rules
@@ -109,6 +108,8 @@ def read(directory: TagDirectory, *, names: Sequence[str] | None = None, tp_rule
     if optimizers or of_experts:
         attached = None
     else:
+        from zckpt.formats.deepspeed.stage0_ranks import attach_to_ranks
+
         attached = attach_to_ranks(checkpoint.source, ranks, rules, info, tp, names, layers=layers)
     stages = [merge(states[i : i + tp], rules, models[0].shard.path) for i in range(0, len(states), tp)]
     state = fused(join(stages, models[0].shard.path))

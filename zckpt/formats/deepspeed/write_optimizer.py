@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from zckpt.formats.deepspeed.auto_ep import fused_name, fused_pads
 from zckpt.formats.deepspeed.groups import MOMENTUM, keeps_whole_matrices
 from zckpt.formats.deepspeed.shards import OptimizerShard
-from zckpt.formats.deepspeed.target import Target, TargetRank
+from zckpt.formats.deepspeed.target import Target, TargetRank, slot_keys
 from zckpt.formats.torch_files.quantised import NESTED
 from zckpt.formats.torch_files.writer import Content, FromFile, PackContent, SlotContent, new_storage, value_node, view
-from zckpt.state import MASTER, WEIGHT, CutSpans, Extent, Parameter, ParamGroup, Slot
+from zckpt.state import MASTER, CutSpans, Extent, Parameter, ParamGroup, Slot
 from zckpt.state.partition import (
     FlatShare,
     flat_padding,
@@ -117,11 +117,6 @@ def _hyperparameters(group: ParamGroup, params: list[int]) -> dict[object, objec
     return {**{key: value_node(value) for key, value in group.hyperparameters.items()}, "params": params}
 
 
-def _slot_keys(parameters: list[Parameter]) -> list[str]:
-    """Return the optimizer's keys for these parameters, each once."""
-    return list(dict.fromkeys(key for p in parameters for key in p.slots if key not in (MASTER, WEIGHT)))
-
-
 def _own_values(target: Target, mp: TargetRank, rank: int, partition: int) -> dict[object, object]:
     """Return the state that one rank has of its own, as its file has it, or cut for it."""
     if target.codes:
@@ -168,7 +163,7 @@ def _flat(target: Target, mp: TargetRank, rank: int) -> dict[str, object]:
         full = partition if target.bf16_optimizer else stripped
         masters.append(_partition(parameters, MASTER, shares, partition, full, like=like))
         length = stripped if target.elastic else partition
-        keys = _slot_keys(parameters)
+        keys = group.keys(rank)
         tensors: dict[object, object] = {}
         muon = keeps_whole_matrices(
             group.values.hyperparameters, target.origin.model.config, partition=target.bf16_optimizer
@@ -286,7 +281,7 @@ class _Shards:
     def __init__(self, parameters: Sequence[Parameter], world_size: int) -> None:
         self.parameters = list(parameters)
         self.world_size = world_size
-        self.keys = _slot_keys(self.parameters)
+        self.keys = slot_keys(self.parameters)
         self.held = [shard_numel(p.numel, world_size) for p in parameters]
         self.starts = [0, *accumulate(self.held)]
         self._rows = {key: self._row(key) for key in (MASTER, *self.keys)}
